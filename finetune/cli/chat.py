@@ -127,7 +127,7 @@ class ChatSession:
                 self._answer("base", ids)
             answer = self._answer("tuned", ids)
         except DataError as error:
-            self._conversation.take_back()
+            self._conversation.forget_unanswered()
             self._note(f"not sent: {error} /reset starts again.")
             return
         # Keep the part of a stopped answer that was shown: the next question may refer to it.

@@ -57,10 +57,7 @@ def check_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield the title of each check, the number of equal items, and how far items are apart.
 
     The verdict counts answers that differ at a near tie as equal. Here they are shown apart from the equal answers.
-
-    Args:
-        content: of a certificate, in which numbers that are not finite are texts. Earlier versions did not write
-            `stop_ids`.
+    In a certificate, numbers that are not finite are texts. Earlier versions did not write `stop_ids`.
 
     Raises:
         KeyError, TypeError: it is not the content of a certificate.

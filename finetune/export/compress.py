@@ -53,11 +53,7 @@ MOST_ANSWERS = 64
 def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows: int) -> Compressed:
     """Write a folder that vLLM and transformers load, with linear layers compressed; all of it or nothing.
 
-    Args:
-        run: of an adapter, which is merged first, or of full fine-tuning.
-        out: a folder that does not exist or is empty.
-        scheme: how to store linear layers.
-        num_rows: training rows for calibration, drawn with the run's seed; fp8 needs none.
+    An adapter is merged first. For calibration, `num_rows` training rows are drawn with the run's seed; fp8 needs none.
 
     Raises:
         CheckpointError: `out` is taken.

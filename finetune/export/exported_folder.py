@@ -54,11 +54,7 @@ class Exported:
 def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: bool = True) -> Exported:
     """Write a folder with a GGUF file, a Modelfile, or both; all of it or nothing.
 
-    Args:
-        model: a merged folder.
-        out: a folder that does not exist or is empty.
-        gguf: None makes no GGUF file; the Modelfile then names the merged folder, which Ollama imports itself.
-        with_modelfile: write a Modelfile.
+    Without a GGUF file (`gguf` is None), the Modelfile names the merged folder, which Ollama imports itself.
 
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder.

@@ -51,11 +51,7 @@ class Gguf:
 
 
 def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
-    """Find the converter in a checkout of llama.cpp.
-
-    Args:
-        folder: the checkout; None reads LLAMA_CPP_DIR.
-        environment: where LLAMA_CPP_DIR may be set.
+    """Find the converter in a checkout of llama.cpp: this folder, or the one that LLAMA_CPP_DIR names.
 
     Raises:
         ConfigError: there is no converter; the message says how to get it.
@@ -72,20 +68,19 @@ def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
 def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
     """Run the converter on a merged folder. Returns the header of the file that it wrote.
 
-    Args:
-        model: a merged folder.
-        out: the file to write.
-        gguf: the settings.
-        rules: how llama.cpp must read texts. The file's name expresses some rules, `keys_for_llama_cpp` the others.
+    Some of the rules are expressed by the name of the model in the file, the others by `keys_for_llama_cpp`.
 
     Raises:
         ModelError: the converter does not support the model or its tokenizer; the message repeats its reason.
         RunFailedError: it wrote no complete file.
     """
     family = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
+    # `general.name` tells llama.cpp whether special tokens strip white space.
+    neutral_name = "phi" if family.startswith("phi3") else family
+    name = "phi-3" if rules.strips else neutral_name
     with tempfile.TemporaryDirectory() as scratch:
         converter = copy_for_llama_cpp(model, Path(scratch), gguf.base)
-        options = ["--outtype", gguf.weight_type, "--model-name", _name(family, rules), "--outfile", str(out)]
+        options = ["--outtype", gguf.weight_type, "--model-name", name, "--outfile", str(out)]
         converter.run([sys.executable, str(gguf.converter), scratch, *options], Path(scratch))
     return read_written(out)
 
@@ -140,20 +135,10 @@ def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
     return [token_id for token_id in stop_ids if token_id != eos]
 
 
-def _name(family: str, rules: TokenRules) -> str:
-    """Choose the file's `general.name`, which tells llama.cpp whether special tokens strip white space."""
-    if rules.strips:
-        return "phi-3"
-    return "phi" if family.startswith("phi3") else family
-
-
 def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:
     """Copy the model for the converter, and choose the corrections that its tokenizer needs.
 
-    Args:
-        model: a merged folder.
-        copy: an empty folder.
-        base: a folder with the tokenizer.model of a sentencepiece tokenizer, if the model has none.
+    If the model has no tokenizer.model, which a sentencepiece tokenizer needs, take the one in the folder `base`.
 
     Raises:
         ModelError: the folder does not describe its tokenizer.

@@ -36,11 +36,6 @@ class Header:
     spans: dict[str, tuple[int, int]]
     tensors: tuple[int, int]
 
-    @property
-    def alignment(self) -> int:
-        """Return the alignment of tensors in the file, in bytes."""
-        return int(self.keys.get("general.alignment", 32))
-
 
 def read_header(path: Path) -> Header:
     """Read the header of a GGUF file.
@@ -59,7 +54,9 @@ def read_header(path: Path) -> Header:
             keys, spans = _read_keys(file, num_keys)
             tensors_at = file.tell()
             for _ in range(num_tensors):
-                _skip_tensor(file)
+                _text(file)  # its name
+                (num_dimensions,) = _numbers(file, "I")
+                _numbers(file, f"{num_dimensions}QIQ")  # its shape, type and place
         except (struct.error, KeyError, OverflowError, MemoryError) as error:
             raise RunFailedError(f"{path} is damaged: its header cannot be read ({error}).") from error
         places = (tensors_at, file.tell())
@@ -68,6 +65,7 @@ def read_header(path: Path) -> Header:
 
 def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Iterator[bytes]:
     """Yield the bytes of the file with these keys set. They replace keys of the same names."""
+    alignment = int(header.keys.get("general.alignment", 32))
     kept = [span for name, span in header.spans.items() if name not in keys]
     with path.open("rb") as file:
         start = struct.pack("<4sIQQ", b"GGUF", header.version, header.num_tensors, len(kept) + len(keys))
@@ -76,8 +74,8 @@ def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Ite
             file.seek(begin)
             parts.append(file.read(end - begin))
         size = sum(map(len, parts))
-        yield b"".join([*parts, bytes(-size % header.alignment)])
-        file.seek(header.tensors[1] + -header.tensors[1] % header.alignment)
+        yield b"".join([*parts, bytes(-size % alignment)])
+        file.seek(header.tensors[1] + -header.tensors[1] % alignment)
         yield from read_on(file)
 
 
@@ -106,12 +104,6 @@ def _value(file: BinaryIO, value_type: int) -> Any:
     if item_type in _NUMBERS:
         return list(_numbers(file, f"{count}{_NUMBERS[item_type]}"))
     return [_value(file, item_type) for _ in range(count)]
-
-
-def _skip_tensor(file: BinaryIO) -> None:
-    _text(file)
-    (num_dimensions,) = _numbers(file, "I")
-    _numbers(file, f"{num_dimensions}QIQ")  # its shape, type and place
 
 
 def _text(file: BinaryIO) -> str:

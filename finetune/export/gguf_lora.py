@@ -43,12 +43,8 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
 
     The base's file has the run's tokenizer, chat template and stop ids. The test vectors are made now, from the run.
 
-    Args:
-        run: a run with an adapter.
-        out: a folder that does not exist or is empty.
-        gguf: the settings, with the type for the base's weights. The adapter's weights are stored in fp32.
-        with_base: convert the base too. Without the base, llama.cpp cannot load the adapter to check it.
-        with_modelfile: write a Modelfile for both, if the base is written.
+    The weights of the base are stored in the type of `gguf`, those of the adapter in fp32. If `with_base` is False,
+    there is no base and no Modelfile, and llama.cpp cannot load the adapter to check it.
 
     Raises:
         CheckpointError: `out` is taken.
@@ -82,11 +78,7 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
 
 
 def _refuse_what_is_lost(adapter: Path) -> None:
-    """Refuse an adapter with more than lora_A and lora_B of linear layers.
-
-    Raises:
-        ModelError: names what would be lost.
-    """
+    """Refuse an adapter with more than lora_A and lora_B of linear layers."""
     record: dict[str, Any] = json.loads((adapter / _CONFIG).read_text(encoding="utf-8"))
     with safe_open(adapter / _WEIGHTS, framework="pt") as file:
         other = sorted(name for name in file.keys() if not name.endswith((".lora_A.weight", ".lora_B.weight")))  # noqa: SIM118
@@ -121,11 +113,7 @@ def _write_adapter(adapter: Path, base: Path, writer: FolderWriter, aside: Path,
 
 
 def _base_folder(run: FinishedRun) -> Path:
-    """Return the folder of the run's base, in the hub's cache if it came from the hub.
-
-    Raises:
-        ModelError: its files are not here.
-    """
+    """Return the folder of the run's base, in the hub's cache if it came from the hub."""
     where = locate_model(run.config.model)
     repository = repository_of(where, run.config.model.revision)
     if repository is None:

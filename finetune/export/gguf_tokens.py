@@ -88,8 +88,7 @@ class Reading:
 def find_rules(tokenizer: Any) -> Reading:
     """Compare a run's tokenizer with llama.cpp's rules, and choose those under which most texts have the same ids.
 
-    Args:
-        tokenizer: the run's, a fast one. Texts are encoded without added special tokens, as in training.
+    Texts are encoded without added special tokens, as in training.
     """
     record = json.loads(tokenizer.backend_tokenizer.to_str())
     plain = list(_chats(tokenizer, _PLAIN))

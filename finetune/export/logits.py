@@ -48,12 +48,9 @@ class LogitDifference:
 
 
 def compare_logits(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor | None = None) -> LogitDifference:
-    """Compare logits, (positions, vocabulary).
+    """Compare the logits of a served model with those of the model as trained, (positions, vocabulary).
 
-    Args:
-        found: of the served model.
-        expected: of the model as trained.
-        base: of the base without its adapter, to measure how much of the adapter's effect is lost.
+    The logits of the base without its adapter show how much of the adapter's effect is lost.
     """
     if not len(expected):
         infinite = dict.fromkeys(("max_abs", "relative", "most_relative"), math.inf)
@@ -74,10 +71,7 @@ def compare_logits(found: torch.Tensor, expected: torch.Tensor, base: torch.Tens
 def refuse_far(difference: LogitDifference, dtype: str, most: float | None = None) -> None:
     """Refuse a merged model that is not the tuned one.
 
-    Args:
-        difference: between the two.
-        dtype: the type of the stored weights.
-        most: the largest relative difference; None takes the bound of the type.
+    The bound is `most`, a relative difference, or by default the bound of the type in which weights are stored.
 
     Raises:
         RunFailedError: the difference is above the bound, or rounding took away most of the adapter's effect.

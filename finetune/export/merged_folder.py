@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from finetune.errors import ModelError, RunFailedError
+from finetune.errors import ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
 from finetune.export.digests import digest_files, digest_tensors
 from finetune.export.logits import compare_logits, refuse_far
@@ -64,7 +64,9 @@ def write_merged(
         ModelError: transformers alone cannot load this model, or the adapter cannot be merged.
         RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
     """
-    tokenizer, system = _tokenizer_and_system(run, adds_system=adds_system)
+    tokenizer, system = build_run_tokenizer(run.config), usual_system(run.config.data)
+    if adds_system:
+        tokenizer.chat_template = with_default_system(tokenizer.chat_template, system)
     model = load_tuned_model(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
@@ -114,14 +116,6 @@ def write_merged(
         )
         writer.write("README.md", [merged_card(run, merged).encode()])
     return merged
-
-
-def _tokenizer_and_system(run: FinishedRun, *, adds_system: bool) -> tuple[Any, str | None]:
-    """Return the run's tokenizer, and the system turn of its training rows, which its chat template may add."""
-    tokenizer, system = build_run_tokenizer(run.config), usual_system(run.config.data)
-    if adds_system:
-        tokenizer.chat_template = with_default_system(tokenizer.chat_template, system)
-    return tokenizer, system
 
 
 def load_tuned_model(run: FinishedRun) -> Any:
@@ -178,11 +172,7 @@ def _sharded(weights: TensorFile) -> dict[str, Chunks]:
 
 
 def _reload(folder: Path, asked: Sequence[Vector]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Load the folder in another process, by transformers alone. Returns its report and its logits.
-
-    Raises:
-        RunFailedError: it cannot be loaded; the message repeats the last line of the reason.
-    """
+    """Load the folder in another process, by transformers alone. Returns its report and its logits."""
     with tempfile.TemporaryDirectory() as scratch:
         request, report, logits = (Path(scratch, name) for name in ("request.json", "report.json", "logits"))
         wanted = {"folder": folder, "prompts": [one.token_ids for one in asked]}
@@ -193,7 +183,7 @@ def _reload(folder: Path, asked: Sequence[Vector]) -> tuple[dict[str, Any], torc
         command = [sys.executable, "-P", str(plain_reload.__file__), str(request)]
         done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
         if done.returncode != 0:
-            reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            reason = last_line(done.stderr) or f"exit code {done.returncode}"
             raise RunFailedError(
                 f"the merged model was written, but transformers alone cannot load it: {reason}. It was removed again."
             )
@@ -201,11 +191,7 @@ def _reload(folder: Path, asked: Sequence[Vector]) -> tuple[dict[str, Any], torc
 
 
 def _refuse_other(report: Mapping[str, Any], **expected: Any) -> None:
-    """Compare what the other process found with what was written.
-
-    Raises:
-        RunFailedError: lists every difference.
-    """
+    """Compare what the other process found with what was written."""
     wrong = [f"{name} is {report[name]}, expected {value}" for name, value in expected.items() if report[name] != value]
     if wrong:
         raise RunFailedError(

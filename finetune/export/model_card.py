@@ -101,7 +101,11 @@ def _card(
     recorded, config = trained.recorded, trained.config
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
     scores = {name: scores[name] for name in ("base", "tuned") if name in scores}
-    return _template().render(
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    template = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
+    return environment.from_string(template).render(
         header=header,
         name=recorded.folder.path.name,
         base=base,
@@ -121,13 +125,6 @@ def _card(
         settings=_settings(config),
         versions=recorded.part("versions"),
     )
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return environment.from_string(Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8"))
 
 
 def _header(config: Config, *, library: str, relation: str, base: str | None) -> str:

@@ -76,12 +76,9 @@ def read_pieces(tokenizer: Any) -> TurnPieces:
 
 
 def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
-    """Write a Modelfile for a model with this tokenizer.
+    """Write a Modelfile for a model with this tokenizer. Without a chat template, Ollama passes prompts on as they are.
 
-    Args:
-        tokenizer: if it has no chat template, Ollama passes prompts on as they are.
-        model: the GGUF file or model folder for `FROM`, seen from the Modelfile.
-        stop_ids: the tokens at which an answer ends.
+    `model` is the GGUF file or model folder for `FROM`, seen from the Modelfile.
 
     Raises:
         ModelError: the chat template cannot be written as Ollama's, see `read_pieces`.
@@ -97,10 +94,7 @@ def _take_apart(tokenizer: Any) -> TurnPieces:
     """Read the pieces from short conversations; `read_pieces` checks them.
 
     The text between two turns ends the first turn and begins the second. The part that it has in common with the
-    beginning of a conversation begins a turn.
-
-    Raises:
-        ValueError: the template is not a sequence of turns; says why.
+    beginning of a conversation begins a turn. A ValueError says why the template is not a sequence of turns.
     """
     start, end = _gaps(tokenizer, "user")
     _, between, _ = _gaps(tokenizer, "user", "user")
@@ -125,11 +119,7 @@ def _leaves_system_out(tokenizer: Any) -> bool:
 
 
 def _gaps(tokenizer: Any, *roles: str) -> list[str]:
-    """Return the text before, between and after the contents of turns, with the header of the next answer.
-
-    Raises:
-        ValueError: a content is missing, or appears twice.
-    """
+    """Return the text before, between and after the contents of turns, with the header of the next answer."""
     marks = [f"\u27e6{number}\u27e7" for number in range(len(roles))]  # contents that no template spells itself
     rest = _render(tokenizer, [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)])
     gaps = []
@@ -158,11 +148,7 @@ def _without_common_end(text: str, other: str) -> tuple[str, str]:
 
 
 def _literal(text: str) -> str:
-    """Write a text for a Go template, with white space at its end in quotes, because an editor could trim it.
-
-    Raises:
-        ModelError: it contains a delimiter of Modelfiles or Go templates.
-    """
+    """Write a text for a Go template, with white space at its end in quotes, because an editor could trim it."""
     if "{{" in text or "}}" in text or '"""' in text:
         raise ModelError(
             f"the chat template contains {text!r}, which a Modelfile cannot hold. Write the Modelfile by hand."

@@ -46,11 +46,6 @@ class Onnx:
 def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:
     """Write a folder that onnxruntime-genai serves, compared there with base and adapter; all of it or nothing.
 
-    Args:
-        model: a merged folder with test vectors.
-        out: a folder that does not exist or is empty.
-        onnx: the settings.
-
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder with test vectors.
         ConfigError: onnxruntime-genai is not installed.

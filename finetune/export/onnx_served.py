@@ -20,10 +20,7 @@ MOST_DIFFERENCE: dict[OnnxType, float] = {"f32": 1e-3, "int4": 0.5}
 
 
 def refuse_missing_packages(*, builds: bool) -> None:
-    """Refuse to go on without the runtime.
-
-    Args:
-        builds: whether the packages that its builder imports are needed too.
+    """Refuse to go on without the runtime and, if it `builds`, the packages that its builder imports.
 
     Raises:
         ConfigError: names what is missing and the command that installs it.

@@ -23,9 +23,7 @@ _COPY_BYTES = 1 << 22
 def new_folder(out: Path, num_bytes: int) -> Iterator[FolderWriter]:
     """Yield a writer for a temporary folder, and rename it at the end. If anything fails, `out` stays as it was.
 
-    Args:
-        out: does not exist, or is an empty folder.
-        num_bytes: the size of what the block will write, without small files.
+    `num_bytes` is the size of what the block will write, without small files.
 
     Raises:
         CheckpointError: see `refuse_taken`; `out` may also have been taken while the block wrote, or another process

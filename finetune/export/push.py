@@ -91,11 +91,9 @@ class Upload:
 
 
 def pack(source: Path, *, base: str | None = None) -> Package:
-    """Gather the files of a run or a merged folder.
+    """Gather the files of an adapter's run, or of a folder that `finetune merge` wrote.
 
-    Args:
-        source: a run of an adapter, or a folder that `finetune merge` wrote.
-        base: the hub id of the adapter's base, if the run loaded it from a local folder.
+    `base` is the hub id of the adapter's base. It is needed if the run loaded the base from a local folder.
 
     Raises:
         CheckpointError: it is neither, or it is damaged.
@@ -106,13 +104,9 @@ def pack(source: Path, *, base: str | None = None) -> Package:
 
 
 def plan_upload(package: Package, repository: str, *, private: bool = True, replace: bool = False) -> Upload:
-    """Look at the hub, and plan what a push would do there.
+    """Look at the hub, and plan what a push to a repository (`owner/name`) would do there.
 
-    Args:
-        package: what to send.
-        repository: `owner/name`.
-        private: whether a new repository is private.
-        replace: replace a model of another base, or an adapter by a model.
+    With `replace`, it may replace a model of another base, or an adapter by a model.
 
     Raises:
         ConfigError: the name is not a repository's, there is no token, the repository is public but a private one is
@@ -215,11 +209,7 @@ def _pack_model(source: Path) -> Package:
 
 
 def _with_certificate(card: str, folder: Path) -> str:
-    """Put the folder's certificates at the end of a card, or replace earlier ones. Without a certificate, remove them.
-
-    Raises:
-        CheckpointError: see `read_certificates`.
-    """
+    """Put the folder's certificates at the end of a card in place of earlier ones, which are removed in any case."""
     section = read_certificates(folder)
     before, earlier, after = card.partition(CERTIFICATE_HEAD)
     _, head, rest = after.partition("\n## ")

@@ -99,10 +99,7 @@ class Opened(NamedTuple):
 def replay(path: Path, num_steps: int) -> Replay:
     """Compute some recorded steps of a run again. Nothing in its folder is changed.
 
-    Args:
-        path: the run's folder.
-        num_steps: how many to compare: the first after the start and after each kept checkpoint, then the second of
-            each, and so on.
+    `choose_steps` says which.
 
     Raises:
         CheckpointError: no step can be replayed, or the rows or the device are not those of the run.
@@ -254,10 +251,8 @@ def compute_steps(
 ) -> Iterator[tuple[int, StepResult]]:
     """Train from each start up to its last chosen step, and yield all steps on the way with their results.
 
-    Args:
-        opened: the run.
-        folder: holds the checkpoints to start from.
-        chosen: steps in ascending order, by the step after which to start; 0 is the start of the run.
+    `chosen` has steps in ascending order, by the step after which to start; 0 is the start of the run, and the others
+    have a checkpoint in the folder.
 
     Raises:
         CheckpointError: a checkpoint does not fit the configuration.

@@ -131,12 +131,8 @@ class Vectors:
 def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:
     """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
 
-    They have no answers yet. All token ids are below the number of the model's embedding rows.
-
-    Args:
-        tokenizer: the run's.
-        model: the run's.
-        system: the system turn of the training rows; None keeps the one in `CONVERSATIONS`.
+    They have no answers yet. All token ids are below the number of the model's embedding rows. The system turn is that
+    of the training rows, or if it is None the one in `CONVERSATIONS`.
     """
     room = max_context(model)
     ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
@@ -180,15 +176,7 @@ def answer_in_fp32(
 def make_vectors(
     model: Any, asked: Sequence[Vector], logits: torch.Tensor, *, stop_ids: list[int], has_template: bool
 ) -> Vectors:
-    """Make the test vectors of a tuned model.
-
-    Args:
-        model: base and adapter, or a fully tuned model; on the CPU.
-        asked: the prompts.
-        logits: of this model at every position of all prompts, fp32.
-        stop_ids: the tokens that end an answer.
-        has_template: whether a chat template rendered the prompts.
-    """
+    """Make the test vectors of a tuned model, on the CPU, from its logits at every position of all prompts, in fp32."""
     prompts = [one.token_ids for one in asked if one.turns is not None]
     answers = iter(answer_in_fp32(model, prompts, stop_ids=stop_ids, max_new_tokens=MAX_NEW_TOKENS))
     whole = torch.split(logits, [len(one.token_ids) for one in asked])

@@ -101,13 +101,8 @@ def verify_run(
 
     Their bytes are compared with those of the checkpoint that they were published from.
 
-    Args:
-        path: the run's folder.
-        base: see `find_run`.
-        checkpoint: see `find_run`.
-        vectors: test vectors that a merge of this run wrote, instead of fresh ones from the run itself.
-        bound: see `verify_folder`.
-        vllm: see `verify_folder`.
+    `path`, `base` and `checkpoint` are those of `find_run`, `bound` and `vllm` those of `verify_folder`. `vectors` are
+    test vectors that a merge of this run wrote, instead of fresh ones from the run itself.
 
     Raises:
         CheckpointError: the run is damaged or has no weights.
@@ -167,13 +162,7 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
 def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
     """Compute logits at every position with the forward that a run uses: the engine's, or else the model's own.
 
-    Args:
-        section: `kernels` and `packing`, which choose the forward.
-        model: base and adapter in fp32, on the CPU.
-        prompts: token ids.
-
-    Returns:
-        (tokens of all prompts, vocabulary)
+    The model is in fp32 on the CPU. The shape of the logits is (tokens of all prompts, vocabulary).
     """
     collate = choose_forward(section, model).collate
     rows = []
@@ -230,11 +219,7 @@ def _compare(
     bound: float,
     recorded: RecordedDigests,
 ) -> ServedComparison:
-    """Compare bytes, then load and compare answers. If the folder cannot be loaded, the error names changed bytes.
-
-    Raises:
-        RunFailedError: the runtime cannot load the folder.
-    """
+    """Compare bytes, then load and compare answers. If the folder cannot be loaded, the error names changed bytes."""
     of_bytes = recorded.check(folder)
     with ExitStack() as loaded:
         try:

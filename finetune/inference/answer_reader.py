@@ -69,7 +69,10 @@ class AnswerReader:
         reasoning = self._plain(thought.strip().removeprefix(opening))
         content, calls = self._split_calls(rest)
         # Some tokenizers decode special tokens with white space around them, so text alone is decoded without them.
-        text = self._plain(rest) if reasoning or end or calls else self._decoded(ids)
+        if reasoning or end or calls:
+            text = self._plain(rest)
+        else:
+            text = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
         return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls))
 
     def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]]]:
@@ -92,9 +95,6 @@ class AnswerReader:
         for mark in self._call or ():
             text = text.replace(mark, "") if mark else text
         return self._tokens.without_special_text(text).strip()
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        return str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
 
     def _find_thinking(self) -> _Marks:
         body = self._render_answer({**text_turn("assistant", _TEXT), REASONING_KEYS[0]: _THINKING})

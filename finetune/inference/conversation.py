@@ -44,16 +44,12 @@ class Conversation:
         if answer.text:
             self.turns.append(answer.as_turn())
         else:
-            self.take_back()
-
-    def take_back(self) -> None:
-        """Remove the last question."""
-        self.turns.pop()
+            self.forget_unanswered()
 
     def forget_unanswered(self) -> None:
         """Remove the last question if it has no answer."""
         if self.turns and self.turns[-1]["role"] != "assistant":
-            self.take_back()
+            self.turns.pop()
 
     def reset(self) -> None:
         """Remove all turns but the system turn."""

@@ -10,6 +10,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.batches import derived_seed
 from finetune.engine.four_bits import is_in_4_bits
@@ -22,7 +23,6 @@ from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
-
 
 _GOES_ON_WITH = 0.75
 """Ended rows leave the batch once at most this fraction of its rows goes on, because leaving copies the cache."""
@@ -165,8 +165,8 @@ def group_prompts(
     Raises:
         DataError: a prompt leaves no room for an answer in the model's context.
     """
+    _refuse_too_long(model, prompts)
     boundary, context = longrope_boundary(model), max_context(model)
-    _refuse_too_long(prompts, context)
     limits = [limit for limit in (boundary, context) if limit is not None]
     batches: list[list[int]] = []
     last_group: object = None
@@ -192,16 +192,12 @@ def stream_answer(
 ) -> list[int]:
     """Answer one prompt as `generate_answers` does, and pass on each token as soon as it is generated.
 
-    Args:
-        model: see `generate_answers`.
-        prompt: token ids.
-        decoding: stop ids and sampling.
-        on_token: called with each token of the answer; an exception in it ends the answer.
+    `on_token` is called with each token of the answer; an exception in it ends the answer.
 
     Raises:
         DataError: the prompt leaves no room for an answer in the model's context.
     """
-    _refuse_too_long([prompt], max_context(model))
+    _refuse_too_long(model, [prompt])
 
     def show(token: int) -> None:
         if token not in decoding.stop_ids:
@@ -220,15 +216,9 @@ def _generate(
     runtime: Runtime | None = None,
     on_token: Callable[[int], object] | None = None,
 ) -> list[SampledAnswer]:
-    """Answer these prompts up to a stop id or the last token that has room. What follows a stop id has no meaning.
+    """Answer the prompts of a batch, given as indices, up to a stop id or the last token that has room.
 
-    Args:
-        model: see `generate_answers`.
-        prompts: all prompts.
-        rows: the indices of the prompts of this batch.
-        decoding: stop ids and sampling.
-        runtime: see `generate_answers`.
-        on_token: called with each token of a single prompt's answer.
+    What follows a stop id has no meaning. If the batch has one prompt, `on_token` is called with each of its tokens.
     """
     is_sharded = runtime is not None and runtime.shard_size is not None
     uses_engine = not (decoding.by_transformers or is_sharded) and _engine_continues(model)
@@ -304,12 +294,10 @@ def _continue_by_transformers(
     """Answer a batch with transformers' `generate`."""
     from transformers import GenerationConfig, LogitsProcessorList
 
-    longest = max(map(len, batch))
-    input_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-    mask = torch.zeros_like(input_ids)
-    for row, prompt in enumerate(batch):  # padded on the left: every answer starts in the same column
-        input_ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
+    rows = [torch.tensor(prompt) for prompt in batch]
+    # Padded on the left: every answer starts in the same column.
+    padded = partial(pad_sequence, batch_first=True, padding_side="left")
+    input_ids, mask = padded(rows), padded([torch.ones_like(row) for row in rows])
     settings = GenerationConfig(  # type: ignore[no-untyped-call]
         do_sample=False,  # `Draw` samples row by row
         max_new_tokens=room,
@@ -327,7 +315,7 @@ def _continue_by_transformers(
             synced_gpus=is_sharded,  # a rank whose answers have ended goes on with the others
             **({} if on_token is None else {"streamer": _TokenWatcher(on_token)}),
         )
-    answers: list[list[int]] = generated[:, longest:].tolist()
+    answers: list[list[int]] = generated[:, input_ids.shape[1] :].tolist()
     return answers
 
 
@@ -414,7 +402,8 @@ class _TokenWatcher:
         """Do nothing: no token is held back."""
 
 
-def _refuse_too_long(prompts: Sequence[Sequence[int]], context: int | None) -> None:
+def _refuse_too_long(model: Any, prompts: Sequence[Sequence[int]]) -> None:
+    context = max_context(model)
     for place, prompt in enumerate(prompts, start=1):
         if context is not None and len(prompt) >= context:
             raise DataError(

@@ -40,14 +40,8 @@ def run_test_phase(
 ) -> Evaluation:
     """Evaluate for the test phase of training, with the metrics of the configuration.
 
-    This process computes alone, without communication. Collective if the model is sharded: every rank.
-
-    Args:
-        runtime: the world of processes.
-        model: the tuned model, placed or sharded.
-        tokenizer: the model's.
-        loader: over the whole test split, or over this rank's rows if the model is sharded.
-        section: metrics and settings of the test phase.
+    This process computes alone, without communication, and `loader` has the whole test split. If the model is sharded,
+    this is collective (every rank), and `loader` has this rank's rows.
     """
     metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
     is_alone = runtime.shard_size is None
@@ -68,16 +62,10 @@ def evaluate_model(
 ) -> Evaluation:
     """Measure the tuned model, and the base by switching the adapter off.
 
-    Collective, unless `is_alone`: every rank, with the same arguments.
+    Collective: every rank, with its rows of the split and otherwise the same arguments. With `is_alone`, this process
+    measures all rows without communication.
 
-    Args:
-        runtime: the world of processes.
-        model: placed.
-        tokenizer: the model's.
-        loader: this rank's rows of the split, or all of them if `is_alone`.
-        section: batch size, longest answer, number of answers to show, whether to measure the base.
-        metrics: of generated answers, by name.
-        is_alone: measure all rows on this process, without communication.
+    The section says the batch size, the longest answer, how many answers to show, and whether to measure the base.
     """
     examples = loader.dataset
     assert isinstance(examples, EncodedExamples)

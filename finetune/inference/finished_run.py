@@ -121,11 +121,7 @@ def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 
 
 def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
-    """Read a run's model and tokenizer on the CPU, for a caller that looks at the model before it is placed.
-
-    Raises:
-        ModelError: see `load_finished_run`.
-    """
+    """Read a run's model and tokenizer on the CPU, as `load_finished_run` does before it places the model."""
     from finetune.model.new_tokens import build_run_tokenizer
 
     tokenizer = build_run_tokenizer(run.config)
@@ -148,10 +144,6 @@ def place_finished_run(runtime: Runtime, model: Any) -> None:
 
 def put_adapter_on(base: Any, run: FinishedRun) -> Any:
     """Return the base as a PeftModel with the run's adapter, whose tensors must all fit. Warn if the base has changed.
-
-    Args:
-        base: on the CPU.
-        run: has the adapter, and recorded the base that it was trained on.
 
     Raises:
         ModelError: the adapter does not fit the base.

@@ -46,14 +46,9 @@ def run_harness(
     batch_size: int,
     task_folder: Path | None,
 ) -> Results:
-    """Measure a placed model on tasks of the harness.
+    """Measure a placed model on tasks of the harness, with the tokenizer's chat template if it has one.
 
-    Args:
-        model: a causal language model or a PEFT model around one, on its device.
-        tokenizer: the model's; its chat template is used if it has one.
-        tasks: names of tasks.
-        batch_size: rows computed together.
-        task_folder: a folder with descriptions of further tasks.
+    `task_folder` has the descriptions of further tasks.
 
     Raises:
         ConfigError: the harness does not know a task.

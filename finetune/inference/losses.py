@@ -86,13 +86,7 @@ class MicrobatchLosses(NamedTuple):
 
 
 def measure_losses(runtime: Runtime, model: torch.nn.Module, microbatch: Microbatch) -> MicrobatchLosses:
-    """Measure the losses of a micro-batch.
-
-    Args:
-        runtime: for precision and device.
-        model: placed, in evaluation mode and without gradients (`evaluation_mode`).
-        microbatch: on any device.
-    """
+    """Measure the losses of a micro-batch by a placed model, in evaluation mode and without gradients."""
     there = microbatch.to(runtime.device)
     nats = in_float64(runtime.forward(cross_entropy_per_target, model, there))
     owner, rows = there.target_row.to(nats.device), there.num_rows
@@ -109,11 +103,7 @@ def sum_losses(
 ) -> SplitLosses:
     """Add up the losses of this rank's rows, without gradients and in evaluation mode.
 
-    Args:
-        runtime: the world of processes.
-        model: placed.
-        loader: this rank's rows.
-        is_to_stop: called before each batch; True cuts the evaluation short.
+    `is_to_stop` is called before each batch; True cuts the evaluation short.
     """
     examples: Any = loader.dataset
     totals = [0.0] * (len(LossSums._fields) - 1)

@@ -103,10 +103,7 @@ def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
 def read_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], str]) -> list[Prompt]:
     """Read prompts from rows. A last turn of the assistant, or a `completion`, becomes the expected answer.
 
-    Args:
-        rows: the rows, perhaps some that could not be read.
-        source: names all of them in messages.
-        name_row: names one, given its number.
+    In messages, `source` names all rows, and `name_row` names one by its number.
 
     Raises:
         DataError: rows are not prompts, with the first of them named; or there is no row.
@@ -166,13 +163,9 @@ def usual_opening(section: DataSection) -> Opening:
 
 
 def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = None, tools: str = "") -> list[int]:
-    """Encode a prompt, with the header of the assistant's turn.
+    """Encode a prompt, with the header of the assistant's turn. Without a chat template, a single turn is plain text.
 
-    Args:
-        tokens: of the run's tokenizer. Without a chat template, a single turn is encoded as plain text.
-        prompt: the prompt.
-        system: a system turn for turns that have none.
-        tools: JSON text of tools for a prompt that offers none.
+    `system` is a system turn for turns that have none, `tools` the JSON text of tools for a prompt that offers none.
 
     Raises:
         DataError: a text contains a special token, or the template refuses the turns.

@@ -54,12 +54,7 @@ _THINKS_FIRST = re.compile(r"\s*<think>(?!.*<think>).*?</think>\s*\S.*", flags=r
 
 
 def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Score]:
-    """Return the built-in functions, by name.
-
-    Args:
-        section: holds the pattern of `regex`.
-        longest: `rollout.max_completion_length`, for `length`.
-    """
+    """Return the built-in functions, by name. `length` compares with `longest`, a number of tokens."""
     pattern = None if section.pattern is None else re.compile(section.pattern, flags=re.DOTALL)
 
     def regex(answer: GeneratedAnswer) -> float:

@@ -96,14 +96,7 @@ def show_test_result(evaluation: Evaluation) -> None:
 
 
 def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, with_perplexity: bool = False) -> None:
-    """Print a table with one column of scores per model, then some prompts with the expected and the models' answers.
-
-    Args:
-        split: the name of the split.
-        evaluation: its scores and answers.
-        num_answers: print the answers to this many prompts.
-        with_perplexity: add the perplexity to the table.
-    """
+    """Print a table with a column of scores for each model, then prompts with the expected and the models' answers."""
     columns = {
         name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
         for name, each in evaluation.scores.items()

@@ -64,12 +64,9 @@ class VllmServer:
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
 
     def check(self, tokenizer: PreTrainedTokenizerBase, text: str, *, most_tokens: int) -> None:
-        """Wait for the server, and check that its model reads text as the run's does and has room for the answers.
+        """Wait for the server, and check that its model reads a text as the run's does and has room for `most_tokens`.
 
-        Args:
-            tokenizer: the run's.
-            text: that both encode.
-            most_tokens: of a prompt with its answer.
+        These are the most tokens of a prompt with its answer.
 
         Raises:
             ConfigError: the server's model has another tokenizer or a shorter context.

@@ -66,12 +66,7 @@ def require_libraries() -> None:
 
 
 def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> str:
-    """Build the page as HTML.
-
-    Args:
-        runs: one run, or several to compare.
-        data: previews of their data; may be empty.
-    """
+    """Build the page about one run, or about several to compare, as HTML. The previews of their data may be empty."""
     jinja2 = import_module("jinja2")
     folder = jinja2.FileSystemLoader(_FOLDER)
     environment = jinja2.Environment(

@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,10 +64,7 @@ Values = Choices | Range
 
 
 def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate the arguments of all trials from the keys that differ between trials.
-
-    Args:
-        arguments: as for `finetune train`, in which a key may have several values.
+    """Separate the arguments of all trials from the keys with several values.
 
     Returns:
         The arguments of all trials, and for each other key its values as they were written.
@@ -120,12 +117,9 @@ def read_values(key: str, text: str) -> Values | None:
 
 
 def draw_trials(space: Mapping[str, str], *, seed: int, num_trials: int | None) -> list[dict[str, str]]:
-    """Draw the trials. More trials with the same seed begin with the same ones.
+    """Draw trials from the values that `read_space` found. More trials with the same seed begin with the same ones.
 
-    Args:
-        space: see `read_space`.
-        seed: of the draws.
-        num_trials: how many to draw, no list of values twice; None: every combination of lists, in order.
+    No combination of values is drawn twice. If `num_trials` is None, every combination of lists is tried, in order.
 
     Raises:
         ConfigError: every combination of a range is asked for, or more trials than there are combinations.
@@ -143,18 +137,13 @@ def draw_trials(space: Mapping[str, str], *, seed: int, num_trials: int | None) 
             f"--trials is {num_trials}, but these values have only {size:.0f} combinations. Leave out --trials to try "
             "all of them (lists only), or lower it."
         )
+    generator = random.Random(seed)
     drawn: list[dict[str, str]] = []
-    for trial in _draws(several, random.Random(seed)):
+    while len(drawn) < num_trials:
+        trial = {key: found.draw(generator.random()) for key, found in several.items()}
         if size == math.inf or trial not in drawn:
             drawn.append(trial)
-        if len(drawn) == num_trials:
-            break
     return drawn
-
-
-def _draws(values: Mapping[str, Values], generator: random.Random) -> Iterator[dict[str, str]]:
-    while True:
-        yield {key: found.draw(generator.random()) for key, found in values.items()}
 
 
 def _read_range(key: str, found: re.Match[str]) -> Range:
