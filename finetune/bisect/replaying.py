@@ -26,7 +26,6 @@ from finetune.errors import ConfigError, FinetuneError, last_line
 from finetune.export.digests import digest_tensor
 from finetune.export.replay import choose_steps, compute_steps, open_replay
 from finetune.runs.metrics import as_json
-from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
 
 FIELDS = ("num_targets", "num_tokens", "loss", "grad_norm", "learning_rate")
@@ -90,8 +89,7 @@ def compute_trace(request: Request) -> Trace:
         plan = request.plan or choose_steps(run, recorded_steps(run), opened.cadence, NUM_STEPS)[0]
         results = compute_steps(opened, run.folder, plan)
         steps = {step: {name: getattr(result, name) for name in FIELDS} for step, result in results}
-        assert opened.trainer.journal is not None
-        record = read_run_record(opened.trainer.journal.folder.record_file) or {}
+        record = RecordedRun(opened.trainer.config.output_dir).record
         del opened
     gc.collect()  # the next replay needs the memory of this model
     if torch.cuda.is_available():

@@ -187,9 +187,7 @@ def room_for_answer(model: Any, prompt: Sequence[int], max_new_tokens: int) -> i
     return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
 
 
-def stream_answer(
-    model: Any, prompt: Sequence[int], decoding: Decoding, on_token: Callable[[int], object]
-) -> list[int]:
+def stream_answer(model: Any, prompt: Sequence[int], decoding: Decoding, on_token: Callable[[int], object]) -> None:
     """Answer one prompt as `generate_answers` does, and pass on each token as soon as it is generated.
 
     `on_token` is called with each token of the answer; an exception in it ends the answer.
@@ -203,8 +201,7 @@ def stream_answer(
         if token not in decoding.stop_ids:
             on_token(token)
 
-    (answer,) = _generate(model, [prompt], [0], decoding, on_token=show)
-    return _until_stop(answer, decoding).ids
+    _generate(model, [prompt], [0], decoding, on_token=show)
 
 
 def _generate(

@@ -165,8 +165,6 @@ def test_the_base(scene, what, place):
         assert_named(scene.bisect_both(), what, "bases with other weights")
     elif what == "tokenizer":
         assert_named(scene.bisect_both(), "rows", "token")  # what else would change tokens is not recorded
-    elif what == "base weights":
-        assert_named(scene.bisect_both(), "unknown", "the loss of step 1", "the weights of the base")  # not recorded
     else:
         assert_named(scene.bisect_both(), what)
 

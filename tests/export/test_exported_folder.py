@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli import main as finetune
 from finetune.errors import ModelError, RunFailedError
 from finetune.export.exported_folder import export_model
 from finetune.export.gguf import Gguf, copy_for_llama_cpp, find_converter
@@ -16,16 +15,9 @@ from finetune.export.gguf_file import read_header
 from finetune.export.gguf_tokens import is_byte_level
 from tests.export.finished_runs import write_run
 from tests.export.gguf_files import write_gguf
+from tests.in_process import run_finetune
 from tests.model.variants import VARIANTS
 from tests.tiny import tiny_tokenizer
-
-
-def command(*words: str | Path) -> int:
-    try:
-        finetune([str(word) for word in words])
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
 
 
 @pytest.fixture
@@ -78,14 +70,14 @@ def test_a_tokenizer_that_is_not_described_is_refused_by_name(tmp_path):
         copy_for_llama_cpp(tmp_path / "model", tmp_path / "scratch", None)
 
 
-def test_without_llama_cpp_it_is_said_how_to_get_it(model, tmp_path, capsys, monkeypatch):
+def test_without_llama_cpp_it_is_said_how_to_get_it(model, tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
-    assert command("export", model, tmp_path / "out", "--gguf") == 2
-    said = capsys.readouterr().err
-    assert "git clone https://github.com/ggml-org/llama.cpp" in said
-    assert "vendor/llama.cpp in the source package of llama-cpp-python" in said
-    assert command("export", model, tmp_path / "out", "--gguf", "--llama-cpp", tmp_path) == 2
-    assert "has no convert_hf_to_gguf.py" in capsys.readouterr().err
+    done = run_finetune("export", model, tmp_path / "out", "--gguf")
+    assert done.returncode == 2
+    assert "git clone https://github.com/ggml-org/llama.cpp" in done.errors
+    assert "vendor/llama.cpp in the source package of llama-cpp-python" in done.errors
+    done = run_finetune("export", model, tmp_path / "out", "--gguf", "--llama-cpp", tmp_path)
+    assert (done.returncode, "has no convert_hf_to_gguf.py" in done.errors) == (2, True)
     assert not (tmp_path / "out").exists()
 
 
@@ -145,22 +137,24 @@ def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, mo
     assert f"may not stop at <|assistant|> ({stops[3]}). Give their texts as `stop` in each request" in caplog.text
 
 
-def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path, capsys):
-    assert command("export", model, tmp_path / "out") == 0
-    assert "ollama create" in capsys.readouterr().out
+def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path):
+    done = run_finetune("export", model, tmp_path / "out")
+    assert (done.returncode, "ollama create" in done.answer) == (0, True)
     text = (tmp_path / "out" / "Modelfile").read_text()
     assert text.startswith(f"FROM {model}\n")
     assert 'PARAMETER stop "<|end|>"\nPARAMETER stop "<|endoftext|>"\n' in text
-    assert command("export", model, tmp_path / "other", "--no-modelfile") == 2
+    assert run_finetune("export", model, tmp_path / "other", "--no-modelfile").returncode == 2
 
 
-def test_a_run_is_told_to_be_merged_first(tmp_path, capsys):
-    run = write_run(tmp_path / "run")
-    for folder in (run.folder.path, run.folder.adapter, tmp_path):
-        assert command("export", folder, tmp_path / "out") == 2
-    said = capsys.readouterr().err
-    assert said.count("finetune merge RUN OUT") == 2
-    assert "is not a model folder" in said
+def test_a_run_is_told_to_be_merged_first(tmp_path):
+    run = write_run(tmp_path / "run").folder
+    for folder, said in (
+        (run.path, "finetune merge RUN OUT"),
+        (run.adapter, "finetune merge RUN OUT"),
+        (tmp_path, "is not a model folder"),
+    ):
+        done = run_finetune("export", folder, tmp_path / "out")
+        assert (done.returncode, said in done.errors) == (2, True)
 
 
 def test_byte_level_tokenizers_are_told_from_others():
@@ -181,11 +175,11 @@ def test_byte_level_tokenizers_are_told_from_others():
         (("--onnx", "--no-modelfile"), "--no-modelfile needs --gguf"),
         (("--allow-differences",), "--allow-differences needs --gguf or --onnx"),
         (("--lora",), "--lora needs --gguf"),
-        (("--onnx", "--lora"), "--lora needs --gguf"),
         (("--gguf", "--adapter-only"), "--adapter-only needs --lora"),
         (("--type", "f32"), "--type f32 needs --gguf or --onnx, which was not given"),
     ],
 )
-def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, capsys, words, reason):
-    assert command("export", tmp_path, tmp_path / "out", *words) == 2
-    assert reason in " ".join(capsys.readouterr().err.split())
+def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, words, reason):
+    done = run_finetune("export", tmp_path, tmp_path / "out", *words)
+    assert done.returncode == 2
+    assert reason in " ".join(done.errors.split())

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -290,7 +291,7 @@ def test_the_figures_of_the_page_are_those_of_a_run(llama_cpp):
     import llama_cpp as library
 
     title = "| GGUF | same token ids | same greedy tokens | largest difference of a logit | relative |"
-    made = f"llama-cpp-python {library.__version__}, transformers {version_of('transformers')}, on a CPU"
+    made = f"llama-cpp-python {library.__version__}, transformers {version('transformers')}, on a CPU"
     table = "\n".join([title, "| --- | --- | --- | --- | --- |", *_rows.values(), "", f"({made}.)"])
     before, inside, after = PAGE.read_text(encoding="utf-8").split(MARK)
     if os.environ.get("FINETUNE_WRITE_TABLES"):
@@ -298,9 +299,3 @@ def test_the_figures_of_the_page_are_those_of_a_run(llama_cpp):
         return
     counts = [row.split("|")[1:4] for row in inside.splitlines() if row.startswith("|")]
     assert counts == [row.split("|")[1:4] for row in table.splitlines() if row.startswith("|")]
-
-
-def version_of(package: str) -> str:
-    from importlib.metadata import version
-
-    return version(package)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from importlib.resources import files
@@ -12,18 +13,18 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from finetune.cli import main as finetune
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import onnx, onnx_served
 from finetune.export.converters import _with_known_splits, _with_layers_and_rope
 from finetune.export.digests import CERTIFICATE
-from finetune.export.merged_folder import write_merged
+from finetune.export.merged_folder import load_tuned_model, write_merged
 from finetune.export.onnx import Onnx, export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
 from finetune.export.verifying import verify_folder
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.new_tokens import build_run_tokenizer
 from tests.export.finished_runs import write_run
+from tests.in_process import run_finetune
 
 WINDOW = 9
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "sliding_window": WINDOW}
@@ -35,14 +36,6 @@ needs_runtime = pytest.mark.skipif(
     any(find_spec(name) is None for name in ("onnxruntime_genai", "onnx_ir")),
     reason='onnxruntime-genai is installed with: pip install -e ".[onnx]"',
 )
-
-
-def command(*words) -> int:
-    try:
-        finetune([str(word) for word in words])
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    return 0
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +76,7 @@ def built_before(exported, monkeypatch):
 @pytest.mark.slow
 def test_logits_answers_tokens_and_stops_are_those_of_base_and_adapter(run, merged, exported):
     """Against PEFT's own forward, beside the test vectors: with windows, partial rotary and tied embeddings."""
-    served, tuned, tokenizer = load_onnx(exported), _tuned(run), build_run_tokenizer(run.config)
+    served, tuned, tokenizer = load_onnx(exported), load_tuned_model(run).eval(), build_run_tokenizer(run.config)
     generator = torch.Generator().manual_seed(5)
     for length in (1, WINDOW - 1, WINDOW + 1, 40):
         ids = torch.randint(0, len(tokenizer), (length,), generator=generator).tolist()
@@ -115,14 +108,14 @@ def test_the_folder_is_certified_and_verifies_again(exported):
 
 @needs_runtime
 @pytest.mark.slow
-def test_int4_is_compared_too_and_what_differs_can_be_kept(merged, tmp_path, capsys):
+def test_int4_is_compared_too_and_what_differs_can_be_kept(merged, tmp_path):
     """Weights that were drawn suffer more from rounding than trained ones: these are beyond the bound."""
-    assert command("export", merged, tmp_path / "out", "--onnx", "--type", "int4", "--allow-differences") == 0
-    printed = capsys.readouterr()
-    assert "matrices as int4" in printed.out
-    assert re.search(r"logits at positions .* \d\.\d+ \(bound 0\.5\)", printed.out)
-    assert "Note: with a bound of 0.5, the comparison shows that the model loads and answers" in printed.out
-    assert "kept though it differs: prompt" in printed.err
+    done = run_finetune("export", merged, tmp_path / "out", "--onnx", "--type", "int4", "--allow-differences")
+    assert done.returncode == 0, done.stdout
+    assert "matrices as int4" in done.answer
+    assert re.search(r"logits at positions .* \d\.\d+ \(bound 0\.5\)", done.answer)
+    assert "Note: with a bound of 0.5, the comparison shows that the model loads and answers" in done.answer
+    assert "kept though it differs: prompt" in done.errors
     assert type_of(tmp_path / "out") == "int4"
     certificate = json.loads((tmp_path / "out" / CERTIFICATE).read_text())
     assert certificate["verdict"] == "differs"
@@ -191,10 +184,10 @@ def test_a_folder_without_vectors_is_told_to_be_merged_again(merged, tmp_path, m
         export_onnx(older, tmp_path / "out", Onnx())
 
 
-def test_a_missing_runtime_is_said_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
+def test_a_missing_runtime_is_said_with_the_command_that_installs_it(tmp_path, monkeypatch):
     monkeypatch.setattr(onnx_served, "find_spec", lambda name: None)
-    assert command("export", tmp_path, tmp_path / "out", "--onnx") == 2
-    assert "pip install 'finetune[onnx]'" in capsys.readouterr().err
+    done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx")
+    assert (done.returncode, "pip install 'finetune[onnx]'" in done.errors) == (2, True)
 
 
 def test_what_the_builder_imports_is_needed_to_build_and_not_to_serve(monkeypatch):
@@ -242,13 +235,5 @@ def test_white_space_that_the_tokenizer_drops_is_named_as_the_cause(tmp_path):
     assert "drops white space before <|im_end|>, and the runtime keeps it" in said
 
 
-def _tuned(run):
-    from finetune.export.merged_folder import load_tuned_model
-
-    return load_tuned_model(run).eval()
-
-
 def _die(folder, bound):
-    import os
-
     os._exit(134)

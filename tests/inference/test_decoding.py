@@ -14,7 +14,7 @@ from finetune.inference.decoding import (
     stream_answer,
 )
 from finetune.model.lora import add_lora
-from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
+from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
 PROMPTS = [example.input_ids.tolist() for example in tiny_examples(7, shortest=2, longest=9)]
 NO_STOP = [63]
@@ -32,6 +32,11 @@ LONGROPE = {
 @pytest.fixture(scope="module")
 def model():
     return build_tiny(tiny_phi3_config())
+
+
+@pytest.fixture(scope="module", params=[tiny_phi_config, tiny_phi3_config])
+def model_of_each_family(request):
+    return build_tiny(request.param())
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,43 @@ def most_likely(model, prompt, count):
         for _ in range(count):
             tokens.append(int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax()))
     return tokens[len(prompt) :]
+
+
+def test_answers_are_the_most_likely_tokens_in_the_order_of_the_prompts(model_of_each_family):
+    model = model_of_each_family
+    expected = [most_likely(model, prompt, 6) for prompt in PROMPTS]
+    until_stop = [answer[: answer.index(2)] if 2 in answer else answer for answer in expected]
+    assert len({tuple(answer) for answer in until_stop}) > 1
+    for batch_size in (1, 2, 5):
+        assert generate(model, stop_ids=[2], max_new_tokens=6, batch_size=batch_size) == until_stop
+
+
+def test_an_answer_ends_before_the_first_of_any_stop_id(model_of_each_family):
+    model = model_of_each_family
+    free = [most_likely(model, prompt, 6) for prompt in PROMPTS]
+    stops = [free[0][2], free[1][3]]
+    expected = [answer[: min([answer.index(s) for s in stops if s in answer], default=6)] for answer in free]
+    assert generate(model, stop_ids=stops, max_new_tokens=6) == expected
+    assert any(len(answer) < 6 for answer in expected)
+
+
+def test_an_answer_may_be_empty_and_there_may_be_no_prompts(model_of_each_family):
+    first = most_likely(model_of_each_family, PROMPTS[0], 1)
+    assert generate(model_of_each_family, [PROMPTS[0]], stop_ids=first) == [[]]
+    assert generate(model_of_each_family, []) == []
+
+
+def test_an_adapter_takes_part_and_the_model_is_left_as_it_was():
+    model = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2, dropout=0.5)).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(generator=torch.Generator().manual_seed(0))
+    tuned = generate(model)
+    assert generate(model) == tuned, "dropout must be off"
+    with model.disable_adapter():
+        assert generate(model) != tuned
+    assert model.training
+    assert model.config.use_cache is False
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 7])
@@ -102,7 +144,7 @@ def test_a_streamed_answer_is_the_same_and_comes_token_by_token(model):
     for sampling in (None, Sampling(seed=2)):
         given = []
         decoding = Decoding(stop_ids=NO_STOP, max_new_tokens=8, sampling=sampling)
-        assert stream_answer(model, PROMPTS[0], decoding, given.append) == given
+        stream_answer(model, PROMPTS[0], decoding, given.append)
         assert given == (whole if sampling is None else generate(model, PROMPTS[:1], sampling=sampling)[0])
     given = []
     stops = [whole[3]]

@@ -32,7 +32,7 @@ def write_run(
 ) -> Path:
     """A run that validated after each 20 steps. Status None: it has not ended."""
     folder.mkdir(parents=True)
-    config = load_config([*(words or ["model.path=none", "data.path=none"]), f"output_dir={folder}"])
+    config = load_config(["model.path=none", "data.path=none", *words, f"output_dir={folder}"])
     (folder / "config.yaml").write_text(resolved_yaml(config))
     record = RunRecord(folder / "run.json")
     start = RunStart(

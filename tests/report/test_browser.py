@@ -77,11 +77,7 @@ def test_the_curves_that_are_drawn_have_the_points_of_metrics_jsonl(browser, pag
     browser.open(pages["one"])
     events = read_events(pages["metrics"]).events
     steps = [(event["step"], event["loss"]) for event in events if event["event"] == "step"]
-    rates = [
-        (event["step"], event["learning_rate"])
-        for event in read_events(pages["metrics"]).events
-        if event["event"] == "step"
-    ]
+    rates = [(event["step"], event["learning_rate"]) for event in events if event["event"] == "step"]
     validations = [(e["step"], e["loss"]) for e in events if e["event"] == "validation"]
     assert same(drawn(browser, "loss", 0), steps)
     assert same(drawn(browser, "loss", 3), validations)
@@ -181,7 +177,7 @@ def test_a_run_can_be_taken_out_of_the_overlay(browser, pages):
 
 
 def test_parallel_coordinates_are_drawn_hidden_and_left_alone_by_the_pointer(browser, tmp_path):
-    runs = [write_run(tmp_path / f"r{r}", ["model.path=none", "data.path=none", f"lora.r={r}"]) for r in (4, 8, 16)]
+    runs = [write_run(tmp_path / f"r{r}", [f"lora.r={r}"]) for r in (4, 8, 16)]
     report(runs, output=tmp_path / "page.html", data=False)
     browser.open(tmp_path / "page.html")
     lines = "document.querySelectorAll('#chart-parallel .mark-line.role-mark path').length"

@@ -88,9 +88,8 @@ def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
 
 @pytest.mark.slow
 def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
-    words = ["model.path=none", "data.path=none"]
-    first = write_run(tmp_path / "first", words)
-    second = write_run(tmp_path / "second", [*words, "optim.learning_rate=1e-3"], factor=0.5)
+    first = write_run(tmp_path / "first")
+    second = write_run(tmp_path / "second", ["optim.learning_rate=1e-3"], factor=0.5)
     runs = open_runs([first, second])
     assert best_run(runs) is runs[1]
     page = page_of(first, second)
@@ -101,15 +100,14 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     assert second_line(runs) == "Their settings differ in optim.learning_rate."
     settings = [(row.name, row.texts()) for row in compare_runs(runs) if row.part != "result"]
     assert settings == [("optim.learning_rate", ["0.0002", "0.001"])]
-    other = write_run(tmp_path / "other", words, digest="other rows", factor=0.1)
+    other = write_run(tmp_path / "other", digest="other rows", factor=0.1)
     assert "different rows" in second_line(open_runs([first, other]))
     assert headline_of(first, other) == "2 runs side by side."
 
 
 def test_three_runs_with_other_settings_are_shown_as_parallel_coordinates(tmp_path):
-    words = ["model.path=none", "data.path=none"]
     made = [
-        write_run(tmp_path / name, [*words, f"optim.learning_rate={rate}", f"lora.r={r}", f"optim.schedule={schedule}"],
+        write_run(tmp_path / name, [f"optim.learning_rate={rate}", f"lora.r={r}", f"optim.schedule={schedule}"],
                   factor=factor)
         for name, rate, r, schedule, factor in (
             ("a", "1e-5", 8, "cosine", 1.0), ("b", "1e-3", 32, "linear", 0.5), ("c", "1e-4", 16, "cosine", 2.0)
@@ -135,17 +133,12 @@ def test_three_runs_with_other_settings_are_shown_as_parallel_coordinates(tmp_pa
         page.elements
     )
     assert "parallel" not in charts_of(page_of(*made[:2]), made[0])
-    other = write_run(tmp_path / "other", [*words, "lora.r=4"], digest="other rows")
+    other = write_run(tmp_path / "other", ["lora.r=4"], digest="other rows")
     assert "parallel" not in charts_of(page_of(*made, other), made[0]), "their losses cannot be compared"
 
 
 def test_runs_are_compared_by_the_metric_that_chooses_their_weights(tmp_path):
-    words = [
-        "model.path=none",
-        "data.path=none",
-        "validation.metrics=exact_match",
-        "checkpoint.best_metric=exact_match",
-    ]
+    words = ["validation.metrics=exact_match", "checkpoint.best_metric=exact_match"]
     made = [write_run(tmp_path / name, words, factor=factor) for name, factor in (("a", 0.5), ("b", 1.0))]
     for run, value in zip(made, (0.25, 0.75), strict=True):
         with MetricsWriter(run / "metrics.jsonl") as metrics:
@@ -154,13 +147,12 @@ def test_runs_are_compared_by_the_metric_that_chooses_their_weights(tmp_path):
 
 
 def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
-    words = ["model.path=none", "data.path=none"]
     runs = {
         "sft": [],
         "dpo": ["training.objective=dpo"],
         "softer": ["training.objective=dpo", "preference.beta=0.5"],
     }
-    made = {name: write_run(tmp_path / name, [*words, *more], factor=0.5) for name, more in runs.items()}
+    made = {name: write_run(tmp_path / name, more, factor=0.5) for name, more in runs.items()}
     for others, named in (("sft", "dpo and sft"), ("softer", "dpo with other settings")):
         compared = open_runs([made["dpo"], made[others]])
         assert headline(compared) == "2 runs side by side."
@@ -169,9 +161,8 @@ def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
 
 
 def test_losses_have_the_unit_of_their_objective(tmp_path):
-    words = ["model.path=none", "data.path=none"]
-    sft = write_run(tmp_path / "sft", words, num_steps=2)
-    kto = write_run(tmp_path / "kto", [*words, "training.objective=kto"], num_steps=0)
+    sft = write_run(tmp_path / "sft", num_steps=2)
+    kto = write_run(tmp_path / "kto", ["training.objective=kto"], num_steps=0)
     with MetricsWriter(kto / "metrics.jsonl") as metrics:
         metrics.write("step", step=1, loss=0.5, reward_margin=0.5, reward_accuracy=0.5)
 
@@ -356,7 +347,7 @@ def test_answers_of_both_models_stand_side_by_side(tmp_path):
 
 
 def test_rollouts_show_their_best_and_worst_answers(tmp_path):
-    run = write_run(tmp_path / "a", ["model.path=none", "data.path=none", "training.objective=grpo"], num_steps=9)
+    run = write_run(tmp_path / "a", ["training.objective=grpo"], num_steps=9)
     for step in range(1, 10):
         answers = [
             {

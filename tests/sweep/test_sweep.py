@@ -45,7 +45,6 @@ def test_it_survives_a_failure_ends_a_weak_trial_and_finds_the_best(swept):
     assert "(best)" in rows[int(best[-1]) - 1]
 
 
-@pytest.mark.slow
 def test_a_trial_is_the_run_of_the_printed_command(swept, tmp_path):
     folder, ended = swept
     printed = re.search("^trial-001: finetune (train .*)$", ended.stdout, re.MULTILINE)
