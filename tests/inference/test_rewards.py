@@ -91,12 +91,9 @@ THREE = [answer(text, number=number) for number, text in enumerate(("a", "bb", "
     ("name", "given", "reward"),
     [
         ("exact_match", answer(" yes\n", expected="yes"), 1),
-        ("exact_match", answer("yes.", expected="yes"), 0),
         ("exact_match", answer("yes", expected="yes", whole="<think>no</think>yes"), 1),
         ("json_equal", answer('{"a": 1, "b": 2}', expected='{"b":2,"a":1}'), 1),
-        ("json_equal", answer('{"a": 1}', expected='{"a": 2}'), 0),
         ("json_valid", answer("[1]"), 1),
-        ("json_valid", answer("[1"), 0),
         ("regex", answer(" 12\n34 "), 1),
         ("regex", answer("12 apples"), 0),
         ("regex", answer("12", whole="<think>a</think>12"), 1),
