@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 import yaml
@@ -29,46 +29,26 @@ _SETTINGS = ("training", "preference", "grpo", "rollout", "reward", "optim", "lo
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
 
 
-class _Trained(NamedTuple):
-    """The configuration and the record of a run."""
-
-    config: Config
-    """As it was resolved when the run started; `FinishedRun` has the one that loads the weights."""
-    recorded: RecordedRun
-    base: str | None
-    """The hub id of the base; None if it is not on the hub."""
-
-
 def merged_card(run: FinishedRun, merged: Merged, compressed: Compressed | None = None) -> str:
     """Write the card of a merged or fully tuned model."""
-    trained = _read(run)
-    header = _header(trained.config, library="transformers", relation="finetune", base=trained.base)
-    return _card(
-        trained,
-        header=header,
-        base=_base_name(trained),
-        is_full=run.is_full,
-        merged=merged,
-        system=merged.system,
-        compressed=compressed,
-    )
+    config = _recorded_config(run)
+    base = _hub_base(run, config)
+    return _card(run, config, base, system=merged.system, merged=merged, compressed=compressed)
 
 
 def adapter_card(run: FinishedRun, base: str, system: str | None = None) -> str:
     """Write the card of an adapter; `base` is the hub id that the card names, `system` as in `Merged`."""
-    trained = _read(run)
-    header = _header(trained.config, library="peft", relation="adapter", base=base)
-    return _card(trained, header=header, base=base, is_full=False, merged=None, system=system)
+    return _card(run, _recorded_config(run), base, system=system)
 
 
 def hub_base(run: FinishedRun) -> str | None:
     """Return the hub id of the base that a run started from; None if the base is not on the hub."""
-    return _read(run).base
+    return _hub_base(run, _recorded_config(run))
 
 
-def _read(run: FinishedRun) -> _Trained:
-    config = load_config([], run=str(run.folder.config_file))
-    return _Trained(config, RecordedRun(run.folder.path), _hub_base(run, config))
+def _recorded_config(run: FinishedRun) -> Config:
+    """Return the configuration as it was resolved when the run started; `run.config` is the one that loads weights."""
+    return load_config([], run=str(run.folder.config_file))
 
 
 def _hub_base(run: FinishedRun, config: Config) -> str | None:
@@ -89,16 +69,15 @@ def hub_id(path: str | None) -> str | None:
 
 
 def _card(
-    trained: _Trained,
+    run: FinishedRun,
+    config: Config,
+    base: str | None,
     *,
-    header: str,
-    base: str,
-    is_full: bool,
-    merged: Merged | None,
     system: str | None,
+    merged: Merged | None = None,
     compressed: Compressed | None = None,
 ) -> str:
-    recorded, config = trained.recorded, trained.config
+    recorded = RecordedRun(run.folder.path)
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
     scores = {name: scores[name] for name in ("base", "tuned") if name in scores}
     environment = jinja2.Environment(
@@ -106,10 +85,10 @@ def _card(
     )
     template = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
     return environment.from_string(template).render(
-        header=header,
+        header=_header(config, base, is_adapter=merged is None),
         name=recorded.folder.path.name,
-        base=base,
-        is_full=is_full,
+        base=base or _local_base(config),
+        is_full=run.is_full,
         merged=merged,
         compressed=compressed,
         system=system,
@@ -127,7 +106,8 @@ def _card(
     )
 
 
-def _header(config: Config, *, library: str, relation: str, base: str | None) -> str:
+def _header(config: Config, base: str | None, *, is_adapter: bool) -> str:
+    library, relation = ("peft", "adapter") if is_adapter else ("transformers", "finetune")
     header: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["finetune"]}
     if base:
         header |= {"base_model": base, "base_model_relation": relation}
@@ -136,13 +116,12 @@ def _header(config: Config, *, library: str, relation: str, base: str | None) ->
     return str(yaml.safe_dump(header, sort_keys=True))
 
 
-def _base_name(trained: _Trained) -> str:
-    """Return the base's hub id, or the last part of a folder's name, because a card names no path of one machine."""
-    section = trained.config.model
-    if section.init == "random":
-        family = (section.config or {}).get("model_type", "")
-        return f"a {family} model of random weights (seed {trained.config.seed})"
-    return trained.base or _last_part(section.path)
+def _local_base(config: Config) -> str:
+    """Describe a base that is not on the hub by the last part of its folder: a card names no path of one machine."""
+    if config.model.init == "random":
+        family = (config.model.config or {}).get("model_type", "")
+        return f"a {family} model of random weights (seed {config.seed})"
+    return _last_part(config.model.path)
 
 
 def _settings(config: Config) -> str:

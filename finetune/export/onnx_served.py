@@ -60,12 +60,7 @@ def type_of(folder: Path) -> OnnxType:
 
 
 class OnnxModel:
-    """A `ServedModel` on the CPU.
-
-    Args:
-        library: the module onnxruntime_genai.
-        folder: the model's.
-    """
+    """A `ServedModel` on the CPU, in the library onnxruntime_genai."""
 
     def __init__(self, library: Any, folder: Path) -> None:
         self.runtime = f"onnxruntime-genai {library.__version__}"

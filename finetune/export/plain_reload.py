@@ -15,14 +15,9 @@ from typing import Any, cast
 
 
 def logits_in_fp32(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
-    """Compute logits at every position, one prompt at a time, in fp32 on the weights as they are stored.
+    """Compute logits at every position, one prompt at a time, in fp32 on the weights as they are stored on the CPU.
 
-    Args:
-        model: a causal language model on the CPU.
-        prompts: token ids, none empty.
-
-    Returns:
-        A tensor, (tokens of all prompts, vocabulary).
+    Their shape is (tokens of all prompts, vocabulary). No prompt may be empty.
     """
     import torch
 

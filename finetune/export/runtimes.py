@@ -50,11 +50,7 @@ def _fp32_bound(folder: Path) -> float:
 class ServedByTransformers:
     """A `ServedModel` in transformers, with or without an adapter in PEFT. It computes in fp32 on the stored weights.
 
-    Args:
-        model: on the CPU.
-        tokenizer: from the same folder.
-        stop_ids: of the folder's generation_config.json.
-        runtime: name and version.
+    The model is on the CPU. The tokenizer and the stop ids are those of the same folder.
     """
 
     def __init__(self, model: Any, tokenizer: Any, stop_ids: list[int], runtime: str) -> None:

@@ -80,13 +80,9 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
     """Ask a runtime for everything in the test vectors, and compare its answers.
 
     Texts, tokens and stop ids must be equal. Logits may differ by `bound`: the norm of a position's differences over
-    the norm of its logits, after the mean of each is taken off. Greedy answers must be equal up to a token where the
-    runtime finds both tokens about equally likely.
-
-    Args:
-        served: the model in its runtime.
-        vectors: made from base and adapter as trained.
-        bound: what fits the type of the served weights and the runtime's arithmetic.
+    the norm of its logits, after the mean of each is taken off. The bound must fit the type of the served weights and
+    the runtime's arithmetic. Greedy answers must be equal up to a token where the runtime finds both tokens about
+    equally likely.
     """
     is_same_stop = set(served.stop_ids) == set(vectors.stop_ids)
     other_stops = f"it stops at {sorted(served.stop_ids)}, expected {sorted(vectors.stop_ids)}"

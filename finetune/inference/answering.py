@@ -69,11 +69,7 @@ def open_run(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
 class Answering:
     """A loaded run that answers prompts, with the tuned model or with its base.
 
-    Args:
-        runtime: the processes that answer.
-        loaded: model and tokenizer.
-        run: the run. Its training rows give the system turn.
-        settings: of the answers.
+    By default, the training rows of the run give the system turn and the tools.
     """
 
     def __init__(self, runtime: Runtime, loaded: LoadedRun, run: FinishedRun, settings: AnswerSettings) -> None:

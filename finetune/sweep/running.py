@@ -61,14 +61,9 @@ class RunningTrial:
 
 
 class Runner:
-    """Run trials of a sweep.
+    """Run trials of a sweep, at most `at_once` at a time. With `retries`, also run trials that have failed.
 
-    Args:
-        trials: all trials of the sweep.
-        sweep: what it tries.
-        at_once: the most trials at once.
-        retries: also run trials that have failed.
-        gpus: the GPUs of each place, as CUDA_VISIBLE_DEVICES names them; empty: the trials see all.
+    `gpus` has the GPUs of each place, as CUDA_VISIBLE_DEVICES names them. If it is empty, the trials see all GPUs.
     """
 
     def __init__(

@@ -53,13 +53,7 @@ class Sweep:
 
 
 class Trial:
-    """A trial: the run of `finetune train` with the values that were drawn.
-
-    Args:
-        folder: the folder of the sweep.
-        number: counted from 1.
-        sweep: what the sweep tries.
-    """
+    """A trial: the run of `finetune train` with the values that were drawn. Trials are counted from 1."""
 
     def __init__(self, folder: Path, number: int, sweep: Sweep) -> None:
         self.name = f"trial-{number:03d}"

@@ -1,4 +1,4 @@
-"""Make tiny finished runs, with random instead of trained adapter weights."""
+"""Make tiny finished runs, with random instead of trained adapter weights, or train them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from finetune.runs.model_files import encode_model, encode_tokenizer
 from finetune.runs.record import read_versions
 from tests.tiny import Style, tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
+from tests.tiny_runs import random_model_words, write_base, write_rows
 
 ROWS = 336
 """Of the embedding: more than the tiny tokenizer has tokens."""
@@ -98,3 +99,13 @@ def write_run(
     run.record_file.write_text(json.dumps(record))
     run.metrics_file.write_text("".join(json.dumps(event) + "\n" for event in EVENTS) + '{"event": "te')
     return find_run(folder, is_alone=True)
+
+
+def words_to_train(place: Path, *more: str) -> list[str]:
+    """Write a tokenizer and rows, and return the words that train an adapter on a random base, in `place / "run"`."""
+    write_base(place / "tokenizer")
+    return [
+        *("task=finetune_lora", *random_model_words(place / "tokenizer"), f"output_dir={place / 'run'}"),
+        *(f"data.path={write_rows(place / 'rows')}", f"data.cache_dir={place / 'cache'}", "data.on_overlap=warn"),
+        *("optim.learning_rate=1e-2", "training.device=cpu", "testing.num_samples=0", *more),
+    ]

@@ -13,28 +13,19 @@ import yaml
 
 from finetune.errors import CheckpointError
 from finetune.export.replay import MOST_APART, Replay, Replayed, _choose, _ranges, replay
+from tests.export.finished_runs import words_to_train
 from tests.in_process import run_finetune
 from tests.launches import run_command
-from tests.tiny_runs import random_model_words, write_base, write_rows
 
 pytestmark = pytest.mark.trains
-
-
-def words_of(place: Path, *more: str) -> list[str]:
-    write_base(place / "tokenizer")
-    return [
-        *("task=finetune_lora", *random_model_words(place / "tokenizer"), f"output_dir={place / 'run'}"),
-        *(f"data.path={write_rows(place / 'rows')}", f"data.cache_dir={place / 'cache'}", "training.max_steps=9"),
-        *("training.batch_size=2", "optim.learning_rate=1e-2", "training.device=cpu", "testing.num_samples=0"),
-        *("checkpoint.save_every=3", "checkpoint.save_total_limit=1", "data.on_overlap=warn", *more),
-    ]
+SAVES = ("training.max_steps=9", "training.batch_size=2", "checkpoint.save_every=3", "checkpoint.save_total_limit=1")
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Nine steps, with dropout; of the checkpoints, only the best of step 6 is left, if it was the best."""
     place = tmp_path_factory.mktemp("replay")
-    done = run_finetune("train", *words_of(place, "lora.dropout=0.1", "validation.validate_every=6"))
+    done = run_finetune("train", *words_to_train(place, *SAVES, "lora.dropout=0.1", "validation.validate_every=6"))
     assert done.returncode == 0, done.stdout
     shutil.rmtree(place / "run" / "checkpoints" / "step-000009")  # of which no step follows
     return place / "run"
@@ -130,7 +121,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 @pytest.mark.launch
 @pytest.mark.warm
 def test_what_two_processes_recorded_comes_out_again_in_one(tmp_path):
-    words = words_of(tmp_path, "parallel.num_processes=2", "training.global_batch_size=4")
+    words = words_to_train(tmp_path, *SAVES, "parallel.num_processes=2", "training.global_batch_size=4")
     done = run_command([sys.executable, "-m", "finetune", "train", *words])
     assert done.returncode == 0, done.stdout
     found = replay(tmp_path / "run", 4)

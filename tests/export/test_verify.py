@@ -29,9 +29,8 @@ from finetune.export.served_model import Rendered
 from finetune.export.vectors import Vector, Vectors, read_vectors
 from finetune.export.verifying import verify_run
 from finetune.runs.durable import MANIFEST, find_damage
-from tests.export.finished_runs import write_run
+from tests.export.finished_runs import words_to_train, write_run
 from tests.in_process import run_finetune
-from tests.tiny_runs import random_model_words, write_base, write_rows
 
 pytestmark = pytest.mark.trains
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
@@ -48,13 +47,13 @@ class Made(NamedTuple):
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     place = tmp_path_factory.mktemp("made")
-    write_base(place / "tokenizer")
-    words = [
-        *("task=finetune_lora", *random_model_words(place / "tokenizer"), f"output_dir={place / 'run'}"),
-        *(f"data.path={write_rows(place / 'rows')}", f"data.cache_dir={place / 'cache'}", "training.max_steps=8"),
-        *("training.batch_size=4", "optim.learning_rate=1e-2", "training.device=cpu", "testing.num_samples=0"),
-        *("checkpoint.save_every=2", "checkpoint.save_total_limit=2", "data.on_overlap=warn"),
-    ]
+    saves = (
+        "training.max_steps=8",
+        "training.batch_size=4",
+        "checkpoint.save_every=2",
+        "checkpoint.save_total_limit=2",
+    )
+    words = words_to_train(place, *saves)
     for command in (["train", *words], ["merge", place / "run", place / "merged"]):
         done = run_finetune(*command)
         assert done.returncode == 0, done.stdout
