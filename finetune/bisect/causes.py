@@ -30,44 +30,37 @@ _ADDED_BY_PEFT = ("base_model.model.", ".base_layer")
 
 @dataclass(frozen=True)
 class Cause:
-    """What makes the difference.
-
-    Attributes:
-        what: `configuration`, `rows`, `order of rows`, `chat template`, `tokenizer`, `base weights`,
-            `starting weights`, `published weights`, `package`, `device`, `precision`, `threads`, `optimizer`,
-            `gradient` or `unknown`.
-        name: the key, the row, the tensor or the packages; empty if there is none.
-        text: a sentence without a full stop.
-        commands: two commands that show the difference.
-    """
+    """What makes the difference."""
 
     what: str
+    """`configuration`, `rows`, `order of rows`, `chat template`, `tokenizer`, `base weights`, `starting weights`,
+    `published weights`, `package`, `device`, `precision`, `threads`, `optimizer`, `gradient` or `unknown`."""
     name: str
+    """The key, the row, the tensor or the packages; empty if there is none."""
     text: str
+    """A sentence without a full stop."""
     commands: tuple[str, ...] = ()
+    """Two commands that show the difference."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """One of the two that are compared.
-
-    Attributes:
-        title: names it in messages.
-        run: has the checkpoints.
-        config: see `replay_config`.
-        record: what it recorded, or what was recorded when its steps were computed.
-        steps: likewise.
-        overrides: with which the configuration differs from the run's.
-        python: computes its steps; None: this Python.
-    """
+    """One of the two that are compared."""
 
     title: str
+    """The name of the side in messages."""
     run: RecordedRun
+    """The run that has the checkpoints."""
     config: Config
+    """See `replay_config`."""
     record: Mapping[str, Any]
+    """What it recorded, or what was recorded when its steps were computed."""
     steps: Steps
+    """The values of each step, recorded or computed alike."""
     overrides: Sequence[str] = ()
+    """The differences of the configuration from the run's own."""
     python: str | None = None
+    """The Python that computes the steps. None: this one."""
 
     @classmethod
     def of(cls, run: RecordedRun, overrides: Sequence[str] = ()) -> Side:

@@ -40,40 +40,32 @@ Plan = Mapping[int, list[int]]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What to compute.
-
-    Attributes:
-        run: the folder of the run that has the checkpoints.
-        config: a whole configuration, as plain values.
-        base: the folder of a random base that a run saved; None if the base follows from the configuration.
-        plan: None: a few of the recorded steps.
-        reads_modules: whether to digest the loaded modules.
-    """
+    """What to compute."""
 
     run: str
+    """The folder of the run that has the checkpoints."""
     config: Mapping[str, Any]
+    """A whole configuration, as plain values."""
     base: str | None
+    """The folder of a random base that a run saved. None if the base follows from the configuration."""
     plan: Plan | None
+    """None: a few of the recorded steps."""
     reads_modules: bool
+    """Whether to digest the loaded modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """What was computed.
-
-    Attributes:
-        steps: values by step.
-        record: run.json of the computation.
-        plan: what was asked for.
-        weights: digests of all weights before the first step, by name.
-        modules: of each loaded module: its package, the version of the package, and a digest of the file.
-    """
+    """What was computed."""
 
     steps: Steps
     record: Mapping[str, Any]
+    """The run.json of the computation."""
     plan: Plan
     weights: Mapping[str, str]
+    """Digests of all weights before the first step, by name."""
     modules: Mapping[str, list[str]]
+    """By the name of each loaded module: its package, the version of the package, and a digest of the file."""
 
 
 def compute_trace(request: Request) -> Trace:

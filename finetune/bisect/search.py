@@ -47,25 +47,18 @@ _ALSO_IN_STEPS = ("global_batch_size", "device", "fused", "deterministic", "grad
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The result of a bisection.
-
-    Attributes:
-        titles: of the two sides.
-        num_steps: the steps that were compared.
-        bound: of their losses, see `MOST_APART`. If the precisions differ, the smaller one.
-        step: the first step whose losses differ; None if there is none.
-        losses: of this step.
-        facts: that two runs record differently, as `finetune diff` lists them.
-        cause: None if nothing differs.
-        notes: what else is to be known, one sentence each without a full stop.
-    """
+    """The result of a bisection of two sides."""
 
     titles: tuple[str, str]
     num_steps: int
+    """The number of steps that were compared."""
     bound: float
+    """The bound of their losses, see `MOST_APART`. If the precisions differ, the smaller one."""
     step: int | None = None
+    """The first step whose losses differ."""
     losses: tuple[float, float] | None = None
     facts: tuple[Difference, ...] = ()
+    """What two runs record differently, as `finetune diff` lists it."""
     cause: Cause | None = None
     notes: tuple[str, ...] = ()
 

@@ -30,22 +30,15 @@ _SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """The result of a verification.
-
-    Attributes:
-        folder: that holds the weights.
-        source: where the test vectors come from, for the title of the printed table.
-        vectors: the test vectors.
-        comparison: what was compared, and what differs.
-        notes: what could not be compared, and why, one sentence each without a full stop.
-        replay: of recorded steps, if one was asked for.
-    """
+    """The result of a verification of the weights in a folder."""
 
     folder: Path
     source: str
+    """The origin of the test vectors, for the title of the printed table."""
     vectors: Vectors
     comparison: ServedComparison
     notes: tuple[str, ...] = ()
+    """What could not be compared, and why, one sentence each without a full stop."""
     replay: Replay | None = None
 
     @property

@@ -24,17 +24,14 @@ because changed bytes explain changed answers."""
 
 @dataclass(frozen=True)
 class Check:
-    """The result of one check.
-
-    Attributes:
-        compared: number of items.
-        equal: number of equal items.
-        mismatches: the differences, one sentence each.
-    """
+    """The result of one check."""
 
     compared: int = 0
+    """The number of items."""
     equal: int = 0
+    """The number of equal items."""
     mismatches: tuple[str, ...] = ()
+    """The differences, one sentence each."""
 
     @classmethod
     def of(cls, differences: Iterable[str]) -> Check:

@@ -45,29 +45,26 @@ SCHEMES: dict[SchemeName, Scheme] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """A compressed model on disk, and its differences from the run.
-
-    Attributes:
-        scheme: how its linear layers are stored.
-        kept: linear layers that are stored as before.
-        num_bytes: sizes of the weights, merged and compressed.
-        num_rows: training rows that calibrated it.
-        num_validated: validation rows; 0 if the run has none.
-        losses: validation losses of the run and of the compressed model; None without validation rows.
-        changed: validation prompts that the two answer differently.
-        answered: validation prompts that both answered.
-        apart: the relative difference of their logits, over the test vectors.
-    """
+    """A compressed model on disk, and its differences from the run."""
 
     scheme: SchemeName
+    """The way in which its linear layers are stored."""
     kept: list[str]
+    """Linear layers that are stored as before."""
     num_bytes: tuple[int, int]
+    """Sizes of the weights, merged and compressed."""
     num_rows: int
+    """The number of training rows that calibrated it."""
     num_validated: int = 0
+    """The number of validation rows; 0 if the run has none."""
     losses: tuple[float, float] | None = None
+    """Validation losses of the run and of the compressed model; None without validation rows."""
     changed: int = 0
+    """The number of validation prompts that the two models answer differently."""
     answered: int = 0
+    """The number of validation prompts that both models answered."""
     apart: float
+    """The relative difference of their logits, over the test vectors."""
 
     def rows(self) -> list[list[str]]:
         """Return the rows of the table: what was compared, of the run, of the compressed model."""

@@ -27,17 +27,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """The result of an export.
-
-    Attributes:
-        num_tensors: number of tensors in the GGUF file; None without a GGUF file.
-        reading: how llama.cpp reads chats, by its rules; None without a GGUF file.
-        runtime: the llama.cpp that confirmed the reading; None if it is not installed.
-    """
+    """The result of an export."""
 
     num_tensors: int | None = None
+    """The number of tensors in the GGUF file; None without a GGUF file."""
     reading: Reading | None = None
+    """How llama.cpp reads chats, by its rules; None without a GGUF file."""
     runtime: str | None = None
+    """The llama.cpp that confirmed the reading; None if it is not installed."""
 
     @property
     def token_ids(self) -> str:

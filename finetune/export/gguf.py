@@ -35,19 +35,16 @@ _ENDS_BESIDE_EOS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"
 
 @dataclass(frozen=True, kw_only=True)
 class Gguf:
-    """The settings of a GGUF file.
-
-    Attributes:
-        converter: llama.cpp's script, see `find_converter`.
-        weight_type: the type of the weights; auto is the model's own 16-bit type.
-        base: a folder with the base's tokenizer.model, which a sentencepiece tokenizer needs.
-        allows_differences: write the file even if llama.cpp reads chats as other tokens than the run trained on.
-    """
+    """The settings of a GGUF file."""
 
     converter: Path
+    """The script of llama.cpp, see `find_converter`."""
     weight_type: GgufType
+    """The type of the weights; auto is the model's own 16-bit type."""
     base: Path | None = None
+    """A folder with the base's tokenizer.model, which a sentencepiece tokenizer needs."""
     allows_differences: bool = False
+    """Write the file even if llama.cpp reads chats as other tokens than the run trained on."""
 
 
 def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:

@@ -20,21 +20,15 @@ _INT, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The header of a GGUF file.
-
-    Attributes:
-        version: of the format.
-        num_tensors: number of tensors in the file.
-        keys: the metadata.
-        spans: the offsets at which each key begins, and at which its value ends.
-        tensors: the offsets of the list of tensors. Their data begin at the next multiple of the alignment.
-    """
+    """The header of a GGUF file."""
 
     version: int
     num_tensors: int
     keys: dict[str, Any]
     spans: dict[str, tuple[int, int]]
+    """The offsets at which each key begins, and at which its value ends."""
     tensors: tuple[int, int]
+    """The offsets of the list of tensors. Their data begin at the next multiple of the alignment."""
 
 
 def read_header(path: Path) -> Header:

@@ -30,15 +30,12 @@ MOST_TOKENS = 2048
 
 
 class GgufFiles(NamedTuple):
-    """The files that llama.cpp loads from a folder.
-
-    Attributes:
-        model: the model, or the base of `adapter`.
-        adapter: a GGUF LoRA, or None.
-    """
+    """The files that llama.cpp loads from a folder."""
 
     model: Path
+    """The model, or the base of `adapter`."""
     adapter: Path | None = None
+    """A GGUF LoRA."""
 
 
 def find_gguf(folder: Path) -> GgufFiles | None:

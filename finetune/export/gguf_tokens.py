@@ -31,16 +31,13 @@ the white space at the end of a turn, it gives a warning."""
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRules:
-    """The rules for special tokens that a GGUF file can set.
-
-    Attributes:
-        puts_space: it puts a space before the first piece of text and before each behind a special token.
-        strips: it drops white space behind every special token but `<unk>`, `<s>` and `<|endoftext|>`. It does so
-            if the file's name (`general.name`) contains `phi-3` or `phi3`.
-    """
+    """The rules for special tokens that a GGUF file can set."""
 
     puts_space: bool
+    """Put a space before the first piece of text and before each piece behind a special token."""
     strips: bool
+    """Drop white space behind every special token but `<unk>`, `<s>` and `<|endoftext|>`. llama.cpp does so if the name
+    in the file (`general.name`) contains `phi-3` or `phi3`."""
 
 
 class RenderedChat(NamedTuple):
@@ -68,21 +65,17 @@ class OtherIds:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How llama.cpp will read chats under the rules that fit best.
-
-    Attributes:
-        rules: for the GGUF file.
-        plain: chats with plain contents and other ids. llama.cpp would read the first request wrongly.
-        edges: chats with white space at the ends of turns, or unusual characters, and other ids.
-        causes: the properties of the tokenizer that cause the differences, as phrases.
-        chats: all chats that were compared.
-    """
+    """How llama.cpp will read chats under the rules that fit best."""
 
     rules: TokenRules
     plain: list[OtherIds]
+    """Chats with plain contents and other ids. llama.cpp would read the first request wrongly."""
     edges: list[OtherIds]
+    """Chats with white space at the ends of turns, or unusual characters, and other ids."""
     causes: list[str]
+    """The properties of the tokenizer that cause the differences, as phrases."""
     chats: list[RenderedChat]
+    """All chats that were compared, the equal ones too."""
 
 
 def find_rules(tokenizer: Any) -> Reading:

@@ -22,22 +22,19 @@ class LogitDifference:
     """How far the logits of a served model are from the logits of the model as trained.
 
     The mean of each position is taken off first, because a shift of all logits of a position changes no probability.
-
-    Attributes:
-        max_abs: the largest difference of a logit, with the means left on.
-        relative: norm of all differences over the norm of all logits.
-        most_relative: the largest relative difference of one position; infinite without positions or for not a number.
-        same_greedy: the fraction of positions with the same most likely token.
-        num_positions: number of positions compared.
-        lost: norm of the differences over the norm of what the adapter changed; None without an adapter or an effect.
     """
 
     max_abs: float
+    """The largest difference of a logit, with the means left on."""
     relative: float
+    """The norm of all differences over the norm of all logits."""
     most_relative: float
+    """The largest relative difference of one position; infinite without positions or for not a number."""
     same_greedy: float
+    """The fraction of positions with the same most likely token."""
     num_positions: int
     lost: float | None = None
+    """The norm of the differences over the norm of what the adapter changed; None without an adapter or an effect."""
 
     def __str__(self) -> str:
         lost = "" if self.lost is None else f", {self.lost:.2%} of the adapter's effect lost"

@@ -18,29 +18,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Merged:
-    """A merged model on disk, and its difference from base and adapter.
-
-    Attributes:
-        folder: the model's.
-        num_bytes: size of its weights.
-        dtype: the type they are stored in.
-        is_tied: whether input embeddings and output head are one tensor.
-        stop_ids: the tokens at which generation ends.
-        difference: the result of the comparison.
-        vectors_sha256: the digest of the test vectors beside the model.
-        system: the most frequent system turn of the training rows; None if they have none or cannot be read.
-        adds_system: whether the chat template adds it to conversations without a system turn.
-    """
+    """A merged model on disk, and its difference from base and adapter."""
 
     folder: Path
     num_bytes: int
+    """The size of its weights."""
     dtype: str
+    """The type that the weights are stored in."""
     is_tied: bool
+    """Whether input embeddings and output head are one tensor."""
     stop_ids: list[int]
+    """The tokens at which generation ends."""
     difference: LogitDifference
     vectors_sha256: str
+    """The digest of the test vectors beside the model."""
     system: str | None = None
+    """The most frequent system turn of the training rows; None if they have none or cannot be read."""
     adds_system: bool = False
+    """Whether the chat template adds it to conversations without a system turn."""
 
 
 def merge_adapter(model: Any, dtype: torch.dtype | None = None) -> Any:

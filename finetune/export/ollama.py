@@ -26,19 +26,16 @@ _CHECKED: tuple[tuple[str, ...], ...] = (
 
 @dataclass(frozen=True)
 class TurnPieces:
-    """The text that a chat template puts around the contents of turns.
-
-    Attributes:
-        opening: before the first turn.
-        before: before the content of a turn, by role; turns of other roles are left out.
-        after: after the content of a turn, by role.
-        answer: after the last turn, where the answer begins.
-    """
+    """The text that a chat template puts around the contents of turns."""
 
     opening: str
+    """The text before the first turn."""
     before: dict[str, str]
+    """The text before the content of a turn, by role; turns of other roles are left out."""
     after: dict[str, str]
+    """The text after the content of a turn, by role."""
     answer: str
+    """The text after the last turn, where the answer begins."""
 
     def render(self, turns: Turns) -> str:
         """Render a conversation with the header of its next answer."""

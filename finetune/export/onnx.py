@@ -29,18 +29,15 @@ _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}
 
 @dataclass(frozen=True, kw_only=True)
 class Onnx:
-    """The settings of an ONNX model.
-
-    Attributes:
-        weight_type: the type of the weights. With int4, matrices are stored in blocks of 32 numbers with a scale each,
-            and inputs of their products are rounded to int8; embeddings and norms stay in fp32.
-        most_difference: the largest relative difference of a position's logits; None: a bound that fits the type.
-        allows_differences: keep a model that answers differently from base and adapter; its certificate says so.
-    """
+    """The settings of an ONNX model."""
 
     weight_type: OnnxType = "f32"
+    """The type of the weights. With int4, matrices are stored in blocks of 32 numbers with a scale each, and inputs of
+    their products are rounded to int8; embeddings and norms stay in fp32."""
     most_difference: float | None = None
+    """The largest relative difference of a position's logits; None: a bound that fits the type."""
     allows_differences: bool = False
+    """Keep a model that answers differently from base and adapter; its certificate says so."""
 
 
 def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:

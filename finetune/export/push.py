@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
@@ -40,16 +40,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Package:
-    """The files to send.
+    """The files to send, by name, with the base (a hub id) and the licence that the card names."""
 
-    Attributes:
-        form: `adapter` or `model`.
-        base: the hub id of the base; None for a model whose card names none.
-        files: content by name.
-        licence: the licence in the card's header; None if it names none.
-    """
-
-    form: str
+    form: Literal["adapter", "model"]
     base: str | None
     files: Mapping[str, Content]
     licence: str | None = None
@@ -57,25 +50,18 @@ class Package:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """A package and the repository it goes to. Nothing has been sent yet.
-
-    Attributes:
-        package: the files.
-        repository: its id.
-        endpoint: the hub's address.
-        is_new: the repository must be created first.
-        private: whether it is private, or will be.
-        removed: files in the repository that must not stay beside ours.
-        parent: the commit that was looked at; if another one comes in between, the push fails.
-    """
+    """A package and the repository it goes to. Nothing has been sent yet."""
 
     package: Package
     repository: str
     endpoint: str
     is_new: bool
+    """The repository must be created first."""
     private: bool
     removed: tuple[str, ...] = ()
+    """Files in the repository that must not stay beside ours."""
     parent: str | None = None
+    """The commit that was looked at. If another one comes in between, the push fails."""
 
     def __str__(self) -> str:
         place = f"{'a new' if self.is_new else 'the'} {'private' if self.private else 'PUBLIC'} repository"

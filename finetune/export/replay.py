@@ -56,21 +56,18 @@ class Replayed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """The result of a replay.
-
-    Attributes:
-        steps: the chosen steps, ascending.
-        bound: see `MOST_APART`.
-        precision: the precision of both computations.
-        device: the type of the device that computed the steps again.
-        notes: which steps cannot be replayed, and how this machine differs from the run's, one sentence each.
-    """
+    """The result of a replay."""
 
     steps: tuple[Replayed, ...]
+    """The chosen steps, ascending."""
     bound: float
+    """The largest difference of two losses that counts as equal, see `MOST_APART`."""
     precision: str
+    """The precision of both computations."""
     device: str
+    """The type of the device that computed the steps again."""
     notes: tuple[str, ...]
+    """Which steps cannot be replayed, and how this machine differs from the run's, one sentence each."""
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for certificate.json."""

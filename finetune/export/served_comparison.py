@@ -31,23 +31,20 @@ that differ at near ties say little. ONNX models in int4 have a wider bound."""
 
 @dataclass(frozen=True, kw_only=True)
 class ServedComparison:
-    """The answers of a runtime, compared with the test vectors.
-
-    Attributes:
-        runtime: its name and version.
-        bound: the largest relative difference of a position's logits that counts as equal.
-        checks: the results by the names in `CHECKS`. A greedy answer that differs at a near tie counts as equal.
-        logits: how far the logits are from the recorded ones.
-        near_ties: number of answers that differ where the runtime finds two tokens about equally likely.
-        without_system: what happens without the system turn of the training rows; empty if there is nothing to say.
-    """
+    """The answers of a runtime, compared with the test vectors."""
 
     runtime: str
+    """The name and the version of the runtime."""
     bound: float
+    """The largest relative difference of a position's logits that counts as equal."""
     checks: Mapping[str, Check]
+    """The results by the names in `CHECKS`. A greedy answer that differs at a near tie counts as equal."""
     logits: LogitDifference
+    """How far the logits are from the recorded ones."""
     near_ties: int
+    """The number of answers that differ where the runtime finds two tokens about equally likely."""
     without_system: str = ""
+    """What happens without the system turn of the training rows; empty if there is nothing to say."""
 
     @property
     def mismatches(self) -> tuple[str, ...]:

@@ -19,15 +19,12 @@ class Rendered(NamedTuple):
 
 
 class ServedModel(Protocol):
-    """A model that one runtime has loaded. No method may use another runtime's tokenizer, template or weights.
-
-    Attributes:
-        runtime: its name and version, `transformers 5.23.0` for example.
-        stop_ids: the tokens at which the runtime ends an answer.
-    """
+    """A model that one runtime has loaded. No method may use another runtime's tokenizer, template or weights."""
 
     runtime: str
+    """The name and the version of the runtime, for example `transformers 5.23.0`."""
     stop_ids: list[int]
+    """The tokens at which the runtime ends an answer."""
 
     def render(self, turns: Turns) -> Rendered:
         """Render a conversation with the runtime's chat template, and encode the text with its tokenizer."""

@@ -63,59 +63,51 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Vector:
-    """A prompt, with the tokens and the answer of the tuned model.
-
-    Attributes:
-        name: what the prompt tests.
-        turns: the conversation; None for random tokens.
-        text: the conversation as the chat template renders it, with the header of the next answer.
-        token_ids: the text as tokens, without tokens that the template has not written.
-        positions: indices in `token_ids` at which logits are kept, ascending.
-        answer: the tokens of a greedy answer, including the stop token if there was one; None without turns.
-    """
+    """A prompt, with the tokens and the answer of the tuned model."""
 
     name: str
+    """What the prompt tests."""
     turns: list[dict[str, str]] | None = None
+    """The conversation; None for random tokens."""
     text: str | None = None
+    """The conversation as the chat template renders it, with the header of the next answer."""
     token_ids: list[int]
+    """The text as tokens, without tokens that the template has not written."""
     positions: list[int]
+    """Indices in `token_ids` at which logits are kept, ascending."""
     answer: list[int] | None = None
+    """The tokens of a greedy answer, including the stop token if there was one; None without turns."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Vectors:
-    """All test vectors of a model.
-
-    Attributes:
-        vectors: the prompts.
-        logits: of base and adapter in fp32, (positions of all prompts, vocabulary).
-        stop_ids: the tokens that end an answer.
-        max_new_tokens: the most tokens of an answer.
-        has_template: whether a chat template rendered the texts. Without a template, a text is its last turn's content.
-        stored_as: the type of the merged weights; None before they are written.
-        rounding: the largest relative difference of a position's logits that the merge caused, see
-            `relative_by_position`; measured by transformers on the written folder.
-        trained: digests of the run's own weights, by tensor.
-        written: digests of the merged weights as they were written, by tensor.
-        files: SHA-256 of the other files of the merged folder, by name.
-        system: the system turn of most training rows, if the chat template does not add it; else None.
-        made_by: the version of finetune.
-        sha256: of test_vectors.json, which holds the digest of the logits; empty before the file is written.
-    """
+    """All test vectors of a model."""
 
     vectors: tuple[Vector, ...]
     logits: torch.Tensor
+    """The logits of base and adapter in fp32, (positions of all prompts, vocabulary)."""
     stop_ids: list[int]
+    """The tokens that end an answer."""
     max_new_tokens: int = MAX_NEW_TOKENS
     has_template: bool
+    """Whether a chat template rendered the texts. Without a template, a text is its last turn's content."""
     stored_as: str | None = None
+    """The type of the merged weights; None before they are written."""
     rounding: float = 0.0
+    """The largest relative difference of a position's logits that the merge caused, see `relative_by_position`;
+    measured by transformers on the written folder."""
     trained: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the run's own weights, by tensor."""
     written: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the merged weights as they were written, by tensor."""
     files: Mapping[str, str] = field(default_factory=dict)
+    """SHA-256 of the other files of the merged folder, by name."""
     system: str | None = None
+    """The system turn of most training rows, if the chat template does not add it; else None."""
     made_by: str = f"finetune {finetune.__version__}"
+    """The version of finetune."""
     sha256: str = ""
+    """The digest of test_vectors.json, which holds the digest of the logits; empty before the file is written."""
 
     @property
     def merge_bound(self) -> float:

@@ -76,17 +76,14 @@ _NEED_EXPECTED = ("exact_match", "json_equal", "token_f1")
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """The reward functions of a run. The user's own are imported by `check`, or when they are first called.
-
-    Attributes:
-        names: of the functions, as metrics name them.
-        weights: of the functions.
-        timeout_seconds: the longest that one may take.
-    """
+    """The reward functions of a run. The user's own are imported by `check`, or when they are first called."""
 
     names: tuple[str, ...]
+    """The names of the functions, as metrics name them."""
     weights: tuple[float, ...]
+    """The weight of each function."""
     timeout_seconds: float
+    """The longest that a function may take."""
     _scores: Mapping[str, Score] = field(repr=False)
     _config: Config = field(repr=False)
 

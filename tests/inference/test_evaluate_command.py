@@ -31,8 +31,9 @@ def measured(capsys):
     return measure
 
 
-def figures(run, *words, measured, **options):
-    return json.loads(measured(run, list(words), as_json=True, **options))
+@pytest.fixture
+def figures(measured):
+    return lambda run, *words, **options: json.loads(measured(run, list(words), as_json=True, **options))
 
 
 @pytest.fixture(scope="module")
@@ -60,9 +61,9 @@ def test_the_figures_are_those_of_the_runs_own_test_phase(whole, adapter_run):
 
 
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 5])
-def test_the_batch_size_changes_nothing(measured, whole, adapter_run, batch_size):
+def test_the_batch_size_changes_nothing(figures, whole, adapter_run, batch_size):
     words = [f"testing.batch_size={batch_size}", "testing.drop_last=true"]
-    found = figures(adapter_run, *words, measured=measured, metric=METRICS)
+    found = figures(adapter_run, *words, metric=METRICS)
     assert whole["num_rows"] == found["num_rows"] == NUM_ROWS
     for name in ("base", "tuned"):
         assert found[name].keys() == whole[name].keys() >= {"exact_match", *METRICS}
@@ -73,7 +74,7 @@ def test_the_batch_size_changes_nothing(measured, whole, adapter_run, batch_size
 
 @pytest.mark.launch
 @pytest.mark.warm
-def test_two_processes_give_the_very_same_figures(measured, adapter_run, tmp_path):
+def test_two_processes_give_the_very_same_figures(figures, adapter_run, tmp_path):
     options = ["--json", "--output", str(tmp_path / "two.json")]
     names = [word for name in METRICS for word in ("--metric", name)]
     words = ["-m", "finetune", "evaluate", str(adapter_run), "testing.batch_size=5", *names, *options]
@@ -81,7 +82,7 @@ def test_two_processes_give_the_very_same_figures(measured, adapter_run, tmp_pat
     assert done.returncode == 0, done.stdout
     assert done.stdout.count('"num_targets"') == 1, "rank 0 alone prints"
     one = tmp_path / "one.json"
-    figures(adapter_run, "testing.batch_size=5", measured=measured, metric=METRICS, output=one)
+    figures(adapter_run, "testing.batch_size=5", metric=METRICS, output=one)
     assert json.loads((tmp_path / "two.json").read_text()) == json.loads(one.read_text())
     assert "world of 2" in done.stdout
 
@@ -97,10 +98,10 @@ def test_a_table_and_some_answers_are_shown(measured, whole, adapter_run, full_r
     assert "base" not in only_tuned
 
 
-def test_results_are_written_only_if_asked_and_over_nothing(measured, adapter_run, tmp_path):
+def test_results_are_written_only_if_asked_and_over_nothing(figures, adapter_run, tmp_path):
     before = sorted(adapter_run.rglob("*"))
     output = tmp_path / "results.json"
-    shown = figures(adapter_run, measured=measured, output=output)
+    shown = figures(adapter_run, output=output)
     written = json.loads(output.read_text())
     rows = written.pop("rows")
     assert written == shown
@@ -153,12 +154,12 @@ def test_pairs_are_refused_unless_the_command_names_other_rows(tmp_path, words, 
         _refuse_rows_without_one_answer(run)
 
 
-def test_a_metric_of_ones_own_package_is_measured(measured, adapter_run, tmp_path, monkeypatch):
+def test_a_metric_of_ones_own_package_is_measured(figures, measured, adapter_run, tmp_path, monkeypatch):
     (tmp_path / "own_scores.py").write_text("def length(answer, expected):\n    return len(answer) - len(expected)\n")
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     words = ["testing.compare_base=false", "testing.metrics=[]"]
     options = {"metric": ["own_scores.length"], "metrics_from": ["own_scores"], "output": tmp_path / "out.json"}
-    found = figures(adapter_run, *words, measured=measured, **options)
+    found = figures(adapter_run, *words, **options)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     lengths = [len(row["tuned"]["answer"]) - len(row["expected"]) for row in rows]
     assert found["tuned"]["own_scores.length"] == pytest.approx(sum(lengths) / NUM_ROWS)
@@ -168,10 +169,10 @@ def test_a_metric_of_ones_own_package_is_measured(measured, adapter_run, tmp_pat
     )
 
 
-def test_another_split_and_a_checkpoint_are_measured(measured, adapter_run):
+def test_another_split_and_a_checkpoint_are_measured(figures, adapter_run):
     words = ["testing.metrics=[]", "testing.num_samples=0"]
-    trained = figures(adapter_run, *words, measured=measured, split="train")
-    early = figures(adapter_run, *words, measured=measured, split="train", checkpoint="2")
+    trained = figures(adapter_run, *words, split="train")
+    early = figures(adapter_run, *words, split="train", checkpoint="2")
     assert (trained["split"], early["weights"]) == ("train", "checkpoints/step-000002")
     assert trained["tuned"]["loss"] < early["tuned"]["loss"] < early["base"]["loss"]
     assert trained["base"] == early["base"]
@@ -184,13 +185,13 @@ def test_a_split_that_is_not_there_is_told(adapter_run, tmp_path):
         evaluate(adapter_run, [f"data.path={rows}", f"data.cache_dir={tmp_path / 'cache'}"])
 
 
-def test_plain_text_has_a_loss_and_no_answers(measured, adapter_run, tmp_path):
+def test_plain_text_has_a_loss_and_no_answers(figures, adapter_run, tmp_path):
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(json.dumps({"text": f"Two pens for the {split} in Lisbon."}) + "\n")
     words = [f"data.path={tmp_path}", f"data.cache_dir={tmp_path / 'cache'}", "data.format=text"]
     with pytest.raises(ConfigError, match=r"no answers to measure by exact_match"):
         evaluate(adapter_run, words)
-    found = figures(adapter_run, *words, "testing.metrics=[]", measured=measured)
+    found = figures(adapter_run, *words, "testing.metrics=[]")
     assert found["num_rows"] == 1
     assert found["tuned"].keys() == {"loss", "standard_error", "perplexity"}
     assert found["tuned"]["standard_error"] == 0.0
