@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from finetune.export.push import pack
+from tests.bisect.scene import edit_json
 from tests.export.finished_runs import write_run
 from tests.export.hub_stand_in import Repository, running_hub
 from tests.in_process import Ended, run_finetune
@@ -116,8 +117,7 @@ def test_the_adapter_s_card_names_base_and_library(hub, push, run):
 
 def test_another_base_is_not_asked_for_the_commit_of_the_one_that_trained(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
-    file = copy / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": BASE, "revision": "c0ffee"}))
+    edit_json(copy / "adapter" / "adapter_config.json", base_model_name_or_path=BASE, revision="c0ffee")
     with patch("finetune.runs.verification.find_damage", return_value=[]):
         packed = {base: json.loads(pack(copy, base=base).files["adapter_config.json"]) for base in (BASE, "other/base")}
     assert [config["revision"] for config in packed.values()] == ["c0ffee", None]

@@ -13,6 +13,7 @@ import yaml
 
 from finetune.errors import CheckpointError
 from finetune.export.replay import MOST_APART, Replay, Replayed, _choose, _ranges, replay
+from tests.bisect.scene import change_losses, edit_json
 from tests.export.finished_runs import words_to_train
 from tests.in_process import run_finetune
 from tests.launches import run_command
@@ -42,8 +43,7 @@ def content(folder: Path) -> dict[str, str]:
 def with_record(run: Path, copy: Path, **values: object) -> Path:
     """A copy of a run whose record says something else."""
     shutil.copytree(run, copy)
-    record = json.loads((copy / "run.json").read_text())
-    (copy / "run.json").write_text(json.dumps({**record, **values}))
+    edit_json(copy / "run.json", **values)
     return copy
 
 
@@ -73,10 +73,7 @@ def test_steps_far_from_a_checkpoint_are_named(trained, tmp_path):
 @pytest.mark.process
 def test_a_loss_that_was_written_otherwise_is_named_and_ends_with_exit_code_3(trained, tmp_path):
     copy = shutil.copytree(trained, tmp_path / "copy")
-    lines = (copy / "metrics.jsonl").read_text().splitlines()
-    events = [json.loads(line) for line in lines]
-    next(event for event in events if event["event"] == "step" and event["step"] == 1)["loss"] += 1e-4
-    (copy / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    change_losses(copy, since=1, by=1e-4)
     done = run_finetune("verify", copy, "--replay", "1")
     assert done.returncode == 3, done.stdout
     assert "step 1: the loss is" in done.errors

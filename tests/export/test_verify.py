@@ -29,6 +29,7 @@ from finetune.export.served_model import Rendered
 from finetune.export.vectors import Vector, Vectors, read_vectors
 from finetune.export.verifying import verify_run
 from finetune.runs.durable import MANIFEST, find_damage
+from tests.bisect.scene import edit_json
 from tests.export.finished_runs import words_to_train, write_run
 from tests.in_process import run_finetune
 
@@ -87,10 +88,6 @@ def nudge(file: Path, name: str) -> None:
     flat = tensors[name].view(-1)
     flat[0] = torch.nextafter(flat[0], torch.tensor(math.inf))
     save_file(tensors, file, {"format": "pt"})
-
-
-def edit(file: Path, **values: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **values}, indent=2))
 
 
 def certificate(folder: Path) -> dict[str, object]:
@@ -185,8 +182,14 @@ def spoil_tokenizer(folder: Path) -> None:
         (lambda it: (it / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "refuses the conversation"),
         (spoil_template, r'prompt "one turn": the rendered text differs from character'),
         (spoil_tokenizer, r'prompt "one turn": token \d+ of the prompt is'),
-        (lambda it: edit(it / "generation_config.json", eos_token_id=[320]), r"it stops at \[320\], expected \[2, 320"),
-        (lambda it: edit(it / "config.json", rms_norm_eps=0.5), r'prompt "one turn": logits at position \d+ differ by'),
+        (
+            lambda it: edit_json(it / "generation_config.json", eos_token_id=[320]),
+            r"it stops at \[320\], expected \[2, 320",
+        ),
+        (
+            lambda it: edit_json(it / "config.json", rms_norm_eps=0.5),
+            r'prompt "one turn": logits at position \d+ differ by',
+        ),
     ],
     ids=["a template that fails", "template", "tokenizer", "stop ids", "configuration"],
 )
@@ -205,7 +208,7 @@ def test_what_else_decides_an_answer_is_found_and_the_prompt_named(merged, spoil
 def test_vectors_from_elsewhere_find_a_forger_who_rewrote_those_of_the_folder(made, merged):
     nudge(merged / "model.safetensors", WEIGHT)
     file = merged / "test_vectors.json"
-    edit(file, written=digest_tensors(merged))
+    edit_json(file, written=digest_tensors(merged))
     rewrite_checksums(merged)
     assert run_finetune("verify", merged).returncode == 0, "nothing in the folder says otherwise"
     done = run_finetune("verify", merged, "--vectors", made.merged)
@@ -229,7 +232,7 @@ def test_a_run_s_template_is_compared_with_the_one_that_trained_it(run):
         (lambda it: (it / "test_vectors.json").write_text("{"), "is not a file of test vectors"),
         (lambda it: (it / "test_vectors.npy").write_bytes(b""), "is not the file that test_vectors.json names"),
         (lambda it: (it / "config.json").unlink(), "is neither a run nor a model"),
-        (lambda it: edit(it / "test_vectors.json", schema_version=2), "another schema_version"),
+        (lambda it: edit_json(it / "test_vectors.json", schema_version=2), "another schema_version"),
     ],
 )
 def test_what_cannot_be_compared_is_the_user_s_to_mend(made, tmp_path, spoil, reason):
@@ -265,7 +268,7 @@ def test_a_certificate_replaces_nothing_else(tmp_path):
 def test_an_adapter_without_all_stop_ids_is_told_so(tmp_path):
     """Plain PEFT takes them from the folder."""
     adapter = write_run(tmp_path / "run").weights
-    edit(adapter / "generation_config.json", eos_token_id=320)
+    edit_json(adapter / "generation_config.json", eos_token_id=320)
     rewrite_checksums(adapter)
     done = run_finetune("verify", tmp_path / "run")
     assert done.returncode == 3
@@ -279,7 +282,7 @@ def test_an_adapter_is_loaded_on_the_revision_of_its_base(tmp_path, monkeypatch,
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refuse)
     adapter = write_run(tmp_path / "run").weights
-    edit(adapter / "adapter_config.json", base_model_name_or_path="owner/base", revision="v1")
+    edit_json(adapter / "adapter_config.json", base_model_name_or_path="owner/base", revision="v1")
     with pytest.raises(RunFailedError, match=loaded):
         load_peft(adapter, *given)
 
@@ -367,7 +370,7 @@ def test_logits_that_are_not_numbers_are_a_difference():
 def test_a_certificate_of_other_files_or_of_a_difference_is_refused(made, merged):
     run_finetune("verify", merged)
     assert "## Certificate" in read_certificates(merged)
-    edit(merged / "config.json", note="changed since")
+    edit_json(merged / "config.json", note="changed since")
     rewrite_checksums(merged)
     done = run_finetune("push", merged, "me/orders")
     assert (done.returncode, "is of other files than those in the folder" in done.errors) == (2, True), done.stdout

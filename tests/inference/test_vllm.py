@@ -26,6 +26,7 @@ from finetune.export.verifying import InVllm, verify_run
 from finetune.export.vllm_served import served_by_vllm
 from finetune.inference.vllm_server import VllmServer
 from finetune.training import rollout_server
+from tests.bisect.scene import edit_json
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, free_port, run_launched, start_command
 from tests.methods.tiny_training import break_at, curve
@@ -50,17 +51,8 @@ class Served:
         self.start()
 
     def start(self):
-        words = [
-            "--model",
-            BASE,
-            "--port",
-            str(self.port),
-            "--enable-lora",
-            "--max-lora-rank",
-            "16",
-            "--max-logprobs",
-            "-1",
-        ]
+        words = ["--model", BASE, "--port", str(self.port), "--enable-lora", "--max-lora-rank", "16"]
+        words += ["--max-logprobs", "-1"]
         settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
         with (self.folder / "vllm.log").open("a") as log:
             self.process = subprocess.Popen(
@@ -204,9 +196,7 @@ def test_another_adapter_in_vllm_is_not_what_was_trained(server, trained, tmp_pa
     run = tmp_path / "run"
     shutil.copytree(trained, run)
     config = run / "adapter/adapter_config.json"
-    changed = json.loads(config.read_text())
-    changed["lora_alpha"] *= 1.05
-    config.write_text(json.dumps(changed))
+    edit_json(config, lora_alpha=1.05 * json.loads(config.read_text())["lora_alpha"])
     with served_by_vllm(run / "adapter", read_vectors(known).stop_ids, url=server.url, base=BASE) as served:
         found = compare(served, read_vectors(known), bound=ROUNDING)
     assert found.checks["positions"].equal < found.checks["positions"].compared

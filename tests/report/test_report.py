@@ -25,6 +25,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
 from finetune.runs.recorded_run import open_runs
 from finetune.runs.rollouts import write_rollout
+from tests.bisect.scene import edit_json, edit_lines
 from tests.report.runs import HOSTILE, Parsed, loss_at, write_run
 from tests.tiny import tiny_tokenizer
 from tests.tiny_runs import random_model_words, write_rows
@@ -199,8 +200,7 @@ def test_settings_under_older_names_are_shown_under_todays(tmp_path):
 @pytest.mark.trains
 def test_what_a_profile_found_is_told(tmp_path):
     run = write_run(tmp_path / "a")
-    record = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**record, "profile": {"summary": "profile of step 3: 100 % attention"}}))
+    edit_json(run / "run.json", profile={"summary": "profile of step 3: 100 % attention"})
     assert "profile of step 3: 100 % attention" in page_of(run).text
 
 
@@ -231,11 +231,14 @@ def test_memory_is_drawn_where_it_was_recorded(tmp_path):
 def test_a_run_on_pairs_says_so_and_shows_its_rewards(tmp_path):
     folder = write_run(tmp_path / "a", num_steps=5)
     assert charts_of(page_of(folder), folder)["loss"]["unit"] == "nats per target token"
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    steps = [json.loads(line) for line in lines if '"step",' in line]
-    for step in steps:
-        step |= {"reward_margin": step["step"] / 4, "reward_accuracy": 0.5}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    edit_lines(
+        folder / "metrics.jsonl",
+        lambda events: [
+            {**event, "reward_margin": event["step"] / 4, "reward_accuracy": 0.5}
+            for event in events
+            if event["event"] == "step"
+        ],
+    )
     charts = charts_of(page_of(folder), folder)
     assert charts["loss"]["unit"] == "nats per pair"
     assert [(p["step"], p["value"]) for p in charts["reward-margin"]["points"]] == [(n, n / 4) for n in range(1, 6)]
@@ -296,11 +299,9 @@ def test_nothing_in_a_run_becomes_a_part_of_the_page(tmp_path):
         result={"error": HOSTILE, "answers": [dict.fromkeys(("prompt", "expected", "base", "tuned"), HOSTILE)]},
         fallbacks=[dict.fromkeys(("what", "wanted", "used", "why"), HOSTILE)],
     )
-    record = json.loads((folder / "run.json").read_text())
-    record |= {"versions": {HOSTILE: HOSTILE}, "status": HOSTILE, "resume_changes": [{HOSTILE: HOSTILE}]}
+    record = {"versions": {HOSTILE: HOSTILE}, "status": HOSTILE, "resume_changes": [{HOSTILE: HOSTILE}]}
     record |= {"launcher": HOSTILE, "global_batch": {HOSTILE: HOSTILE}, "fingerprints": {HOSTILE: HOSTILE}}
-    record |= {"profile": {"summary": HOSTILE}}
-    (folder / "run.json").write_text(json.dumps(record))
+    edit_json(folder / "run.json", **record, profile={"summary": HOSTILE})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"event": "warning", "step": 3, "text": HOSTILE + "\u202e\x1b[31m\ud800"}) + "\n")
         file.write(json.dumps({"event": "test", "model": HOSTILE, "loss": HOSTILE}) + "\n")
