@@ -139,8 +139,7 @@ def served_by_vllm(
 @contextmanager
 def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     """Start a server on a free port, and end it after the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     command = [_python(), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     scheme = scheme_of(Path(model))
