@@ -96,7 +96,7 @@ class Opened(NamedTuple):
 def replay(path: Path, num_steps: int) -> Replay:
     """Compute some recorded steps of a run again. Nothing in its folder is changed.
 
-    `choose_steps` says which.
+    `choose_steps` chooses the steps.
 
     Raises:
         CheckpointError: no step can be replayed, or the rows or the device are not those of the run.

@@ -123,8 +123,8 @@ class Vectors:
 def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:
     """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
 
-    They have no answers yet. All token ids are below the number of the model's embedding rows. The system turn is that
-    of the training rows, or if it is None the one in `CONVERSATIONS`.
+    They have no answers yet. All token ids are below the number of the model's embedding rows. `system` is the system
+    turn of the training rows; None keeps the one in `CONVERSATIONS`.
     """
     room = max_context(model)
     ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
@@ -249,6 +249,6 @@ def copy_vectors(model: Path, writer: FolderWriter) -> None:
             "%s has no test vectors, so what is exported cannot be verified. Merge the run again to have them", model
         )
         return
-    read_vectors(model)
+    read_vectors(model)  # refuses damaged ones
     for name in (LOGITS_FILE, VECTORS_FILE):
         writer.write(name, [(model / name).read_bytes()])

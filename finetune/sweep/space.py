@@ -119,7 +119,8 @@ def read_values(key: str, text: str) -> Values | None:
 def draw_trials(space: Mapping[str, str], *, seed: int, num_trials: int | None) -> list[dict[str, str]]:
     """Draw trials from the values that `read_space` found. More trials with the same seed begin with the same ones.
 
-    No combination of values is drawn twice. If `num_trials` is None, every combination of lists is tried, in order.
+    No combination of lists and whole numbers is drawn twice. If `num_trials` is None, every combination of lists is
+    tried, in order.
 
     Raises:
         ConfigError: every combination of a range is asked for, or more trials than there are combinations.
