@@ -44,6 +44,10 @@ class Placement:
         liveness: of this rank.
         collectives: of this rank.
         stop_requests: of all ranks.
+
+    Attributes:
+        gathered_bytes: see `ShardedModel`; 0 if nothing is sharded.
+        received_bytes: likewise.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class Placement:
         self._stop_requests = stop_requests
         self._reducer: Reducer | None = None
         self._sharded: ShardedModel | None = None
+        self.gathered_bytes = self.received_bytes = 0
 
     @property
     def context(self) -> ProcessContext:
@@ -107,6 +112,7 @@ class Placement:
                 world_size=self.context.world_size,
                 shards_trained=self._is_full,
             )
+        self.gathered_bytes, self.received_bytes = self._sharded.gathered_bytes, self._sharded.received_bytes
         self._stop_requests.is_forward_collective = True
         what = "all weights" if self._is_full else "the frozen weights"
         _log.info("%s are sharded over %d processes, layer by layer", what, self.shard_size)
@@ -139,16 +145,6 @@ class Placement:
     def shards_trained(self) -> bool:
         """Whether the trained weights are sharded, with their gradients and optimizer state."""
         return self.shard_size is not None and self._is_full
-
-    @property
-    def gathered_bytes(self) -> int:
-        """See `ShardedModel`; 0 if nothing is sharded."""
-        return 0 if self._sharded is None else self._sharded.gathered_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        """See `ShardedModel`; 0 if nothing is sharded."""
-        return 0 if self._sharded is None else self._sharded.received_bytes
 
     @property
     def needs_equal_microbatches(self) -> bool:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -34,8 +34,6 @@ from finetune.threads import set_waiting
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
-
-Value = TypeVar("Value")
 
 _log = logging.getLogger(__name__)
 _MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "no"}
@@ -120,6 +118,7 @@ class Runtime:
         self.sum = collectives.sum
         self.sum_and_read = collectives.sum_and_read
         self.least = collectives.least
+        self.broadcast_from_main = collectives.broadcast_from_main
         self.barrier = collectives.barrier
         self.synchronize = collectives.synchronize
         self.agree = collectives.agree
@@ -137,6 +136,8 @@ class Runtime:
         self.shard = placement.shard
         self.prepare_optimizer = placement.prepare_optimizer
         self.autocast = placement.autocast
+        self.forward = placement.forward
+        self.apply = placement.apply
         self.backward = placement.backward
         self.loss = placement.loss
         self.sync_gradients = placement.sync_gradients
@@ -187,20 +188,6 @@ class Runtime:
         """Return the configuration with the values that the launcher gives, see `settings_of_accelerate`."""
         return config.with_values(self._given)
 
-    def broadcast_from_main(self, value: Value) -> Value:
-        """Return rank 0's value on every rank. Collective."""
-        return self.collectives.broadcast_from_main(value)
-
-    def forward(
-        self, compute: Callable[[torch.nn.Module, Any], Value], model: torch.nn.Module, microbatch: Any
-    ) -> Value:
-        """Compute something of a micro-batch in the run's precision, see `Placement.forward`."""
-        return self.placement.forward(compute, model, microbatch)
-
-    def apply(self, compute: Callable[[Any], Value], model: torch.nn.Module) -> Value:
-        """Compute something of a model, see `Placement.apply`."""
-        return self.placement.apply(compute, model)
-
     @property
     def shard_size(self) -> int | None:
         """Number of processes that share one copy of the weights; None: each has a copy of its own."""
@@ -220,16 +207,6 @@ class Runtime:
     def needs_equal_microbatches(self) -> bool:
         """Whether every rank needs the same number of micro-batches: torch's reducer and sharded weights do."""
         return self.placement.needs_equal_microbatches
-
-    @property
-    def gathered_bytes(self) -> int:
-        """See `ShardedModel`; 0 if nothing is sharded."""
-        return self.placement.gathered_bytes
-
-    @property
-    def received_bytes(self) -> int:
-        """See `ShardedModel`; 0 if nothing is sharded."""
-        return self.placement.received_bytes
 
     @property
     def has_failed_beside(self) -> bool:

@@ -132,8 +132,9 @@ class Trainer(Objective):
         config, runtime = self.config, self.runtime
         cadence = Cadence.of(config, train_loader.rule.steps_per_epoch)
         log_batches(config, train_loader.rule, num_steps=cadence.num_steps, world_size=runtime.world_size)
-        if runtime.received_bytes:
-            log_traffic(train_loader.rule, received_bytes=runtime.received_bytes, world_size=runtime.world_size)
+        received_bytes = runtime.placement.received_bytes
+        if received_bytes:
+            log_traffic(train_loader.rule, received_bytes=received_bytes, world_size=runtime.world_size)
         warn_of_long_warmup(config.optim, cadence.num_steps)
         optimizer = runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = at_its_place(self._resume(optimizer), cadence.steps_per_epoch)

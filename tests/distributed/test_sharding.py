@@ -70,7 +70,7 @@ def train_and_look(words: list[str]) -> None:
         if runtime.shard_size is None:
             return
         shards = Shards(runtime.shard_size, trainer.config.parallel.reshard_after_forward)
-        assert Weights(trainer._setup.measured).gathered(shards) == runtime.gathered_bytes, (
+        assert Weights(trainer._setup.measured).gathered(shards) == runtime.placement.gathered_bytes, (
             "as `finetune plan` counts it"
         )
         kept = {name: weight for name, weight in trainer.model.named_parameters() if isinstance(weight, DTensor)}
@@ -80,7 +80,7 @@ def train_and_look(words: list[str]) -> None:
             assert weight.to_local().shape[0] == -(-len(weight) // runtime.shard_size), name
         times = 1 + trainer.config.parallel.reshard_after_forward
         received = sum(weight.nbytes * (times if ".layers." in name else 1) for name, weight in kept.items())
-        assert runtime.received_bytes == received * (runtime.shard_size - 1) // runtime.shard_size
+        assert runtime.placement.received_bytes == received * (runtime.shard_size - 1) // runtime.shard_size
         with pytest.raises(RunFailedError, match=r"cannot be called outside of the run"):
             trainer.model(input_ids=EMPTY_MICROBATCH.input_ids)
 
