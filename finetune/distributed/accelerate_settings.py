@@ -138,13 +138,15 @@ def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -
             f"({config.origin('training.device')}). Drop one of them."
         )
     command = read_accelerate_command(os.environ)
-    if command is not None and command.engine is not None:
+    if command is None:
+        return None
+    if command.engine is not None:
         instead = _INSTEAD_OF_CPU if command.engine == "FSDP" else _INSTEAD_OF_ENGINE
         raise LaunchError(
             f"accelerate launch was asked for {command.engine}, and with --cpu it silently dropped it and started one "
             f"process. {instead}."
         )
-    asked = None if command is None else command.num_processes
+    asked = command.num_processes
     if asked is None or asked <= environment.world_size:
         return None
     why = (

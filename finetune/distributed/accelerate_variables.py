@@ -18,7 +18,7 @@ FSDP_SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 _FALSE = ("", "0", "f", "false", "n", "no", "none", "off")
 _REPLICATE, _SHARD = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 
-_COMPARED = ("ACCELERATE_USE_CPU", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE")
+_COMPARED = ("ACCELERATE_USE_CPU", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _REPLICATE)
 """Settings of any value, which are compared with the configuration or the launch."""
 _WITHOUT_EFFECT = re.compile(
     # These change no result, or belong to a part that is refused as a whole.
@@ -63,19 +63,11 @@ _WHY_REFUSED = {
 _NOT_SUPPORTED = "finetune does not support it. Remove it from accelerate's config file or options, or unset it."
 
 
-class AskedKey(NamedTuple):
-    """A value for a key of finetune."""
-
-    value: object
-    variable: str
-    """What asked for it, ``NAME=value``."""
-
-
 class AskedSharding(NamedTuple):
     """What `accelerate launch` asks for with version 2 of FSDP."""
 
-    keys: dict[str, AskedKey]
-    """By finetune's key."""
+    keys: dict[str, tuple[object, str]]
+    """By finetune's key: the value, and the setting that asks for it, ``NAME=value``."""
     world_size: int | None
     """The number of processes that it is made for; None: any."""
 
@@ -107,18 +99,18 @@ def requested_sharding(environ: Mapping[str, str]) -> AskedSharding | None:
     """Return what accelerate's FSDP asks for, if nothing of it is refused; None if nobody asked for FSDP."""
     if not _is_fsdp2(environ):
         return None
-    keys = {"parallel.sharding": AskedKey("fsdp2", _assignment("FSDP_VERSION", environ))}
+    asked: dict[str, tuple[object, str]] = {"parallel.sharding": ("fsdp2", "FSDP_VERSION")}
     if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in _FALSE:
-        asked = AskedKey(False, _assignment("FSDP_RESHARD_AFTER_FORWARD", environ))
-        keys["parallel.reshard_after_forward"] = asked
+        asked["parallel.reshard_after_forward"] = (False, "FSDP_RESHARD_AFTER_FORWARD")
     if _is_true(environ.get("FSDP_ACTIVATION_CHECKPOINTING", "")):
-        asked = AskedKey(True, _assignment("FSDP_ACTIVATION_CHECKPOINTING", environ))
-        keys["training.gradient_checkpointing"] = asked
-    if not _uses_sizes(environ):
-        return AskedSharding(keys, world_size=None)
-    shard_size = _size(_SHARD, environ)
-    keys["parallel.shard_size"] = AskedKey(shard_size, _assignment(_SHARD, environ))
-    return AskedSharding(keys, world_size=_size(_REPLICATE, environ) * shard_size)
+        asked["training.gradient_checkpointing"] = (True, "FSDP_ACTIVATION_CHECKPOINTING")
+    world_size = None
+    if _uses_sizes(environ):
+        shard_size = _size(_SHARD, environ)
+        asked["parallel.shard_size"] = (shard_size, _SHARD)
+        world_size = _size(_REPLICATE, environ) * shard_size
+    keys = {key: (value, _assignment(name, environ)) for key, (value, name) in asked.items()}
+    return AskedSharding(keys, world_size)
 
 
 def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -127,16 +119,17 @@ def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     Returns:
         Pairs of a setting, ``NAME=value``, and the reason with what to do.
     """
-    prefixes = ["ACCELERATE_"]
+    prefixes: tuple[str, ...] = ("ACCELERATE_",)
+    names = set(environ)
     if _is_fsdp2(environ):
-        prefixes += ["FSDP_", *(["PARALLELISM_CONFIG_"] if _uses_sizes(environ) else [])]
-    judged = [name for name in environ if name.startswith(tuple(prefixes)) or name in _TPU]
-    if "PARALLELISM_CONFIG_" in prefixes and _SHARD not in judged:
-        judged.append(_SHARD)  # its default is 1
+        prefixes += ("FSDP_",)
+        if _uses_sizes(environ):
+            prefixes += ("PARALLELISM_CONFIG_",)
+            names.add(_SHARD)  # its default is 1
     return [
         (_assignment(name, environ), _WHY_REFUSED.get(name, _NOT_SUPPORTED))
-        for name in sorted(judged)
-        if not _is_allowed(name, environ)
+        for name in sorted(names)
+        if (name.startswith(prefixes) or name in _TPU) and not _is_allowed(name, environ)
     ]
 
 

@@ -33,6 +33,7 @@ class StoreBarrier:
     def __init__(self, store: PrefixStore, token: str, *, rank: int, world_size: int) -> None:
         self._store = store
         self._token = token
+        self._left = f"{token}/left"
         self._rank = rank
         self._world_size = world_size
         self._num_waits = 0
@@ -80,10 +81,6 @@ class StoreBarrier:
 
     def _have_all(self, what: str) -> bool:
         return self._store.add(what, 0) >= self._world_size
-
-    @property
-    def _left(self) -> str:
-        return f"{self._token}/left"
 
 
 def _alone(what: str, others: str) -> RunFailedError:

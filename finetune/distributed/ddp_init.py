@@ -63,13 +63,6 @@ class ProcessContext(NamedTuple):
     device: torch.device
 
 
-class _Alone(NamedTuple):
-    """The place of rank 0 if it trains for a whole launch: no group is up, but the ranks have decided."""
-
-    context: ProcessContext
-    environment: LaunchEnvironment
-
-
 class _VariableChanges:
     """The changes to launch variables, each with the value before."""
 
@@ -110,7 +103,10 @@ class _JoinedWorld:
         self.rendezvous: Rendezvous | None = None
         self.stores: dict[int, TCPStore] = {}
         """The stores that this process keeps, by port. They stay open: the ranks of a next launch may come first."""
-        self.alone: _Alone | None = None
+        self.alone: ProcessContext | None = None
+        """The place of rank 0 if it trains for a whole launch: no group is up, but the ranks have decided."""
+        self.hidden_launch: LaunchEnvironment | None = None
+        """That launch. Its variables are hidden."""
         self.fallbacks: tuple[Fallback, ...] = ()
         self.variables = _VariableChanges()
 
@@ -131,7 +127,7 @@ class _JoinedWorld:
             except LaunchError as error:
                 _log.debug("%s", error)
             self.rendezvous = None
-        self.alone, self.fallbacks = None, ()
+        self.alone, self.hidden_launch, self.fallbacks = None, None, ()
         self.variables.undo()
 
 
@@ -180,7 +176,7 @@ def initialize_ddp(
     if dist.is_initialized():
         return None
     if _world.alone is not None:
-        return _world.alone.context
+        return _world.alone
     environment = _environment_with(rank, worldsize, master_addr, master_port)
     if not is_configured():  # a script in the form of the guides begins here
         configure_logs(environment.rank, num_processes=environment.world_size)
@@ -217,7 +213,7 @@ def is_joined() -> bool:
 
 def joined_environment() -> LaunchEnvironment:
     """Return this process's launch, also if its variables are hidden because this process goes on alone."""
-    return _world.alone.environment if _world.alone is not None else read_environment(os.environ)
+    return _world.hidden_launch or read_environment(os.environ)
 
 
 def joined_fallbacks() -> tuple[Fallback, ...]:
@@ -288,8 +284,8 @@ def _initialize_distributed(
     device: torch.device,
     timeout: timedelta,
     *,
-    flag: bool | None = None,
-    shares_gpus: bool = False,
+    flag: bool | None,
+    shares_gpus: bool,
     fallbacks: Fallbacks,
 ) -> str | None:
     """Form the group. Collective.
@@ -307,8 +303,13 @@ def _initialize_distributed(
             raise
         return str(error)
     why = None
-    if environment.rank == 0:
-        why = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
+    if environment.rank == 0 and flag is False:
+        why = (
+            f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one "
+            "process, or drop ddp=False"
+        )
+    elif environment.rank == 0:
+        why = rendezvous.wait_for_all()
     why = _obey(rendezvous, _verdict(why, fallbacks))
     if why is not None:
         return why
@@ -322,13 +323,6 @@ def _initialize_distributed(
             return None
         why = failure
     return _obey(rendezvous, _verdict(why, fallbacks))
-
-
-def _why_not_wanted(environment: LaunchEnvironment) -> str:
-    return (
-        f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one process, "
-        "or drop ddp=False"
-    )
 
 
 def _verdict(why: str | None, fallbacks: Fallbacks) -> Verdict:
@@ -511,9 +505,8 @@ def _go_on_alone(
         "curve stays the same, only slower",
     )
     _world.variables.hide_world()
-    context = ProcessContext(False, 0, environment.local_rank, 1, device)
-    _world.alone = _Alone(context, environment)
-    return context
+    _world.alone, _world.hidden_launch = ProcessContext(False, 0, environment.local_rank, 1, device), environment
+    return _world.alone
 
 
 def _set_variable(name: str, value: str | None) -> None:

@@ -80,7 +80,9 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     """
     environment = joined_environment()
     level = logging.DEBUG if config.training.debug else logging.INFO
-    started = (config.parallel.num_processes or 1) if _is_to_spawn(config, environment) else environment.world_size
+    num_processes = config.parallel.num_processes or 1
+    is_to_spawn = environment.launcher == "none" and num_processes > 1 and not is_joined()
+    started = num_processes if is_to_spawn else environment.world_size
     configure_logs(environment.rank, level=level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
     given = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
@@ -92,8 +94,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         master_addr=config.parallel.master_addr or environment.master_addr,
         master_port=config.parallel.master_port or environment.master_port,
     )
-    if _is_to_spawn(config, environment):
-        raise SystemExit(run_as_processes(config.parallel.num_processes or 1))
+    if is_to_spawn:
+        raise SystemExit(run_as_processes(num_processes))
     torch.manual_seed(config.seed)
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
@@ -142,14 +144,10 @@ def _join(config: Config, fallbacks: Fallbacks) -> ProcessContext:
 
 
 def wished_device(config: Config) -> str | None:
-    """The configured device, or the CPU of `accelerate launch --cpu`; None: this rank's own."""
+    """Return the configured device, or the CPU of `accelerate launch --cpu`; None: this rank's own."""
     if config.training.device != "auto":
         return config.training.device
     return "cpu" if is_cpu_requested(os.environ) else None
-
-
-def _is_to_spawn(config: Config, environment: LaunchEnvironment) -> bool:
-    return environment.launcher == "none" and (config.parallel.num_processes or 1) > 1 and not is_joined()
 
 
 def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
@@ -182,8 +180,7 @@ def _check_sharding(config: Config, runtime: Runtime) -> None:
     """
     if config.parallel.sharding != "none" and not runtime.context.distributed:
         why = "one process has no other to shard the weights with; start several, or drop the key"
-        fallback = Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why)
-        runtime.fallbacks.take(fallback)
+        runtime.fallbacks.take(Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why))
     elif runtime.shard_size is not None:
         refuse_uneven_shards(config, runtime.world_size)
 
@@ -194,11 +191,8 @@ def _record_other_device(wish: str | None, runtime: Runtime) -> None:
     if wanted is None or torch.device(wanted).type == runtime.device.type:
         return
     if wish is not None:
-        why = (
-            "torch sees no Apple GPU"
-            if wish == "mps"
-            else f"this process sees {torch.cuda.device_count()} CUDA devices"
-        )
+        seen = f"this process sees {torch.cuda.device_count()} CUDA devices"
+        why = "torch sees no Apple GPU" if wish == "mps" else seen
     elif wanted == "mps":
         why = "an Apple GPU computes for one process alone; with training.device=cpu, the CPU is what you ask for"
     else:
@@ -242,8 +236,8 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
         return
     if runtime.device.type != "cuda" or not runtime.uses_reducer:
         why = "only parallel.gradient_sync=ddp with several processes on GPUs uses it; drop the key"
-        fallback = Fallback(what="parallel.output_device", wanted=str(index), used=str(runtime.device), why=why)
-        runtime.fallbacks.take(fallback)
+        used = str(runtime.device)
+        runtime.fallbacks.take(Fallback(what="parallel.output_device", wanted=str(index), used=used, why=why))
     elif index >= torch.cuda.device_count():
         raise LaunchError(
             f"parallel.output_device is {index} ({config.origin('parallel.output_device')}) but rank {runtime.rank} "

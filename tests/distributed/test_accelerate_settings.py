@@ -120,7 +120,7 @@ report = json.dumps({
     "cpu": settings.is_cpu_requested(os.environ),
     "asked": command and command.num_processes,
     "engine": command and command.engine,
-    "sharding": [f"{key}={asked.value}" for key, asked in sharding.keys.items()] if sharding else None,
+    "sharding": [f"{key}={value}" for key, (value, _) in sharding.keys.items()] if sharding else None,
 })
 sys.stdout.write(f"REPORT {report}\\n")  # in one piece, whoever else writes, PYTHONUNBUFFERED or not
 """
