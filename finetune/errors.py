@@ -74,8 +74,7 @@ class CheckpointError(FinetuneError):
 class RunFailedError(FinetuneError):
     """The run itself failed: a loss that is not finite, memory or disk exhausted, a rank lost.
 
-    Args:
-        message: for people.
+    Attributes:
         fault: the world's first fault, if this rank ends because of it.
     """
 

@@ -36,11 +36,7 @@ class Fallbacks:
         self._taken: list[Fallback] = []
 
     def take(self, fallback: Fallback, *, warning: str | None = None) -> None:
-        """Log and record a fallback.
-
-        Args:
-            fallback: what was used instead of what.
-            warning: the text to log in place of the fallback's own.
+        """Log a fallback, with its own text or with `warning`, and record it.
 
         Raises:
             ConfigError: the run is strict.

@@ -56,12 +56,7 @@ def problem(area: str, what: str, fix: str) -> Finding:
 
 
 def what_and_fix(message: str, *, page: str) -> tuple[str, str]:
-    """Split the message of a refusal, whose last sentence says what to do.
-
-    Args:
-        message: the whole message.
-        page: the page to refer to where the message is one sentence.
-    """
+    """Split the message of a refusal, whose last sentence says what to do. One sentence alone refers to the page."""
     what, _, fix = message.rstrip(".").rpartition(". ")
     return (what, fix) if what else (fix, f"see {page}")
 
@@ -76,10 +71,6 @@ def findings_of_others(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str
     """Return the warnings and problems that ranks other than 0 have, with the names of those ranks.
 
     Those that all ranks have are left out: rank 0 reports them.
-
-    Args:
-        by_rank: the findings of each rank.
-        hosts: the machine of each rank.
     """
     ranks: dict[Finding, list[int]] = {}
     for rank, findings in enumerate(by_rank):

@@ -170,10 +170,8 @@ def end_with_parent(number: signal.Signals) -> None:
 def undisturbed(*, for_good: bool = False) -> Iterator[None]:
     """Within the block, ignore stop signals, because the process is ending already.
 
-    Under a launcher they come twice: from the terminal, and from the launcher, which passes them on.
-
-    Args:
-        for_good: ignore them after the block too. Otherwise, one in Python's own ending would print a traceback.
+    Under a launcher they come twice: from the terminal, and from the launcher, which passes them on. `for_good` ignores
+    them after the block too. Otherwise, one in Python's own ending would print a traceback.
     """
     if not _is_main_thread():
         yield

@@ -41,9 +41,7 @@ class Waiting(NamedTuple):
 def choose_waiting(environ: Mapping[str, str], *, is_torch_loaded: bool) -> Waiting:
     """Choose how threads wait: as the environment says, else finetune's own choice if torch is not loaded yet.
 
-    Args:
-        environ: the environment, perhaps of a process that finetune started with its choice in it.
-        is_torch_loaded: whether torch, and OpenMP with it, was loaded before finetune.
+    A process that finetune started has its choice in the environment. torch loads OpenMP.
     """
     given = {name: environ[name] for name in _NAMES if environ.get(name)}
     if given:
@@ -62,11 +60,8 @@ def set_waiting() -> Waiting:
 def is_for_one_thread(width: int | None, environ: Mapping[str, str]) -> bool:
     """Return whether a model should use one thread, because a second thread makes it hardly faster.
 
-    The load of the machine does not matter, because the number of threads can change the last bits of a sum.
-
-    Args:
-        width: the model's hidden size; None: not known.
-        environ: where OMP_NUM_THREADS may be set, which then holds.
+    The load of the machine does not matter, because the number of threads can change the last bits of a sum. If
+    OMP_NUM_THREADS is set, it holds.
     """
     return width is not None and width < _WIDE and not environ.get("OMP_NUM_THREADS")
 

@@ -36,14 +36,11 @@ class AccelerateCommand(NamedTuple):
 
 
 def read_launch_arguments(arguments: Sequence[str], folder: Path) -> AccelerateCommand | None:
-    """Read the arguments of `accelerate launch` and its config file with accelerate's own parser.
+    """Read the arguments of `accelerate launch` and its config file with accelerate's own parser; None if it cannot.
 
     Args:
         arguments: options, script and the script's arguments.
         folder: the working directory of the command.
-
-    Returns:
-        None if accelerate cannot read the arguments.
     """
     from accelerate.commands.config import load_config_from_file
     from accelerate.commands.launch import launch_command_parser

@@ -41,12 +41,7 @@ _MAX_ANCESTORS = 8
 
 
 def refuse_another_precision(precision: str, wish: str, environ: Mapping[str, str]) -> None:
-    """Refuse a precision or an accumulation of `accelerate launch` that differs from the run's.
-
-    Args:
-        precision: the precision of this run, resolved for its device.
-        wish: `training.precision`.
-        environ: the environment of the launch.
+    """Refuse an accumulation of `accelerate launch`, or a precision that `training.precision` (`wish`) does not mean.
 
     Raises:
         LaunchError: names both sides.

@@ -21,13 +21,7 @@ _PATIENCE_SECONDS = 2.0
 class StoreBarrier:
     """A barrier that can be waited at many times. All ranks wait at it in the same order.
 
-    Collective: every rank makes one.
-
-    Args:
-        store: the store of the rendezvous.
-        token: the same on all ranks, and used by this world alone.
-        rank: of this process.
-        world_size: number of processes.
+    Collective: every rank makes one at the store of the rendezvous, with the same token, which only this world uses.
     """
 
     def __init__(self, store: PrefixStore, token: str, *, rank: int, world_size: int) -> None:

@@ -56,9 +56,6 @@ class Collectives:
     def connect_hosts(self, timeout_minutes: float) -> None:
         """Make a group for numbers on the CPU if the backend is nccl, which takes none. Collective.
 
-        Args:
-            timeout_minutes: how long a rank waits for the others in a collective of this group.
-
         Raises:
             LaunchError: gloo does not connect the ranks.
             RunFailedError: a rank is gone.

@@ -227,12 +227,7 @@ def rendezvous_store() -> PrefixStore | None:
 
 
 def current_context(device: str | torch.device | None = None, *, shares_gpus: bool = False) -> ProcessContext:
-    """Return this process's place in the group that is up already.
-
-    Args:
-        device: the device of this process, by default the GPU with its local rank or the CPU.
-        shares_gpus: see `initialize_ddp`.
-    """
+    """Return this process's place in the group that is up already. The arguments are those of `initialize_ddp`."""
     local_rank, world_size = read_environment(os.environ).local_rank, dist.get_world_size()
     own_device = device_of_rank(local_rank, device, shares_gpus=shares_gpus)
     return ProcessContext(world_size > 1, dist.get_rank(), local_rank, world_size, own_device)
@@ -333,11 +328,7 @@ def _verdict(why: str | None, fallbacks: Fallbacks) -> Verdict:
 
 
 def _obey(rendezvous: Rendezvous, verdict: Verdict) -> str | None:
-    """Give rank 0's verdict to all ranks, and act on it. Collective.
-
-    Args:
-        rendezvous: of all ranks.
-        verdict: rank 0's verdict. The argument of another rank is not used.
+    """Give rank 0's verdict to all ranks, and act on it. The verdict of another rank is not used. Collective.
 
     Returns:
         None if the ranks train together; else, on rank 0, why it goes on alone.

@@ -47,11 +47,8 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
     """Return this rank's own device: the GPU with its local rank, or the CPU if there is no GPU.
 
     A launcher may show each process only its own GPU (`srun --gpus-per-task=1`, CUDA_VISIBLE_DEVICES per rank), which
-    is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk.
-
-    Args:
-        local_rank: of this process on its node.
-        shares_gpus: whether the local ranks take the GPUs in turn (`parallel.share_gpus`).
+    is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk. With `parallel.share_gpus`
+    the local ranks take the GPUs in turn.
 
     Raises:
         LaunchError: there are GPUs, but fewer than processes on this node: two ranks would silently share one.
@@ -126,10 +123,9 @@ def refuse_different_devices(device_types: Mapping[int, str]) -> None:
 
 
 def refuse_shared_devices(identities: Sequence[str | None]) -> None:
-    """Refuse two ranks on one GPU: they would compete for memory and time, and nccl would not start.
+    """Refuse two ranks on one GPU, by the `device_identity` of every rank, in the order of ranks.
 
-    Args:
-        identities: `device_identity` of every rank, in the order of ranks.
+    Two ranks would compete for memory and time, and nccl would not start.
 
     Raises:
         LaunchError: two ranks have the same GPU.

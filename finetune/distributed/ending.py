@@ -26,12 +26,7 @@ _PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] ((data|err == 0)\. )?")
 
 
 def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
-    """Return the error to end with: its cause if that is known, with a note of rank and phase.
-
-    Args:
-        error: the exception that left the run.
-        watchdog: this rank's, in a world of several.
-    """
+    """Return the error to end with: its cause if that is known, with a note of rank and phase."""
     if any(isinstance(one, Terminated) for one in (error, error.__cause__)) and watchdog is not None:
         fault = watchdog.first_fault(_FAULT_SECONDS)
         if fault is not None:
@@ -79,13 +74,7 @@ def as_out_of_memory(error: BaseException) -> RunFailedError | None:
 
 
 def as_lost_rank(error: RuntimeError, during: str, watchdog: Watchdog | None) -> RunFailedError | None:
-    """Return the error to report if a collective failed because of another rank; None if this rank caused it.
-
-    Args:
-        error: raised by the collective.
-        during: the collective, as a fault names it.
-        watchdog: this rank's.
-    """
+    """Return the error to report if a collective failed because of another rank; None if this rank caused it."""
     fault = None if watchdog is None else watchdog.first_fault(LATE_FAULT_SECONDS)
     if fault is not None:
         return RunFailedError(str(fault), fault=fault)

@@ -35,11 +35,8 @@ class LauncherVariables:
         """Read rank, local_rank, world_size and local_world_size.
 
         A world of one needs no local rank. If no variable says how many processes run on this node, the answer is all
-        of them if local rank and rank are equal, else the smallest number that fits the local rank.
-
-        Args:
-            environ: the environment.
-            processes_here: the number of processes on this node, if the launcher gives it in another way.
+        of them if local rank and rank are equal, else the smallest number that fits the local rank. `processes_here`
+        is that number if the launcher gives it in another way.
 
         Raises:
             LaunchError: variables are missing, malformed or contradict each other.

@@ -44,13 +44,7 @@ class Liveness:
     def start_watchdog(
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
-        """Watch over all ranks from here on. Collective.
-
-        Args:
-            environment: this process's place in the launch.
-            step_timeout_minutes: see `parallel.step_timeout_minutes`.
-            broadcast: returns rank 0's value on every rank. Collective.
-        """
+        """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
         watched = WatchedRank(
             rank=self.context.rank,
             world_size=self.context.world_size,
@@ -68,7 +62,7 @@ class Liveness:
         """Report where this rank is: a fault names it, and `parallel.step_timeout_minutes` starts anew.
 
         Args:
-            phase: for example ``training``.
+            phase: as a fault names it, for example ``training``.
             step: the optimizer step, if there is one.
             timed: whether the step timeout counts from here on.
         """
@@ -79,11 +73,7 @@ class Liveness:
         self._phase.enter_context(self.range(phase if step is None else f"step {step}: {phase}"))
 
     def name_ranges(self, make_range: Callable[[str], AbstractContextManager[Any]]) -> None:
-        """From here on, make a range of each phase, forward and backward pass and collective, for a profiler.
-
-        Args:
-            make_range: makes a range of a name; `nullcontext`: none.
-        """
+        """From here on, make a range of each phase, forward and backward pass and collective, for a profiler."""
         self._phase.close()
         self._make_range = make_range
 
@@ -92,11 +82,7 @@ class Liveness:
         return self._make_range(name)
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Return a block that waits for other ranks: if it lasts too long, they are to blame and not this rank.
-
-        Args:
-            what: as a fault names it.
-        """
+        """Return a block that waits for other ranks: if it lasts too long, they are to blame and not this rank."""
         return nullcontext() if self.watchdog is None else self.watchdog.waiting(what)
 
     def first_fault(self, wait_seconds: float) -> Fault | None:
@@ -151,10 +137,7 @@ class Liveness:
     def leaving(self, error: BaseException | None) -> Iterator[None]:
         """Run the block that ends what was opened.
 
-        The other ranks learn of `error` before the block. The watchdog ends after it.
-
-        Args:
-            error: what ends the run on this rank; None if the run is done.
+        The other ranks learn of the error before the block. The watchdog ends after it.
         """
         watchdog, self.watchdog = self.watchdog, None
         is_expected = isinstance(error, PreemptedError)

@@ -37,13 +37,8 @@ _log = logging.getLogger(__name__)
 class Placement:
     """The model's weights on this rank's device, and the forward and backward passes over them.
 
-    Args:
-        accelerator: for the autocast and the backward pass. It scales and accumulates nothing.
-        config: the run's configuration.
-        precision: of the run.
-        liveness: of this rank.
-        collectives: of this rank.
-        stop_requests: of all ranks.
+    The accelerator is for the autocast and the backward pass. It scales and accumulates nothing. Every `model` that a
+    method takes is placed or sharded already, except that of `place` and `shard`.
 
     Attributes:
         gathered_bytes: see `ShardedModel`; 0 if nothing is sharded.
@@ -154,14 +149,9 @@ class Placement:
     def forward(
         self, compute: Callable[[torch.nn.Module, Any], Value], model: torch.nn.Module, microbatch: Any
     ) -> Value:
-        """Compute something of a micro-batch in the run's precision.
+        """Compute something of a micro-batch, which is on any device, in the run's precision.
 
         Collective if the model is sharded: every rank, equally often.
-
-        Args:
-            compute: a function of the model and the micro-batch.
-            model: placed, or sharded.
-            microbatch: on any device.
         """
         there = microbatch.to(self.context.device)
         with self.autocast():
@@ -171,10 +161,6 @@ class Placement:
         """Compute something of a model, which may run it several times.
 
         Collective if the model is sharded: every rank, equally often.
-
-        Args:
-            compute: a function of the model.
-            model: placed, or sharded.
         """
         if self._sharded is None:
             return compute(model)
@@ -185,13 +171,9 @@ class Placement:
     def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
         """Compute a micro-batch's loss in the run's precision.
 
-        Collective if `needs_equal_microbatches`: every rank, equally often in a step.
+        The backward pass of the last micro-batch of a step may sync the gradients.
 
-        Args:
-            compute: (model, micro-batch) to the loss.
-            model: placed, or sharded.
-            microbatch: on the CPU or on this rank's device.
-            is_last: whether it is the last micro-batch of the step. Its backward pass may sync the gradients.
+        Collective if `needs_equal_microbatches`: every rank, equally often in a step.
         """
         if not self.uses_reducer:
             with self._liveness.range("forward"):
@@ -214,10 +196,6 @@ class Placement:
 
         Collective if the weights are sharded; and with `parallel.gradient_sync=ddp`, where the step's last backward
         pass sums them.
-
-        Args:
-            loss: of a micro-batch.
-            is_last: whether it is the step's last.
         """
         waiting: AbstractContextManager[None] = nullcontext()
         if self._sharded is not None:
@@ -250,16 +228,12 @@ class Placement:
             torch._foreach_mul_(gradients, 1 / loss_scale)
 
     def clip_grad_norm(self, parameters: Sequence[torch.nn.Parameter], max_norm: float | None) -> torch.Tensor:
-        """Scale gradients down to `max_norm` (None: only measure), and return their norm before that.
+        """Scale gradients down to `max_norm` > 0 (None: only measure), and return their norm before that.
 
         After `sync_gradients` the norm is equal on all ranks. It is a scalar on their device. The device may still
         compute it, so that reading it makes the host wait.
 
         Collective if `shards_trained`.
-
-        Args:
-            parameters: each of which has a gradient.
-            max_norm: positive.
         """
         if self._sharded is None or not self._sharded.shards_trained:
             norm = gradient_norm(parameters)

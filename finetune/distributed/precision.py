@@ -35,12 +35,7 @@ def best_precision(device: torch.device) -> Precision:
 
 
 def choose_precision(wish: Precision | Literal["auto"], *, best: Precision) -> Precision:
-    """Return the precision that `training.precision` means on a device.
-
-    Args:
-        wish: `training.precision`.
-        best: the precision that `auto` means there, see `best_precision`.
-    """
+    """Return the precision that `training.precision` means on a device with this `best_precision`."""
     return best if wish == "auto" else wish
 
 

@@ -36,10 +36,6 @@ at whole matrices, those of bitsandbytes at the memory of a tensor, and Rprop fa
 def refuse_what_is_not_sharded(config: Config, *, trains: bool) -> None:
     """Refuse a configuration that `ShardedModel` does not support, before anything is loaded.
 
-    Args:
-        config: the whole run.
-        trains: whether its optimizer is used.
-
     Raises:
         ConfigError: names the keys.
     """
@@ -168,9 +164,6 @@ class ShardedModel:
         """Compute something of the model.
 
         Collective: every rank, equally often, and inside each runs the model equally often.
-
-        Args:
-            compute: a function of the model.
         """
         self._is_entered = True
         if self._gathers_late:

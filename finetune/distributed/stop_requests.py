@@ -18,10 +18,6 @@ _KEY = "stop requested"
 class StopRequests:
     """The stop signals of all ranks.
 
-    Args:
-        collectives: of this rank.
-        liveness: of this rank.
-
     Attributes:
         is_forward_collective: whether each forward pass needs all ranks, because the model is sharded. Then all ranks
             must stop before the same batch.
@@ -66,10 +62,7 @@ class StopRequests:
     def stopping_together(self, phase: str) -> Iterator[None]:
         """Run a block in which a signal ends all ranks with Terminated, before the same forward of a sharded model.
 
-        If the model is not sharded, the block runs as it is.
-
-        Args:
-            phase: as a fault names it; the step timeout counts for each forward.
+        The step timeout counts for each forward. If the model is not sharded, the block runs as it is.
         """
         if not self.is_forward_collective:
             yield

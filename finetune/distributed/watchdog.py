@@ -79,7 +79,7 @@ class Watchdog:
         self,
         watched: WatchedRank,
         broadcast: Callable[[Any], Any],
-        last_words: Callable[[Fault], None] | None = None,
+        last_words: Callable[[Fault], None],
     ) -> None:
         self._rank = watched.rank
         self._pid = os.getpid()
@@ -103,13 +103,7 @@ class Watchdog:
             raise
 
     def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
-        """Report where this rank is; takes a few microseconds.
-
-        Args:
-            phase: as a fault names it, for example ``training``.
-            step: the optimizer step, if there is one.
-            timed: whether the step timeout counts here. Each call starts it anew.
-        """
+        """Report where this rank is, see `Liveness.at`. Takes a few microseconds."""
         self._move_to(Position(phase, step, timed, moves=self._position.moves + 1))
 
     @contextmanager
@@ -117,9 +111,6 @@ class Watchdog:
         """Run a block that waits for other ranks: if it lasts too long, they are to blame and not this rank.
 
         After an error this rank still counts as waiting: another one may be the cause.
-
-        Args:
-            collective: as a fault names it.
         """
         before = self._position.waiting
         self._move_to(replace(self._position, waiting=collective))
@@ -132,21 +123,13 @@ class Watchdog:
         return f"rank {self._rank}, during {self._position}"
 
     def first_fault(self, wait_seconds: float) -> Fault | None:
-        """Return the world's first fault; None if this rank does not learn of one in time.
-
-        Args:
-            wait_seconds: how long to wait for it.
-        """
+        """Return the world's first fault; None if this rank does not learn of one in time."""
         if self._is_here and not self._closed.is_set():
             self._has_fault.wait(wait_seconds)
         return self._fault
 
     def fail(self, error: str) -> None:
-        """Report to the world that this rank failed. The caller must leave within `GRACE_SECONDS`.
-
-        Args:
-            error: in one line, its type first; the fault puts rank, phase and step before it.
-        """
+        """Report to the world that this rank failed, and why. The caller must leave within `GRACE_SECONDS`."""
         if self._failure is not None or self._closed.is_set():
             return
         line = " ".join(error.split())
@@ -330,9 +313,8 @@ class Watchdog:
         os._exit(RunFailedError.exit_code)
 
     def _say_last_words(self, fault: Fault) -> None:
-        if self._last_words is not None:
-            with suppress(Exception):
-                self._last_words(fault)
+        with suppress(Exception):
+            self._last_words(fault)
 
     def _forget(self) -> None:
         """Close a forked child's copies of the pipes: the guardian waits for the end of the last one."""

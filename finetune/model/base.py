@@ -35,11 +35,8 @@ _log = logging.getLogger(__name__)
 def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel:
     """Load the base model on the CPU in the dtype of its weights on disk; `Runtime.place` moves it.
 
-    Random weights come from torch's global generator, which `launch` seeds: every rank builds the same model.
-
-    Args:
-        section: names the model.
-        arguments: further arguments of `from_pretrained`.
+    Random weights come from torch's global generator, which `launch` seeds: every rank builds the same model. Further
+    arguments are those of `from_pretrained`.
 
     Raises:
         ModelError: no such model, not a causal language model, or weights that do not belong to it.
@@ -216,11 +213,8 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def checkpoint_gradients(model: Any, *, offloads: bool = False) -> None:
     """Recompute activations in the backward pass.
 
-    The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used.
-
-    Args:
-        model: on any device.
-        offloads: keep the inputs of the layers in main memory meanwhile. Only the engine does so.
+    The reentrant form leaves layers behind a frozen embedding untrained (peft#1142), so it is never used. `offloads`
+    keeps the inputs of the layers in main memory meanwhile. Only the engine does so.
     """
     setattr(bare_model(model).get_decoder(), OFFLOADS, offloads)
     with warnings.catch_warnings():
@@ -311,13 +305,9 @@ def _read_template(template: str) -> str:
 def _or_model_error(
     section: ModelSection, load: Callable[[], Loaded], *, where: str | None = None, part: Part = "config"
 ) -> Loaded:
-    """Call ``load`` without progress bars, and turn its exceptions into a ModelError of one line.
+    """Load a part of a model without progress bars, and turn exceptions into a ModelError of one line.
 
-    Args:
-        section: names the model.
-        load: reads a part of it.
-        where: the folder or the hub id that is read, if any.
-        part: what is read.
+    `where` is the folder or the hub id that is read; None if none is.
     """
     from transformers.utils import logging as transformers_logging
 

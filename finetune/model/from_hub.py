@@ -29,10 +29,7 @@ def repository_of(where: str, revision: str | None) -> Repository | None:
 def reading(repository: Repository, part: Part, key: str) -> Iterator[None]:
     """Within the block, read a part of a model from the hub, or only from its cache if the hub does not give the model.
 
-    Args:
-        repository: the model.
-        part: what is read.
-        key: the key that names the model, for messages.
+    Messages name the model by its key.
 
     Raises:
         ModelError: the hub does not give it, and the cache does not have all of it.

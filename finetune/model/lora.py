@@ -127,17 +127,10 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
 
 
 def fingerprint_base(model: torch.nn.Module, section: LoraSection) -> str:
-    """Digest the weights under an adapter by their names, types, shapes and ends, which takes milliseconds.
+    """Return a SHA-256 of the names, types, shapes and ends of the weights under an adapter, within milliseconds.
 
     Weights in 4 bits do not count, because another device may round some of them differently, and neither do layers
-    that `lora.init` has changed.
-
-    Args:
-        model: a PeftModel as it was built, before it is converted or placed.
-        section: describes its adapter.
-
-    Returns:
-        A SHA-256.
+    that `lora.init` has changed. The model is as it was built: neither converted nor placed.
     """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():

@@ -44,12 +44,7 @@ def refuse_where_quantizing_is_impossible(section: LoraSection, model: ModelSect
 
 
 def build_quantized_base(model: ModelSection, section: LoraSection, device: torch.device) -> PreTrainedModel:
-    """Load the base in 4 bits onto a CUDA device.
-
-    Args:
-        model: names the base.
-        section: `quantize` names the 4-bit type.
-        device: this process's GPU.
+    """Load the base in 4 bits onto this process's GPU.
 
     Raises:
         ConfigError: see `refuse_where_quantizing_is_impossible`; nothing was read.

@@ -19,19 +19,12 @@ _LEAST_HIDDEN, _LEAST_LAYERS, _MOST_EXPERTS = 64, 2, 4
 
 
 def write_stand_in(section: ModelSection, folder: Path, *, seed: int, least_width: int = 0) -> str:
-    """Write a tiny random model into a folder that a rehearsal uses as `model.path`.
+    """Write a tiny random model into a folder that a rehearsal uses as `model.path`, and return its description.
 
     The tiny model keeps the vocabulary, positions, window, tied embeddings, dtype, ratio of heads to key-value heads
     and layer names of the real model, with a layer of each layer type. LongRoPE factors are sampled for smaller heads.
 
-    Args:
-        section: the real model.
-        folder: where to write.
-        seed: the seed of the random weights.
-        least_width: the fewest inputs and outputs of a layer. PiSSA needs as many as its rank.
-
-    Returns:
-        A description of the tiny model.
+    No layer has fewer inputs or outputs than `least_width`: PiSSA needs as many as its rank.
 
     Raises:
         ModelError: there is no such model, or its sizes can neither be read nor are shipped with finetune.

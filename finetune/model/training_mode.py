@@ -9,14 +9,11 @@ from torch import nn
 
 
 def route_by_score(model: nn.Module) -> int:
-    """Make routers choose experts by score in training as in evaluation, instead of at random.
+    """Make routers choose experts by score in training as in evaluation, and return the number of routers.
 
     transformers' Phi-3.5-MoE draws experts at random in training mode (SparseMixer-v2, arXiv:2409.12136) and adds noise
     to their inputs. The draw depends on the shape of the micro-batch, so a run's curve would depend on how its batches
     are split. With the choice by score, an adapter trains with the same experts that inference uses.
-
-    Returns:
-        The number of routers.
     """
     modules: list[Any] = list(model.modules())
     routers = [module for module in modules if hasattr(module, "router_jitter_noise")]

@@ -57,14 +57,10 @@ _FUSED = ("qkv_proj", "gate_up_proj")
 
 
 def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model that is known not to work, whatever `trust_remote_code` says.
-
-    Args:
-        config: the content of config.json, not yet read by transformers.
-        name: the model as the user named it.
+    """Refuse a model that is known not to work by the content of its config.json, whatever `trust_remote_code` says.
 
     Raises:
-        ModelError: the model is known not to work; names one to use instead.
+        ModelError: names a model to use instead.
     """
     code = " ".join(map(str, (config.get("auto_map") or {}).values()))
     by_code = (why for part, why in _REFUSED_CODE.items() if part in code)
