@@ -9,10 +9,9 @@ import sys
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from rich.text import Text
 
 _STEERS_READING = frozenset("\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
@@ -130,12 +129,17 @@ def print_table(
     """
     from rich.console import Console
     from rich.measure import Measurement
+    from rich.table import Table
     from rich.text import Text
 
     console = Console()
     names = [visible(name) for name in head]
     cells = [[Text(visible(c)) if isinstance(c, str) else Text(visible(c[0]), style=c[1]) for c in row] for row in rows]
-    table = _table(names, cells, [visible(name) for name in right])
+    table = Table()
+    for name, shown in zip(head, names, strict=True):
+        table.add_column(Text(shown), justify="right" if name in right else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*row)
     width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
     is_prose = any(cell.cell_len > _LONGEST_VALUE or "\n" in cell.plain for row in cells for cell in row)
     if title is not None:
@@ -162,19 +166,6 @@ def print_texts(texts: Iterable[tuple[str, str]]) -> None:
     for label, text in texts:
         table.add_row(Text(label, style="bold"), Text(visible(text)))
     Console().print(table)
-
-
-def _table(names: Sequence[str], rows: Sequence[Sequence[Text]], right: Collection[str]) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table()
-    for name in names:
-        justify: Literal["left", "right"] = "right" if name in right else "left"
-        table.add_column(Text(name), justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
 
 
 def _paragraph(names: Sequence[str], row: Sequence[Text], width: int) -> Iterator[Text]:

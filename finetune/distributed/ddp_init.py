@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -363,13 +364,11 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
     Returns:
         None, or which of the ranks could not connect and why.
     """
-    has_started = False
-    try:
+    with ExitStack() as unless_started:
+        unless_started.callback(_give_up, backend)
         why = _connect_ranks(rendezvous, backend, timeout)
-        has_started = why is None
-    finally:
-        if not has_started:
-            _give_up(backend)
+        if why is None:
+            unless_started.pop_all()
     return why
 
 

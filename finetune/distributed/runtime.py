@@ -229,14 +229,14 @@ class Runtime:
             self.placement.forget_model()
 
     def _compare_worlds(self) -> None:
-        theirs = self._accelerator
+        theirs, engine = self._accelerator, self._accelerator.distributed_type
         pairs = {
             "world size": (self.world_size, theirs.num_processes),
             "rank": (self.rank, theirs.process_index),
             "device": (_device_name(self.device), _device_name(theirs.device)),
             "precision": (_MIXED_PRECISION[self.precision], theirs.mixed_precision),
             "gradient accumulation": (1, theirs.gradient_accumulation_steps),
-            "parallelism": ("plain", _parallelism(theirs.distributed_type)),
+            "parallelism": ("plain", "plain" if engine in _PLAIN_TYPES else str(engine.value)),
         }
         different = [f"{name}: ours {a}, Accelerate's {b}" for name, (a, b) in pairs.items() if a != b]
         if different:
@@ -263,10 +263,6 @@ class Runtime:
             torch.get_num_threads(),
             set_waiting(),
         )
-
-
-def _parallelism(distributed_type: DistributedType) -> str:
-    return "plain" if distributed_type in _PLAIN_TYPES else str(distributed_type.value)
 
 
 def _device_name(device: torch.device) -> str:

@@ -89,8 +89,7 @@ def grow_embeddings(model: Any, num_rows: int) -> None:
         return
     with torch.no_grad():
         model.resize_token_embeddings(num_rows, mean_resizing=False)
-        head = model.get_output_embeddings()
-        for layer in (model.get_input_embeddings(), head):
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
             if layer is not None:
                 layer.weight[rows:] = layer.weight[:rows].float().mean(dim=0).to(layer.weight.dtype)
     _log.warning(

@@ -53,8 +53,7 @@ class Published(NamedTuple):
 
 def published_sizes(section: ModelSection) -> Published | None:
     """Return the included facts about the model of this section; None for another model or another revision."""
-    found = None if section.config or section.revision is not None else _all().get(section.path or "")
-    return None if found is None else Published(found["source"], found["config"])
+    return None if section.config or section.revision is not None else _all().get(section.path or "")
 
 
 def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
@@ -75,5 +74,6 @@ def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
 
 
 @cache
-def _all() -> dict[str, dict[str, Any]]:
-    return dict(yaml.safe_load(_FILE.read_text(encoding="utf-8")))
+def _all() -> dict[str, Published]:
+    models = yaml.safe_load(_FILE.read_text(encoding="utf-8"))
+    return {name: Published(found["source"], found["config"]) for name, found in models.items()}
