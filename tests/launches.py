@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,10 +138,25 @@ def reports_of(launcher: str, script: Path, folder: Path, **variables: str) -> l
     """Run a script that writes `rank-N.json` into the folder it is given; what each of the two ranks wrote."""
     done = run_launched(launcher, [script, folder], **variables)
     assert done.returncode == 0, done.stdout
-    assert len(list(folder.glob("rank-*.json"))) == 2, done.stdout
-    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    reports = reports_in(folder)
+    assert len(reports) == 2, done.stdout
+    return reports
+
+
+def reports_in(folder: Path) -> list[dict[str, Any]]:
+    """What the ranks wrote there with `write_report`, in order of rank."""
+    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
 
 
 def write_report(folder: str | Path, rank: int, report: dict[str, Any]) -> None:
     """What a rank saw, for `reports_of`."""
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(report))
+
+
+def wait_until(is_so: Callable[[], object], what: str, seconds: float = 300.0, told: Callable[[], str] = str) -> None:
+    """Wait until something is so; else raise TimeoutError with what it was, and with what else can be told."""
+    end = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {seconds:g} s in vain for {what}\n{told()}")
+        time.sleep(0.02)

@@ -13,7 +13,7 @@ import pytest
 
 from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid
-from tests.launches import LAUNCHERS, REPOSITORY, alive_with, free_port
+from tests.launches import LAUNCHERS, REPOSITORY, alive_with, free_port, place_variables, wait_until
 from tests.scenes import Scenes
 from tests.tiny_runs import random_model_words, write_base, write_rows
 from tests.warm import with_interpreter
@@ -46,11 +46,9 @@ class Play:
         self.processes.clear()
         command = [SCRIPT, *self.words(), *words]
         if launcher == "plain":
-            port = str(free_port())
-            for rank in ("0", "1"):
-                place = {"RANK": rank, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                sizes = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-                self.start_process([sys.executable, *command], FAULT=fault, **place, **sizes)
+            port = free_port()
+            for rank in (0, 1):
+                self.start_process([sys.executable, *command], FAULT=fault, **place_variables(rank, 2, port))
         elif launcher == "spawn":
             self.start_process([sys.executable, *command, "parallel.num_processes=2"], FAULT=fault)
         else:
@@ -71,9 +69,9 @@ class Play:
         environment = {
             **os.environ,
             **{"PYTHONPATH": str(REPOSITORY), "PYTHONSAFEPATH": "1", "PYTHONWARNINGS": "ignore"},
-            **{"FAULT_AT": str(self.folder / "fault")},
+            "FAULT_AT": str(self.folder / "fault"),
             # Inherited by all that is started, guardians too: by it they are found.
-            **{"FAULTY_PLAY": str(self.folder)},
+            "FAULTY_PLAY": str(self.folder),
             **variables,
         }
         # One that is stopped or named by its number is the one that was started, and no fork that stands for it.
@@ -89,12 +87,14 @@ class Play:
         self.processes.append(process)
 
     def wait_for_fault(self):
-        end = time.monotonic() + START_SECONDS
-        while not (self.folder / "fault").exists():
-            assert time.monotonic() < end, self.text()
-            assert all(process.poll() is None for process in self.processes), self.text()
-            time.sleep(0.02)
-        self.fault_at = float((self.folder / "fault").read_text())
+        fault = self.folder / "fault"
+
+        def is_over():
+            return fault.exists() or any(process.poll() is not None for process in self.processes)
+
+        wait_until(is_over, "the fault", START_SECONDS, self.text)
+        assert fault.exists(), self.text()
+        self.fault_at = float(fault.read_text())
 
     def end(self, extra_seconds=0.0):
         """The exit codes, once all are gone in the time that is promised; the run's folder is at rest from then on."""

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.launches import REPOSITORY, is_alive
+from tests.launches import REPOSITORY, is_alive, wait_until
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 NUM_STEPS = 250
@@ -108,18 +108,11 @@ class Run:
         return self.log.read_text() if self.log.exists() else ""
 
     def process(self) -> psutil.Process:
-        wait_for(lambda: self.pid_file.exists() and self.pid_file.read_text().endswith("\n"), "its process id")
+        wait_until(lambda: self.pid_file.exists() and self.pid_file.read_text().endswith("\n"), "its process id")
         return psutil.Process(int(self.pid_file.read_text()))
 
     def is_saved(self, step: int) -> bool:
         return (self.folder / f"checkpoints/step-{step:06d}/manifest.json").exists()
-
-
-def wait_for(is_so: Callable[[], bool], what: str, text: Callable[[], str] = str) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
-    while not is_so():
-        assert time.monotonic() < end, f"waited for {what} in vain\n{text()}"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -169,14 +162,14 @@ def start_in_background(run: Run, shell: Terminal, before: str, *words: str) -> 
     for part in (command.strip(), f"echo $! > {run.pid_file}"):
         shell.type(part)
     process = run.process()
-    wait_for(lambda: run.step > 0 or not process.is_running(), "its first step", run.text)
+    wait_until(lambda: run.step > 0 or not process.is_running(), "its first step", told=run.text)
     assert has_terminal(process), "it should have the terminal that is to go"
     return process
 
 
 def assert_completes(run: Run, process: psutil.Process) -> None:
     assert run.step < NUM_STEPS, "it was over before anything happened to its shell"
-    wait_for(lambda: not is_alive(process), "its end", run.text)
+    wait_until(lambda: not is_alive(process), "its end", told=run.text)
     assert run.record["status"] == "completed", run.text()
     assert run.step == NUM_STEPS
     assert run.is_saved(NUM_STEPS)
@@ -201,7 +194,9 @@ def test_without_nohup_a_closed_terminal_stops_it_after_its_step(
     """It runs in front, and what it would say cannot be shown any more: neither may cost a step that was trained."""
     terminal = open_terminal(*run.command, *words)
     run.pid_file.write_text(f"{terminal.process.pid}\n")
-    wait_for(lambda: run.step > 0 or terminal.process.poll() is not None, "its first step", terminal.screen.decode)
+    wait_until(
+        lambda: run.step > 0 or terminal.process.poll() is not None, "its first step", told=terminal.screen.decode
+    )
     assert terminal.process.poll() is None, terminal.screen.decode()
     terminal.hang_up()
     code = terminal.process.wait(LIMIT_SECONDS)
@@ -219,7 +214,7 @@ def test_a_job_in_the_background_goes_on_when_its_shell_exits(run: Run, open_ter
     shell.type(f"{shlex.join(run.command)} &")
     shell.type(f"echo $! > {run.pid_file}")
     process = run.process()
-    wait_for(lambda: run.step > 0 or not is_alive(process), "its first step", shell.screen.decode)
+    wait_until(lambda: run.step > 0 or not is_alive(process), "its first step", told=shell.screen.decode)
     shell.type("exit")
     shell.process.wait(LIMIT_SECONDS)
     assert process.ppid() != shell.process.pid

@@ -12,7 +12,7 @@ import time
 import psutil
 import pytest
 
-from tests.launches import LAUNCHERS, REPOSITORY, alive_with
+from tests.launches import LAUNCHERS, REPOSITORY, alive_with, wait_until
 from tests.scenes import Scenes
 from tests.tiny_runs import random_model_words, write_base, write_rows
 from tests.warm import with_interpreter
@@ -52,23 +52,16 @@ class Play:
         return [
             *("task=finetune_lora", *random_model_words(self.inputs / "tokenizer")),
             *(f"data.path={self.inputs / 'rows'}", f"data.cache_dir={self.inputs / 'cache'}"),
-            *(
-                f"output_dir={self.run_folder}",
-                "training.device=cpu",
-                "lora.dropout=0.1",
-                "checkpoint.save_total_limit=100",
-            ),
+            *(f"output_dir={self.run_folder}", "training.device=cpu", "lora.dropout=0.1"),
             *("training.batch_size=2", "training.global_batch_size=4", f"training.max_steps={NUM_STEPS}"),
-            *("checkpoint.save_every=10", "validation.batch_size=1", "validation.validate_every=1"),
+            *("checkpoint.save_every=10", "checkpoint.save_total_limit=100"),
+            *("validation.batch_size=1", "validation.validate_every=1"),
             *("training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),
         ]
 
     def wait_for(self, is_so, what):
-        end = time.monotonic() + START_SECONDS
-        while not is_so():
-            assert time.monotonic() < end, (what, self.text())
-            assert self.process.poll() is None, (what, self.text())
-            time.sleep(0.01)
+        wait_until(lambda: is_so() or self.process.poll() is not None, what, START_SECONDS, self.text)
+        assert is_so(), (what, self.text())
 
     def wait_for_step(self, step):
         self.wait_for(lambda: any(event["step"] >= step for event in self.events("step")), f"step {step}")

@@ -13,6 +13,7 @@ import pytest
 
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end
+from tests.launches import wait_until
 
 pytestmark = pytest.mark.sweep
 
@@ -20,10 +21,7 @@ LONG = ["training.max_steps=2000"]
 
 
 def wait_for(text: str, screen: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not (screen.exists() and text in screen.read_text()):
-        assert time.monotonic() < deadline, f"{text!r} is not in {screen.read_text()}"
-        time.sleep(0.01)
+    wait_until(lambda: screen.exists() and text in screen.read_text(), f"{text!r} in {screen}", 60)
 
 
 def test_runs_that_start_at_once_take_turns(nursery: Nursery, whole: Path) -> None:

@@ -21,7 +21,7 @@ from finetune.distributed.environment import read_environment
 from finetune.distributed.network import PROBE_SECONDS, what_answers
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError
-from tests.launches import REPOSITORY, free_port
+from tests.launches import REPOSITORY, free_port, place_variables, wait_until
 
 pytestmark = [pytest.mark.launch, pytest.mark.warm]
 SCRIPT = Path(__file__).with_name("joining.py")
@@ -29,17 +29,10 @@ SCRIPT = Path(__file__).with_name("joining.py")
 
 def start(folder, rank, port, *, world_size=2, **wish):
     """One rank as a process; its variables are those of a launcher that nobody knows."""
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_WORLD_SIZE": world_size,
-        "MASTER_ADDR": wish.pop("address", "127.0.0.1"),
-        "MASTER_PORT": port,
-    }
+    variables = place_variables(rank, world_size, port) | {"MASTER_ADDR": wish.pop("address", "127.0.0.1")}
     return subprocess.Popen(
         [sys.executable, str(SCRIPT), str(folder), json.dumps(wish)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **{name: str(value) for name, value in variables.items()}},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -89,9 +82,7 @@ def test_if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_w
 def test_a_late_rank_hears_that_rank_0_trains_alone(tmp_path):
     port = free_port()
     first = start(tmp_path, 0, port, timeout=1, lasts=60)
-    while not (is_open := what_answers("127.0.0.1", port) is None) and first.poll() is None:
-        time.sleep(0.05)
-    assert is_open
+    wait_until(lambda: what_answers("127.0.0.1", port) is None, "the store of rank 0", 60)
     time.sleep(1.5)
     late = start(tmp_path, 1, port, timeout=20)
     late.wait(240)
@@ -168,9 +159,7 @@ def test_two_launches_on_one_port_never_mix(tmp_path):
     port = free_port()
     (tmp_path / "b").mkdir()
     first = start(tmp_path, 0, port, timeout=30)  # longer than two processes need to start, one after the other
-    while what_answers("127.0.0.1", port) is not None:
-        assert first.poll() is None
-        time.sleep(0.05)
+    wait_until(lambda: what_answers("127.0.0.1", port) is None, "the store of rank 0", 60)
     stranger = start(tmp_path / "b", 1, port, world_size=3, timeout=6)
     output, _ = stranger.communicate(timeout=240)
     assert stranger.returncode == 2, output
@@ -227,8 +216,7 @@ def test_ranks_on_different_kinds_of_device_are_refused_before_a_backend_starts(
 def test_while_waiting_a_rank_says_who_is_missing(monkeypatch, caplog):
     monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
     port = free_port()
-    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    waiting = Rendezvous(read_environment(place), timedelta(seconds=1))
+    waiting = Rendezvous(read_environment(place_variables(0, 3, port)), timedelta(seconds=1))
     why = waiting.wait_for_all()
     waiting.leave()
     assert why is not None
@@ -251,9 +239,7 @@ def test_what_answers_at_an_address_is_told_apart():
 
 def test_a_store_that_goes_away_is_a_launch_error():
     port = free_port()
-    places = [
-        {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": str(port)} for rank in range(2)
-    ]
+    places = [place_variables(rank, 2, port) for rank in range(2)]
     first, second = (Rendezvous(read_environment(place), timedelta(seconds=5)) for place in places)
     word = threading.Timer(0.3, first.give_verdict, [Verdict("together")])
     word.start()
@@ -280,11 +266,10 @@ def test_a_rank_asks_no_more_questions_in_a_larger_world(monkeypatch):
     world_size, port = 24, free_port()
     monkeypatch.setattr(rendezvous, "PrefixStore", CountingStore)
     monkeypatch.setattr(rendezvous, "_POLL_SECONDS", 0.1)
-    place = {"LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     all_joined, found = threading.Barrier(world_size), {}
 
     def join(rank):
-        joined = Rendezvous(read_environment(place | {"RANK": str(rank)}), timedelta(seconds=60))
+        joined = Rendezvous(read_environment(place_variables(rank, world_size, port)), timedelta(seconds=60))
         all_joined.wait(60)
         before = CountingStore.asked[f"rank {rank}"]
         notes = joined.exchange("notes", f"of rank {rank}\n", 60)
@@ -312,7 +297,7 @@ def test_a_store_that_is_silent_for_longer_than_a_probe_is_found():
     server.set("finetune/identity", json.dumps({"launch_id": "", "world_size": 2}))
     with socket.create_server(("127.0.0.1", 0), backlog=64) as slow:
         threading.Thread(target=pass_on_slowly, args=(slow, server.port, PROBE_SECONDS * 1.25), daemon=True).start()
-        place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": str(slow.getsockname()[1])}
+        place = place_variables(1, 2, slow.getsockname()[1])
         began = time.monotonic()
         with pytest.raises(LaunchError, match=r"got no answer from rank 0 of 2 .* although a store is open there"):
             Rendezvous(read_environment(place), timedelta(seconds=10))

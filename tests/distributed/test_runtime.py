@@ -201,12 +201,6 @@ def test_accumulation_asked_of_accelerate_is_refused_and_the_next_launch_is_clea
         assert runtime.precision == "fp32"
 
 
-def test_an_engine_asked_of_accelerate_is_refused_by_name(monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(LaunchError, match="ACCELERATE_USE_DEEPSPEED=true"), launch(config()):
-        pass
-
-
 def test_another_precision_asked_of_accelerate_is_refused(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     automatic = config(training={"device": "cpu"})
@@ -217,8 +211,7 @@ def test_another_precision_asked_of_accelerate_is_refused(monkeypatch):
 
 
 def pretend_to_be_one_of_two(monkeypatch):
-    words = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
-    for name, value in words.items():
+    for name, value in {**place_variables(0, 2, free_port()), "TORCHELASTIC_RUN_ID": "x"}.items():
         monkeypatch.setenv(name, value)
 
 
@@ -227,7 +220,10 @@ def pretend_to_be_one_of_two(monkeypatch):
     [
         ("world_size", "parallel.world_size is 3 .* torchrun .* RANK=0, WORLD_SIZE=2"),
         ("rank", "parallel.rank is 3 .* RANK=0"),
-        ("num_processes", "parallel.num_processes is 3 .* WORLD_SIZE=2"),
+        (
+            "num_processes",
+            "is 3 .* but torchrun started this process with RANK=0, WORLD_SIZE=2. Remove the key",
+        ),
     ],
 )
 def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words):
@@ -239,6 +235,12 @@ def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words
 def test_a_wish_for_several_ranks_without_a_launcher_is_refused():
     words = r"but this process was started without a launcher, as RANK=0, WORLD_SIZE=1\."
     with pytest.raises(LaunchError, match=words), launch(config(parallel={"world_size": 3})):
+        pass
+
+
+def test_several_processes_without_ddp_are_refused():
+    words = r"ddp is false \(default\) but parallel\.num_processes is 2 \(default\)"
+    with pytest.raises(LaunchError, match=words), launch(config(ddp=False, parallel={"num_processes": 2})):
         pass
 
 

@@ -3,7 +3,6 @@
 import json
 import re
 import resource
-import shutil
 import signal
 from pathlib import Path
 
@@ -32,9 +31,9 @@ from tests.curves import (
     run_and_report,
     run_words,
 )
+from tests.distributed.test_sharding import SHARDED, begun_again
 from tests.launches import LAUNCHERS, run_command
 
-SHARDED = "parallel.sharding=fsdp2"
 PLAIN = Case(REFERENCE_BATCH_SIZE, recipe=FULL)
 SAVING = "checkpoint.save_every=2"
 TRAIN, GO_ON = "train_and_look", "load_and_go_on"
@@ -213,16 +212,6 @@ def test_if_the_disk_fails_the_other_ranks_do_not_wait_for_ever(both, tmp_path):
     assert done.returncode != 0
     assert done.stdout.count("RunFailedError") == 1, done.stdout
     assert "File too large" in done.stdout
-
-
-def begun_again(begun, folder, step):
-    """A copy of a run as it was after a step."""
-    shutil.copytree(begun, folder)
-    run = RunFolder(folder)
-    for later in run.checkpoint_steps():
-        if later > step:
-            shutil.rmtree(run.checkpoint(later))
-    shutil.rmtree(run.adapter)
 
 
 @pytest.mark.launch

@@ -1,15 +1,15 @@
 """Two nodes with addresses of their own: one world across them, one curve, and nobody left when the cable is cut."""
 
-import json
 import re
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.curves import REFERENCE_BATCH_SIZE, Case, assert_one_curve, curve_alone, read_run, recipe_words
-from tests.launches import REPOSITORY
+from tests.launches import REPOSITORY, reports_in, wait_until
 from tests.two_nodes import reason_against, torchrun, two_nodes
 from tests.warm import with_interpreter
 
@@ -29,10 +29,6 @@ def run_on_both(nodes, words, **variables):
     ended = nodes.run(words, **variables)
     assert [code for code, _ in ended] == [0, 0], "\n".join(output for _, output in ended)
     return [output for _, output in ended]
-
-
-def reports_in(folder):
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
 
 
 @pytest.mark.warm
@@ -64,24 +60,19 @@ def test_a_cut_cable_ends_every_worker_on_both_nodes(tmp_path):
         words = [*torchrun(1), *recipe_words(tmp_path / "run", "training.max_steps=100000")]
         agents = [nodes.start(index, words) for index in (0, 1)]
         metrics = tmp_path / "run" / "metrics.jsonl"
-        wait_until(lambda: has_step(metrics, 3) or any(agent.poll() is not None for agent in agents), 240)
+        wait_until(lambda: has_step(metrics, 3) or any(agent.poll() is not None for agent in agents), "step 3")
         assert has_step(metrics, 3), [nodes.end_all() or agent.communicate()[0] for agent in agents]
         assert all(workers_on(nodes, index) for index in (0, 1))
         time.sleep(3)  # ranks tell each other once a second where they are
         nodes.cut_cable()
-        wait_until(lambda: not any(workers_on(nodes, index) for index in (0, 1)), 15)
+        with suppress(TimeoutError):
+            wait_until(lambda: not any(workers_on(nodes, index) for index in (0, 1)), "the end of all", 15)
         left = [workers_on(nodes, index) for index in (0, 1)]
         nodes.end_all()  # torchrun's own agents may wait for minutes
         outputs = [agent.communicate()[0] for agent in agents]
     assert left == [[], []], "\n".join(outputs)
     for index, output in enumerate(outputs):
         assert re.search(rf"rank {1 - index} .* during \w+, step \d+", output), output
-
-
-def wait_until(is_so, seconds):
-    deadline = time.monotonic() + seconds
-    while not is_so() and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def has_step(metrics, step):

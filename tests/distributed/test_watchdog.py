@@ -29,11 +29,10 @@ from finetune.distributed.guardian.faults import (
 )
 from finetune.distributed.watchdog import _ANSWER_SECONDS
 from finetune.errors import Fault
-from tests.launches import alive_with
+from tests.launches import REPOSITORY, alive_with, wait_until
 from tests.scenes import Scenes
 
 WORKER = Path(__file__).with_name("watched_worker.py")
-REPOSITORY = WORKER.parent.parent.parent
 PROMISED_SECONDS = 15.0
 LONGER_THAN_GRACE = GRACE_SECONDS + 1.0
 KILLED = -signal.SIGKILL
@@ -42,13 +41,6 @@ import json, subprocess, sys
 processes = [subprocess.Popen(command) for command in json.loads(sys.argv[1])]
 [process.wait() for process in processes]
 """
-
-
-def wait_until(is_true, seconds=20.0, what="it"):
-    end = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < end, f"{what} did not happen within {seconds:g} s"
-        time.sleep(0.02)
 
 
 class Play:
@@ -78,7 +70,7 @@ class Play:
             self.ranks[rank] = subprocess.Popen(command, env=self.environment, stderr=stderr, cwd=self.folder)
 
     def wait_for(self, name):
-        wait_until((self.folder / name).exists, what=name)
+        wait_until((self.folder / name).exists, name, 20.0)
         return (self.folder / name).read_text()
 
     def let_go(self, name):
@@ -100,7 +92,7 @@ class Play:
         """Wait until all is over; the exit codes in order of rank."""
         end = self.began + within
         codes = [process.wait(max(0.1, end - time.monotonic())) for _, process in sorted(self.ranks.items())]
-        wait_until(lambda: not self.left(), end - time.monotonic(), "the end of all")
+        wait_until(lambda: not self.left(), "the end of all", end - time.monotonic())
         self.seconds = time.monotonic() - self.began
         return codes
 
@@ -286,7 +278,7 @@ def a_killed_launcher(play):
 def a_rank_may_leave_before_the_others(play):
     play.start("leave_when_told", "leave", step_timeout=1)
     play.ranks[1].wait(10)
-    wait_until(lambda: len(play.left()) == 2, 3, "the end of its guardian")
+    wait_until(lambda: len(play.left()) == 2, "the end of its guardian", 3)
     time.sleep(LONGER_THAN_GRACE)
     assert play.ranks[0].poll() is None, "nobody is missed who has said goodbye"
     play.let_go("leave-now")

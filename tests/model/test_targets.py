@@ -1,4 +1,4 @@
-"""Targets by inspection, in models of other families too."""
+"""Targets by inspection, in models of several families."""
 
 from __future__ import annotations
 
@@ -23,19 +23,25 @@ from finetune.data.batches import pad
 from finetune.engine.loss import cross_entropy_per_target
 from finetune.model.lora import add_lora
 from finetune.model.targets import linear_layers, resolve_targets
-from tests.tiny_models import SIZES, build_tiny, tiny_examples, tiny_gemma2_config
+from tests.tiny_models import (
+    SIZES,
+    build_tiny,
+    tiny_examples,
+    tiny_gemma2_config,
+    tiny_phi3_config,
+    tiny_phi_config,
+)
 
 GATED = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 GQA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
-OTHERS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
+FAMILIES: dict[str, tuple[PreTrainedConfig, list[str]]] = {
+    "phi": (tiny_phi_config(), ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"]),
+    "phi3": (tiny_phi3_config(), ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]),
     "llama": (LlamaConfig(**GQA), GATED),
     "qwen2": (Qwen2Config(**GQA), GATED),
     "gemma2": (tiny_gemma2_config(), GATED),
     "gpt2": (GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64), ["c_attn", "c_fc", "c_proj"]),
-    "gpt_neox": (
-        GPTNeoXConfig(**SIZES),
-        ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"],
-    ),
+    "gpt_neox": (GPTNeoXConfig(**SIZES), ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]),
     "opt": (
         OPTConfig(vocab_size=64, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
                   word_embed_proj_dim=16, max_position_embeddings=64),
@@ -52,9 +58,9 @@ OTHERS: dict[str, tuple[PreTrainedConfig, list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_any_causal_model_is_adapted_in_all_linear_layers_but_the_head_and_trains(kind: str) -> None:
-    config, expected = OTHERS[kind]
+    config, expected = FAMILIES[kind]
     base = build_tiny(config)
     assert resolve_targets(base, "auto") == expected
     head = base.get_output_embeddings()

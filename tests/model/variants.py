@@ -169,6 +169,11 @@ def _phimoe(**changes: Any) -> PhimoeConfig:
     return PhimoeConfig(**{**SIZES, **keys, **experts, "rope_parameters": rope, **changes})
 
 
+def _phi3(keys: dict[str, Any], **more: Any) -> Callable[..., PreTrainedConfig]:
+    """Make tiny phi3 configurations of these keys, for any ids."""
+    return lambda **ids: tiny_phi3_config(**{**keys, **more, **ids})
+
+
 _PLAIN = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}, "tie_word_embeddings": False}
 _WIDE = {"num_key_value_heads": 4, "tie_word_embeddings": False}
 
@@ -268,7 +273,7 @@ VARIANTS = {
         Variant(
             name="Phi-3-mini-4k",
             preset="phi3_mini",
-            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, **_WIDE, "sliding_window": 7, **ids}),
+            config=_phi3(_PLAIN | _WIDE, sliding_window=7),
             tokens=PHI3_TOKENS,
             template=PHI3,
             end="<|end|>",
@@ -276,7 +281,7 @@ VARIANTS = {
         Variant(
             name="Phi-3-mini-128k",
             preset="phi3_mini_128k",
-            config=lambda **ids: tiny_phi3_config(**{**_WIDE, **_longrope(), "sliding_window": 262144, **ids}),
+            config=_phi3(_WIDE | _longrope(), sliding_window=262144),
             tokens=PHI3_TOKENS,
             template=PHI3,
             end="<|end|>",
@@ -285,7 +290,7 @@ VARIANTS = {
         Variant(
             name="Phi-3-medium-4k",
             preset="phi3_medium",
-            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, "sliding_window": 7, **ids}),
+            config=_phi3(_PLAIN, sliding_window=7),
             tokens=PHI3_TOKENS,
             template=PHI3_MEDIUM,
             turns=TURNS,
@@ -294,9 +299,7 @@ VARIANTS = {
         Variant(
             name="Phi-3-medium-128k",
             preset="phi3_medium_128k",
-            config=lambda **ids: tiny_phi3_config(
-                **{**_longrope(), "tie_word_embeddings": False, "sliding_window": 131072, **ids}
-            ),
+            config=_phi3(_longrope(), tie_word_embeddings=False, sliding_window=131072),
             tokens=PHI3_TOKENS,
             template=PHI3_MEDIUM,
             turns=TURNS,
@@ -306,7 +309,7 @@ VARIANTS = {
         Variant(
             name="Phi-3.5-mini",
             preset="phi3_5_mini",
-            config=lambda **ids: tiny_phi3_config(**{**_WIDE, **_longrope(), "sliding_window": 262144, **ids}),
+            config=_phi3(_WIDE | _longrope(), sliding_window=262144),
             tokens=PHI3_TOKENS,
             template=PHI3_5,
             end="<|end|>",
@@ -325,7 +328,7 @@ VARIANTS = {
         Variant(
             name="phi-4",
             preset="phi4",
-            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, "sliding_window": None, **ids}),
+            config=_phi3(_PLAIN, sliding_window=None),
             tokens=PHI4_TOKENS,
             template=PHI4,
             end="<|im_end|>",
@@ -333,7 +336,7 @@ VARIANTS = {
         Variant(
             name="phi-4, first upload",
             preset="phi4",
-            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, "sliding_window": None, **ids}),
+            config=_phi3(_PLAIN, sliding_window=None),
             tokens=PHI4_FIRST_TOKENS,
             template=PHI4_FIRST,
             end="<|im_end|>",
@@ -341,7 +344,7 @@ VARIANTS = {
         Variant(
             name="Phi-4-reasoning",
             preset="phi4_reasoning",
-            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, "sliding_window": None, **ids}),
+            config=_phi3(_PLAIN, sliding_window=None),
             tokens=PHI4_TOKENS,
             template=PHI4_REASONING,
             turns=TURNS,
@@ -350,7 +353,7 @@ VARIANTS = {
         Variant(
             name="Phi-4-reasoning-plus",
             preset="phi4_reasoning_plus",
-            config=lambda **ids: tiny_phi3_config(**{**_PLAIN, "sliding_window": None, **ids}),
+            config=_phi3(_PLAIN, sliding_window=None),
             tokens=PHI4_TOKENS,
             template=PHI4_REASONING,  # the cards of both give the same format
             turns=TURNS,
@@ -359,9 +362,7 @@ VARIANTS = {
         Variant(
             name="Phi-4-mini",
             preset="phi4_mini",
-            config=lambda **ids: tiny_phi3_config(
-                **{**_longrope(), "sliding_window": 262144, "tie_word_embeddings": True, **ids}
-            ),
+            config=_phi3(_longrope(), sliding_window=262144, tie_word_embeddings=True),
             tokens=PHI4_MINI_TOKENS,
             template=PHI4_MINI,
             turns=TOOL_TURNS,
@@ -372,9 +373,7 @@ VARIANTS = {
         Variant(
             name="Phi-4-mini-reasoning",
             preset="phi4_mini_reasoning",
-            config=lambda **ids: tiny_phi3_config(
-                **{**_longrope(), "sliding_window": 262144, "tie_word_embeddings": True, **ids}
-            ),
+            config=_phi3(_longrope(), sliding_window=262144, tie_word_embeddings=True),
             tokens=PHI4_MINI_TOKENS,
             template=PHI4_MINI_REASONING,
             end="<|end|>",

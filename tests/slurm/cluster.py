@@ -16,10 +16,10 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from tests.launches import wait_until
 
 NODES = ("n1", "n2", "n3")
 CPUS_PER_NODE = 2
@@ -107,14 +107,14 @@ class Cluster:
         key, socket_file = folder / "munge.key", folder / "munge.socket"
         paths = (f"--{what}-file={folder / f'munged.{what}'}" for what in ("pid", "log", "seed"))
         self._spawn("munged", "munged", "--foreground", f"--key-file={key}", f"--socket={socket_file}", *paths)
-        _wait_until(socket_file.exists, _START_SECONDS, "munged opens its socket", self._last_words)
+        wait_until(socket_file.exists, "munged's socket", _START_SECONDS, self._last_words)
         self._spawn("slurmctld", "slurmctld", "-D", "-c")
         over_hosts = f'mount --bind {folder}/hosts /etc/hosts && exec "$@"'
         for name in NODES:
             (folder / f"spool-{name}").mkdir()
             in_namespace = ("unshare", "--mount", "--propagation", "private", "sh", "-c", over_hosts, "sh")
             self._spawn(f"slurmd-{name}", *in_namespace, "slurmd", "-D", "-N", name)
-        _wait_until(self._are_nodes_idle, _START_SECONDS, "all nodes are idle", self._last_words)
+        wait_until(self._are_nodes_idle, "idle nodes", _START_SECONDS, self._last_words)
 
     def stop(self) -> None:
         """End every job and daemon, and remove the folder. Does nothing where there is none."""
@@ -123,14 +123,14 @@ class Cluster:
         if self._are_nodes_idle(any_state=True):
             self._call("scancel", f"--partition={PARTITION}")
             with suppress(TimeoutError):
-                _wait_until(lambda: not self._call("squeue", "--noheader"), _STOP_SECONDS, "all jobs have ended")
+                wait_until(lambda: not self._call("squeue", "--noheader"), "the end of all jobs", _STOP_SECONDS)
         pids = [int(file.read_text()) for file in self.folder.glob("*.started")]
         for number in (signal.SIGTERM, signal.SIGKILL):
             running = [pid for pid in pids if self._is_ours(pid)]
             for pid in running:
                 os.kill(pid, number)
             with suppress(TimeoutError):
-                _wait_until(lambda: not any(map(self._is_ours, pids)), _STOP_SECONDS, "all daemons have ended")
+                wait_until(lambda: not any(map(self._is_ours, pids)), "the end of all daemons", _STOP_SECONDS)
         for daemon in self._daemons:
             daemon.wait(_STOP_SECONDS)
         shutil.rmtree(self.folder)
@@ -196,7 +196,7 @@ class Cluster:
 
     def _last_words(self) -> str:
         outputs = {file.stem: file.read_text(errors="replace").splitlines() for file in self.folder.glob("*.output")}
-        return "".join(f"\n{name}: {line}" for name, lines in sorted(outputs.items()) for line in lines[-3:])
+        return "\n".join(f"{name}: {line}" for name, lines in sorted(outputs.items()) for line in lines[-3:])
 
     def _are_nodes_idle(self, *, any_state: bool = False) -> bool:
         if not (self.folder / "slurm.conf").exists():
@@ -213,14 +213,6 @@ def _free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
-
-
-def _wait_until(is_so: Callable[[], bool], seconds: float, what: str, more: Callable[[], str] = str) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"waited {seconds:.0f} s in vain until {what}{more()}")
-        time.sleep(0.1)
 
 
 def main(words: list[str]) -> int:

@@ -1,6 +1,5 @@
 """A real Slurm starts the processes: one world of all tasks of a step, and of nothing else."""
 
-import json
 import os
 import re
 import subprocess
@@ -24,7 +23,7 @@ from tests.curves import (
     run_words,
 )
 from tests.in_process import run_finetune
-from tests.launches import REPOSITORY
+from tests.launches import REPOSITORY, alive_with, reports_in, wait_until
 from tests.sweep.conftest import words_of
 from tests.warm import programs
 
@@ -32,6 +31,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.launch]
 SCRIPT = Path(__file__).with_name("report_place.py")
 COLD = sys.executable
 LAUNCH_FILES = REPOSITORY / "recipes" / "launch"
+_MARK = "FINETUNE_TEST_MARK"
 
 
 def environment_of(cluster, **variables):
@@ -60,24 +60,17 @@ def submit(cluster, folder, *command, **variables):
     job = run(cluster, "sbatch", "--parsable", f"--output={log}", *command, **variables).strip()
     # `sbatch --wait` would look every ten seconds only.
     try:
-        wait_until(lambda: run(cluster, "squeue", "--noheader", "--jobs", job) == "", 300, lambda: show(cluster, job))
+        wait_until(
+            lambda: run(cluster, "squeue", "--noheader", "--jobs", job) == "",
+            "the end of the job",
+            told=lambda: show(cluster, job),
+        )
         state = show(cluster, job)
     finally:
         run(cluster, "scancel", "--quiet", job)  # one that has not ended would slow down all that follows
     output = log.read_text() if log.exists() else ""
     assert "JobState=COMPLETED" in state, f"{state}\n{output}"
     return output
-
-
-def wait_until(is_so, seconds, told=lambda: ""):
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline, f"not so within {seconds} s\n{told()}"
-        time.sleep(0.1)
-
-
-def reports_in(folder):
-    return [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
 
 
 def column(reports, name):
@@ -163,33 +156,20 @@ def test_a_cancelled_step_leaves_no_process(cluster, tmp_path):
     command = ["srun", "--job-name", mark, "-N", "2", "-n", "2", sys.executable, SCRIPT, tmp_path, tmp_path / "never"]
     step = subprocess.Popen(
         list(map(str, command)),
-        env=environment_of(cluster, FINETUNE_TEST_MARK=mark),
+        env=environment_of(cluster, **{_MARK: mark}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        wait_until(lambda: len(reports_in(tmp_path)) == 2 or step.poll() is not None, 60)
+        wait_until(lambda: len(reports_in(tmp_path)) == 2 or step.poll() is not None, "two reports", 60)
         assert step.poll() is None, step.communicate()[0]
-        assert len(processes_marked(mark)) >= 3, "srun and two tasks"
+        assert len(alive_with(_MARK, mark)) >= 3, "srun and two tasks"
         run(cluster, "scancel", "--name", mark)
-        wait_until(lambda: not processes_marked(mark), 15)
-        assert processes_marked(mark) == []
+        wait_until(lambda: not alive_with(_MARK, mark), "the end of all", 15)
     finally:
         step.kill()
         step.communicate()
-
-
-def processes_marked(mark):
-    """Every process that was started, however indirectly, with this mark in its environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"FINETUNE_TEST_MARK={mark}".encode() in (folder / "environ").read_bytes():
-                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue  # it has ended
-    return found
 
 
 def test_recipes_under_srun_train_like_one_process(cluster, tmp_path):
@@ -257,9 +237,9 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
     def told():
         return f"{show(cluster, job)}\n{output()}"
 
-    wait_until(lambda: "Process 0/2 started" in output(), 180, told)
+    wait_until(lambda: "Process 0/2 started" in output(), "the start", told=told)
     run(cluster, "scancel", "--signal=USR1", job)
-    wait_until(lambda: "Restarts=1" in show(cluster, job), 180, told)
+    wait_until(lambda: "Restarts=1" in show(cluster, job), "the requeue", told=told)
     stopped = re.search(
         r"stopped at step (\d+) as asked by SIGUSR1 on ranks .*; checkpoint committed: go on with", output()
     )
@@ -267,8 +247,9 @@ def test_a_job_that_is_told_to_stop_is_queued_again_and_goes_on_as_if_nothing_ha
     # Slurm itself would let it wait for two minutes, and refuses to hurry while its nodes are still cleaning up. A node
     # takes a start within the second of the requeue for one of the job that was ended ("Job credential revoked").
     time.sleep(2)
-    wait_until(lambda: hurries(cluster, job) and f"resumed from step={stopped[1]}" in output(), 300, told)
-    wait_until(lambda: "JobState=COMPLETED" in show(cluster, job), 300, told)
+    is_resumed = f"resumed from step={stopped[1]}"
+    wait_until(lambda: hurries(cluster, job) and is_resumed in output(), "the second start", told=told)
+    wait_until(lambda: "JobState=COMPLETED" in show(cluster, job), "the end of the job", told=told)
     row = Case(REFERENCE_BATCH_SIZE).row("sbatch, srun on one node", 2)
     assert_one_curve(read_run(tmp_path / "run"), curve_alone(), row)
 
