@@ -72,13 +72,8 @@ class Nursery:
             *(f"data.path={folder / 'rows'}", f"data.cache_dir={folder / 'cache'}", "resume=auto"),
             *("lora.r=1", "lora.target_modules=[qkv_proj]", "lora.dropout=0.2", "training.device=cpu"),
             *("training.precision=fp32", "training.global_batch_size=4", "training.batch_size=2"),
-            *(
-                "training.max_steps=6",
-                "checkpoint.save_every=2",
-                "checkpoint.save_total_limit=1",
-                "validation.validate_every=2",
-            ),
-            *("testing.num_samples=0", "optim.learning_rate=1e-2"),
+            *("training.max_steps=6", "checkpoint.save_every=2", "checkpoint.save_total_limit=1"),
+            *("validation.validate_every=2", "testing.num_samples=0", "optim.learning_rate=1e-2"),
         ]
         with (folder / "warm-up.log").open("w") as log:
             self._process = subprocess.Popen(

@@ -1,5 +1,10 @@
 """The variables that launchers were seen to set, less those that say nothing about processes."""
 
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
 # torchrun of torch 2.13, --nnodes 2 --nproc_per_node 2 --rdzv-backend c10d --rdzv-id lab; address and port are made up.
 TORCHRUN = {
     "RANK": "3",
@@ -90,14 +95,7 @@ BATCH_BODY = {
     "SLURM_JOB_NODELIST": "n1",
 }
 # The shell of `salloc -N1 -n2`, Slurm 22.05.8: no rank either.
-SALLOC_SHELL = {
-    "SLURM_JOB_ID": "77",
-    "SLURM_NTASKS": "2",
-    "SLURM_NPROCS": "2",
-    "SLURM_NNODES": "1",
-    "SLURM_TASKS_PER_NODE": "2",
-    "SLURM_JOB_NODELIST": "n1",
-}
+SALLOC_SHELL = without(BATCH_BODY, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")
 # `srun --mpi=pmi2 -n2` there: PMI, but no local rank of its own.
 SRUN_PMI2 = {
     **BATCH_BODY,
@@ -120,7 +118,3 @@ MPIRUN_STEP = {
     "SLURM_STEP_NUM_TASKS": "1",
     "SLURM_STEP_TASKS_PER_NODE": "1",
 }
-
-
-def without(variables, *names):
-    return {name: value for name, value in variables.items() if name not in names}

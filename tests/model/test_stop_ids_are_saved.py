@@ -7,16 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune import (
-    Trainer,
-    add_lora,
-    build_base_model,
-    build_tokenizer,
-    encode_examples,
-    launch,
-    load_config,
-    load_examples,
-)
+from finetune import build_tokenizer, launch, load_config
+from finetune.training.train import build_trainer
 from tests.tiny_models import PHI3_SIZES
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
@@ -34,14 +26,10 @@ def test_generation_config_beside_what_a_run_saves_has_all_stop_ids(method: str,
     words += [f"output_dir={run}", "training.max_steps=1", f"training.method={method}", "lora.r=2", "ddp=false"]
     config = load_config(words, task="finetune_lora")
     with launch(config) as runtime:
-        tokenizer = build_tokenizer(config.model)
-        splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
-        model = build_base_model(config.model)
-        trainer = Trainer(
-            runtime, config, add_lora(model, config.lora) if method == "lora" else model, tokenizer, splits
-        )
+        trainer = build_trainer(runtime, config)
         train_loader, val_loader, _ = trainer.prepare_dataloaders()
         trainer.run_training(train_loader, val_loader)
+    tokenizer = build_tokenizer(config.model)
     stops = tokenizer.convert_tokens_to_ids(["<|end|>", "<|endoftext|>"])
     stops += [PHI3_SIZES["eos_token_id"]] if init == "random" else []  # what the model's own configuration says
     folders = [run / "adapter", *sorted((run / "checkpoints").iterdir())]
