@@ -155,8 +155,7 @@ def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -
 def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:
     """Return what the `accelerate launch` that started only this process was asked for.
 
-    Returns:
-        None if another launcher started this process, or if the command line cannot be read.
+    None if another launcher started this process, or if the command line cannot be read.
     """
     if not is_started_by_accelerate_alone(environ):
         return None

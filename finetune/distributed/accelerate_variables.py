@@ -116,8 +116,7 @@ def requested_sharding(environ: Mapping[str, str]) -> AskedSharding | None:
 def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return the settings of `accelerate launch` that finetune refuses whatever its own configuration says.
 
-    Returns:
-        Pairs of a setting, ``NAME=value``, and the reason with what to do.
+    Each is a pair of the setting, ``NAME=value``, and the reason with what to do.
     """
     prefixes: tuple[str, ...] = ("ACCELERATE_",)
     names = set(environ)

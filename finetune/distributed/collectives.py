@@ -32,8 +32,7 @@ _SAME_COMMAND = "Start every rank with the same command, the same config files a
 class Collectives:
     """The values that ranks exchange, and the failures on which they agree.
 
-    Args:
-        liveness: of this rank. It names a rank that is gone while the others wait.
+    While the others wait for a rank that is gone, `liveness` names it.
     """
 
     def __init__(self, liveness: Liveness) -> None:
@@ -207,10 +206,8 @@ class Collectives:
     def synchronize(self, what: str) -> None:
         """Wait for all ranks after `start_store_barrier`, before they run a sharded model outside of a step.
 
-        Collective then. Before `start_store_barrier`, and in a group that others made, nothing is checked.
-
-        Args:
-            what: for the message, the same on all ranks.
+        Collective then, with the same text on all ranks. Before `start_store_barrier`, and in a group that others made,
+        nothing is checked.
 
         Raises:
             RunFailedError: another rank has left or waits elsewhere, so that this one would wait for ever.

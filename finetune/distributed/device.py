@@ -104,8 +104,7 @@ def device_identity(device: torch.device) -> str | None:
 def refuse_different_devices(device_types: Mapping[int, str]) -> None:
     """Refuse ranks that could not sum their gradients: each backend waits for all ranks.
 
-    Args:
-        device_types: the type of device and the backend, in words, by rank.
+    `device_types` has the type of device and the backend, as text, by rank.
 
     Raises:
         LaunchError: they differ.

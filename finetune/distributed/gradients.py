@@ -40,11 +40,8 @@ def gradient_norm(parameters: Sequence[torch.nn.Parameter], *, over: dist.Proces
     In fp32 the norm of 200 million values changes in the fourth digit with the order in which they are added up, and so
     from one number of ranks to another; clipping would carry that into the weights.
 
-    Collective with a group, for its ranks.
-
-    Args:
-        parameters: each of which has a gradient.
-        over: the ranks over which the gradients are sharded; None: each rank has the full gradients.
+    Collective with a group, for its ranks: those over which the gradients are sharded. Without one, each rank has the
+    full gradients.
     """
     gradients = [local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None]
     device_type = gradients[0].device.type

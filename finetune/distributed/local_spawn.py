@@ -79,9 +79,7 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
 def _exit_code_of_cause(codes: Sequence[int], sent: Sequence[int]) -> int:
     """Return the exit code of the worker that failed first. The others then end with 3, or by a signal.
 
-    Args:
-        codes: of the workers that failed; minus the signal's number for a killed one.
-        sent: the signals that this process passed on to them.
+    The code of a killed worker is minus the signal's number. `sent` has the signals that were passed on to the workers.
     """
     failed, preempted, terminated = RunFailedError.exit_code, PreemptedError.exit_code, Terminated.exit_code
     causes = [code for code in codes if code > 0 and code not in (failed, preempted, terminated)]

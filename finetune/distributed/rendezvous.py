@@ -129,11 +129,7 @@ class Rendezvous:
         return max(0.0, self._began + self._timeout - time.monotonic())
 
     def wait_for_all(self) -> str | None:
-        """Wait until every rank has joined. Rank 0 only.
-
-        Returns:
-            None, or who is missing and what to do about it.
-        """
+        """Wait until every rank has joined; else return who is missing and what to do about it. Rank 0 only."""
         for _ in self._polls(self.seconds_left, self._who_is_missing):
             if self._ask("add", "num_joined", 0) >= self.environment.world_size:
                 return None

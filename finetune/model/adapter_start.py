@@ -64,11 +64,7 @@ def is_half_frozen(parameter: torch.nn.Parameter) -> bool:
 
 
 def start_from_adapter(model: Any, section: LoraSection) -> None:
-    """Read all weights of the adapter at `section.start_from` into a model's adapter.
-
-    Args:
-        model: a PEFT model with an adapter built from `section`.
-        section: `start_from` is the folder of an adapter, or of a run with `adapter/` in it.
+    """Read all weights of the adapter at `section.start_from` into a model's adapter, which was built from the section.
 
     Raises:
         ModelError: there is no adapter, or it has another base, type or shape; the message names what to set.

@@ -88,8 +88,7 @@ def refuse_fp8_without_engine(config: Config, why_not_engine: str | None) -> Non
 def round_frozen_layers(model: Any) -> RoundedLayers:
     """Round the frozen linear layers of the decoder to fp8, one after the other. Embedding, head and norms stay.
 
-    Args:
-        model: one that the engine computes, or a PEFT model around it; on any device, also on the meta device.
+    The engine must know the model, which is on any device, also on the meta device.
     """
     bare = bare_model(model)
     family = FAMILIES[bare.config.model_type]

@@ -83,13 +83,9 @@ def add_lora(
 def attach_adapter(
     model: PreTrainedModel, section: LoraSection, targets: list[str], ids: Sequence[int] = ()
 ) -> PeftModel:
-    """Freeze the base and add an adapter as the section describes it, with PEFT's initial weights.
+    """Freeze the base and add an adapter to these layers as the section describes it, with PEFT's initial weights.
 
-    Args:
-        model: the base; on the meta device nothing takes memory.
-        section: describes the adapter.
-        targets: the layers to adapt, see `resolve_targets`.
-        ids: tokens to train the embedding rows of.
+    The rows of the embedding of these token ids train too. On the meta device nothing takes memory.
 
     Raises:
         ModelError: PEFT refuses to adapt these layers, as it does those of Mamba, or a pattern matches none of them.

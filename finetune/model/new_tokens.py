@@ -124,9 +124,7 @@ def rows_to_train(model: Any, ids: list[int]) -> dict[str, list[int]] | None:
 def start_from_mean_row(model: Any, ids: list[int]) -> None:
     """Start the new rows as the mean of the rows that the base's tokenizer uses, without those in reserve.
 
-    Args:
-        model: a PEFT model whose configuration trains these rows.
-        ids: the new tokens; ids before the first of them are the tokenizer's own.
+    The model is a PEFT model that trains these rows. Ids before the first new one are the tokenizer's own.
     """
     from peft.tuners.trainable_tokens import TrainableTokensLayer
 

@@ -20,17 +20,10 @@ _log = logging.getLogger(__name__)
 
 
 def set_stop_and_pad_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Put the stop ids and the padding id into the model's configurations, where `generate` and saving find them.
+    """Put the stop ids and the padding id into the model's configurations, and return the stop ids.
 
-    The stop ids are the template's end of turn, eos, and those of the model's own generation_config.json. With eos
-    alone, a chat model does not stop after its answer.
-
-    Args:
-        model: a transformers model, or a PEFT model around one. Its configurations are changed in place.
-        tokenizer: the model's tokenizer.
-
-    Returns:
-        The stop ids.
+    `generate` and saving find them there. The stop ids are the template's end of turn, eos, and those of the model's
+    own generation_config.json. With eos alone, a chat model does not stop after its answer.
 
     Raises:
         ModelError: the tokenizer has more tokens than the model has rows; tokens are never removed.

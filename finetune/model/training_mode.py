@@ -26,15 +26,13 @@ def route_by_score(model: nn.Module) -> int:
 
 
 def add_embedding_noise(model: Any, alpha: float) -> None:
-    """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens (NEFTune: arXiv:2310.05914).
+    """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens, in training mode only.
+
+    The paper uses an alpha of 5 to 15 (NEFTune: arXiv:2310.05914).
 
     The noise comes from torch's global generator, which `train_step` seeds for each micro-batch from (seed, step, index
     in the global batch): it does not depend on the rank that computes it, or on whether the run was resumed. The length
     counts the padding of the micro-batch, as in TRL and transformers.
-
-    Args:
-        model: a transformers causal language model, or a PEFT model around one.
-        alpha: the paper uses 5 to 15.
     """
 
     def noisy(module: nn.Module, _: object, embedded: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@ import json
 import os
 import threading
 from datetime import timedelta
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,10 +205,7 @@ class OneRank:
     ids=["nccl", "without a text"],
 )
 def test_why_a_backend_does_not_start_is_said_whatever_lines_its_error_has(monkeypatch, text, reason):
-    def fails(*args, **kwargs):
-        raise RuntimeError(text)
-
-    monkeypatch.setattr(dist, "init_process_group", fails)
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=RuntimeError(text)))
     why = _start_backend(OneRank(), "gloo", timedelta(minutes=60))
     cleanup_ddp()
     assert why == f"gloo did not start on 1 of 1 ranks (rank 0: {reason})"
@@ -220,14 +218,10 @@ def test_a_start_that_is_interrupted_leaves_no_group_to_wait_for(monkeypatch, ba
     monkeypatch.setattr(ddp_init, "_abort_process_group", lambda: given_up.append("aborted"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: given_up.append("destroyed"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: _interrupt())
+    monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         _start_backend(rendezvous, backend, timedelta(minutes=60))
     assert given_up == ["aborted" if backend == "nccl" else "destroyed"]
-
-
-def _interrupt():
-    raise KeyboardInterrupt
 
 
 def test_whatever_torch_raises_of_a_world_is_a_runtime_error():

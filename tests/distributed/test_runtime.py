@@ -210,11 +210,6 @@ def test_another_precision_asked_of_accelerate_is_refused(monkeypatch):
         assert runtime.precision == "bf16"
 
 
-def pretend_to_be_one_of_two(monkeypatch):
-    for name, value in {**place_variables(0, 2, free_port()), "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -227,7 +222,8 @@ def pretend_to_be_one_of_two(monkeypatch):
     ],
 )
 def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words):
-    pretend_to_be_one_of_two(monkeypatch)
+    for name, value in {**place_variables(0, 2, free_port()), "TORCHELASTIC_RUN_ID": "x"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=words), launch(config(parallel={key: 3})):
         pass
 
