@@ -210,10 +210,10 @@ def waiting(what: str) -> Iterator[None]:
         _one_line.release()
 
 
-def log_to_file(path: Path, rank: int) -> logging.Handler:
-    """Append the package's log to a file, earlier records included. Give the result to `stop_logging_to`."""
+def log_to_file(path: Path) -> logging.Handler:
+    """Append rank 0's log to a file, earlier records included. Give the result to `stop_logging_to`."""
     handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(_RankFormatter(rank))
+    handler.setFormatter(_RankFormatter(0))
     logger = logging.getLogger(PACKAGE)
     for early in [h for h in logger.handlers if isinstance(h, _Early)]:
         logger.removeHandler(early)

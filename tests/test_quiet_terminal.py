@@ -211,7 +211,7 @@ def test_warnings_of_python_and_of_libraries_are_short_here_and_whole_in_the_log
     from finetune.logs import hear_libraries, log_to_file, stop_logging_to
 
     def warn(_):
-        log = log_to_file(tmp_path / "log.txt", rank=0)
+        log = log_to_file(tmp_path / "log.txt")
         logging.getLogger("transformers").addHandler(logging.StreamHandler())
         hear_libraries()
         with warnings.catch_warnings():

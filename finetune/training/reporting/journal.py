@@ -101,7 +101,7 @@ class Journal:
             )
             recorded = config.model_copy(update={"resume_allow": []})  # an allowed change holds for one start only
             with disk_failures_end_the_run("Writing", self.folder.path):
-                self._log_file = log_to_file(self.folder.log_file, rank=0)
+                self._log_file = log_to_file(self.folder.log_file)
                 replace_file(self.folder.config_file, resolved_yaml(recorded).encode())
             start = RunStart(
                 **world,
