@@ -258,9 +258,7 @@ def test_a_data_set_that_was_prepared_here_needs_no_network(served, point_to, tm
     assert len(load_examples(DataSection(path="someone/chats")).train) == 3
 
 
-def test_the_system_turn_of_rows_on_the_hub_is_known_to_a_merge(
-    served: ReadableHub, point_to: Callable[[str], None], tmp_path: Path, logged: Callable[[], list[str]]
-) -> None:
+def test_the_system_turn_of_rows_on_the_hub_is_known_to_a_merge(served, point_to, tmp_path, logged):
     (tmp_path / "chats").mkdir()
     row = {"messages": [{"role": role, "content": role.upper()} for role in ("system", "user", "assistant")]}
     (tmp_path / "chats" / "train.jsonl").write_text(3 * f"{json.dumps(row)}\n")
