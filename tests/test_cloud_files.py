@@ -183,6 +183,7 @@ def test_two_nodes_train_like_one_process(tmp_path, command_of):
 
 @pytest.mark.launch
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @FILES
 def test_when_one_node_is_preempted_both_exit_with_75_and_go_on(tmp_path, command_of):
     words = ["task=finetune_lora", *run_words(tmp_path / "run", "training.max_steps=100000")]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from itertools import filterfalse, groupby
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -101,5 +103,15 @@ def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
 
 
 def _inline(value: object) -> str:
+    return _inline_scalar(value) if isinstance(value, (str, float, int, bool, NoneType)) else _dump(value)
+
+
+@lru_cache(1024, typed=True)
+def _inline_scalar(value: object) -> str:
+    """Write a value of which a configuration has many equal ones; PyYAML is slow."""
+    return _dump(value)
+
+
+def _dump(value: object) -> str:
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**9)
     return text.removesuffix("\n").removesuffix("\n...")

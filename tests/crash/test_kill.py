@@ -17,7 +17,7 @@ from tests.crash.runs import DATA_WORKERS, Nursery, assert_same_end, explained
 
 pytestmark = pytest.mark.sweep
 
-EVERY = {1: STRIDE, 2: 5 * STRIDE} if IS_FULL else {1: 61, 2: 197}
+EVERY = {1: STRIDE, 2: 5 * STRIDE} if IS_FULL else {1: 61, 2: 293}
 """By number of ranks. Prime numbers: the share that is tried differs from save to save."""
 RANDOM_KILLS = {1: 50, 2: 15, 4: 10} if IS_FULL else {1: 3, 2: 1, 4: 1}
 STEPS = {1: 300, 2: 150, 4: 100} if IS_FULL else {1: 60, 2: 36, 4: 20}

@@ -134,6 +134,7 @@ SWEPT = [pytest.param(code, marks=pytest.mark.sweep) for code in (errno.EIO, err
 
 
 @pytest.mark.few(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exists", [False, True])
 @pytest.mark.parametrize("code", [errno.ENOSPC, *SWEPT])
 def test_an_error_at_any_operation_leaves_the_old_folder_and_no_litter(tmp_path, exists, code):

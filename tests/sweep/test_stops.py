@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.slow]
 _SECONDS = 240.0
 _MARK = "FINETUNE_TEST_SWEEP"
 SEEDS = ("seed=1,2", "optim.learning_rate=8e-3", "checkpoint.save_every=5")
-STEPS = 60
+STEPS = 30
 
 
 def sweep(folder: Path, *words: str, steps: int = STEPS) -> list[str]:
