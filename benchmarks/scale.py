@@ -222,7 +222,8 @@ def watched(rank: int, world_size: int, hub: Any, send: Callable[[Any], None]) -
             send(own)
         return own if rank == 0 else hub
 
-    _kept.append(Watchdog(WatchedRank(rank=rank, world_size=world_size, master_addr="127.0.0.1"), broadcast))
+    place = WatchedRank(rank=rank, world_size=world_size, master_addr="127.0.0.1")
+    _kept.append(Watchdog(place, broadcast, last_words=lambda _: None))
     send(time.monotonic())
 
 

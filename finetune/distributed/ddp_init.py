@@ -299,13 +299,8 @@ def _initialize_distributed(
             raise
         return str(error)
     why = None
-    if environment.rank == 0 and flag is False:
-        why = (
-            f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one "
-            "process, or drop ddp=False"
-        )
-    elif environment.rank == 0:
-        why = rendezvous.wait_for_all()
+    if environment.rank == 0:
+        why = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
     why = _obey(rendezvous, _verdict(why, fallbacks))
     if why is not None:
         return why
@@ -319,6 +314,13 @@ def _initialize_distributed(
             return None
         why = failure
     return _obey(rendezvous, _verdict(why, fallbacks))
+
+
+def _why_not_wanted(environment: LaunchEnvironment) -> str:
+    return (
+        f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one process, "
+        "or drop ddp=False"
+    )
 
 
 def _verdict(why: str | None, fallbacks: Fallbacks) -> Verdict:
