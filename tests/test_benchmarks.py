@@ -297,6 +297,7 @@ def test_a_wrong_word_is_refused(capsys):
         assert said in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_memory_of_ranks_is_a_row_for_each_kind_of_run(bench, monkeypatch, capsys):
     """What a rank holds is measured in tests/diagnose/test_plan_in_shards.py."""
     measured = []

@@ -48,6 +48,7 @@ def other_environment(folder: Path, module: str = "", file: Path | None = None) 
     return str(folder / "bin/python")
 
 
+@pytest.mark.slow
 def test_the_two_commands_show_the_difference(scene):
     scene.train("late", "training.drop_last=true")
     done = run_finetune("bisect", scene.place / "a", scene.place / "late")

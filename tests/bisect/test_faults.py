@@ -136,6 +136,7 @@ def test_rows_that_were_changed_in_place_come_from_the_cache(scene, name):
     assert any("a recorded other losses than it computes now" in note for note in found["notes"])
 
 
+@pytest.mark.slow
 def test_rows_that_are_gone_are_named_by_their_fingerprints(scene):
     edit_lines(scene.place / "rows/train.jsonl", ROWS["an answer"][0])
     shutil.rmtree(scene.place / "cache")

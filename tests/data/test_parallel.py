@@ -109,6 +109,7 @@ def killed_at_first_batch(monkeypatch):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_process_that_is_lost_is_done_without_and_recorded_unless_the_run_is_strict(section, killed_at_first_batch):
     fallbacks = Fallbacks()
     encoded = encode(section, fallbacks, num_processes=2)

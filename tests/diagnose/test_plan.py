@@ -399,6 +399,7 @@ def test_a_base_in_four_bits_takes_a_gpu(words):
         make_plan(load_config([*words, "lora.quantize=nf4"]), find_device("cpu"))
 
 
+@pytest.mark.slow
 def test_a_plan_in_four_bits_needs_no_bitsandbytes(words, inputs, monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     wide = json.dumps({"model_type": "phi3", **PHI3_SIZES, "vocab_size": MODEL_VOCABULARY, "intermediate_size": 2048})

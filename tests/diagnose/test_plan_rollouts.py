@@ -87,6 +87,7 @@ def test_the_plan_of_answers_is_what_a_run_learns_from(words, more):
         assert batches.tokens == sum(microbatch.num_tokens for microbatch in made) / repeats
 
 
+@pytest.mark.slow
 def test_memory_is_chosen_for_the_answers_of_a_step(words):
     """A micro-batch may have more answers than its global batch has prompts."""
     device = replace(find_device("cpu"), memory=2**34, reserve=0)

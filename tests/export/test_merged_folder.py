@@ -113,9 +113,9 @@ def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
     assert "It was not looked up" in body
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("system", ["Answer in JSON.", 'Say "yes",\n\\n it\'s 🙂 {{ x }} {% y %} ~~~~ \u00e9'])
-def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path, system):
+@pytest.mark.slow
+def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
+    system = 'Say "yes",\n\n it\'s 🙂 {{ x }} {% y %} ~~~~ \u00e9'
     row = {"messages": [{"role": role, "content": text} for role, text in (("system", system), ("user", "a"))]}
     row["messages"].append({"role": "assistant", "content": "b"})
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))

@@ -85,6 +85,7 @@ def answers(adapter_run, capsys):
     return ask
 
 
+@pytest.mark.slow
 def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, adapter_run, answers):
     shown, notes = piped(
         adapter_run,

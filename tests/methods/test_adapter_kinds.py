@@ -76,7 +76,7 @@ def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original
         assert not torch.allclose(plain["base"], ours, atol=1e-3), f"{name} learnt nothing"
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name", ["dora", "lora_plus", "patterns", "pissa_fast", "whole layers"]
 )  # rsLoRA only changes a scale
@@ -174,6 +174,7 @@ def test_an_adapter_with_patterns_goes_on_only_with_the_same_ones(trained, input
 # --- other optimizers ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_with_muon_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path):
     own = ["optim.optimizer=torch.optim.Muon", "optim.args={momentum: 0.9}", "optim.schedule=wsd"]
     words = [*words_for(inputs, tmp_path), *_small([*own, "optim.min_learning_rate=1e-3"])]

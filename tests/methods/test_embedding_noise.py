@@ -110,6 +110,7 @@ def inputs(tmp_path_factory):
     return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_goes_on_exactly_after_a_break(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "whole"), *WORDS]
     train(words)

@@ -106,6 +106,7 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     assert headline_of(first, other) == "2 runs side by side."
 
 
+@pytest.mark.slow
 def test_three_runs_with_other_settings_are_shown_as_parallel_coordinates(tmp_path):
     made = [
         write_run(tmp_path / name, [f"optim.learning_rate={rate}", f"lora.r={r}", f"optim.schedule={schedule}"],

@@ -43,6 +43,7 @@ def test_what_is_no_run_is_refused(tmp_path):
 
 
 @pytest.mark.process
+@pytest.mark.slow
 def test_a_terminal_follows_a_run_through_a_restart_and_ctrl_c_leaves_it(tmp_path):
     folder = write_run(tmp_path / "a", losses=(3.0, 2.0), status="running")
     change_record(folder, num_steps=50)

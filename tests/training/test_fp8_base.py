@@ -94,6 +94,7 @@ def test_the_curve_is_near_that_of_bf16_and_the_error_is_recorded(words, tmp_pat
     assert others == {torch.bfloat16}
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, with_dropout, tmp_path):
     words = [*words, "lora.dropout=0.1"]
     refuse_to_differ_after_a_break(words, with_dropout, tmp_path / "run")

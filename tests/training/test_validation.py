@@ -186,6 +186,7 @@ def best_of(run, name):
 
 
 @pytest.mark.trains
+@pytest.mark.slow
 def test_a_run_publishes_the_weights_that_answer_best_and_not_those_of_the_lowest_loss(trained):
     by_match, by_loss = best_of(trained, "exact_match"), best_of(trained, "loss")
     assert by_match < by_loss
@@ -212,6 +213,7 @@ def test_a_run_that_answers_better_goes_on_although_its_loss_rises(trained, inpu
 
 
 @pytest.mark.trains
+@pytest.mark.slow
 def test_metrics_are_in_each_validation_and_in_the_report(trained, tmp_path):
     found = events(trained, "validation")
     assert [event["exact_match"] * 4 % 1 for event in found] == [0.0] * 12, "four rows were answered"
