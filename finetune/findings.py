@@ -56,7 +56,10 @@ def problem(area: str, what: str, fix: str) -> Finding:
 
 
 def what_and_fix(message: str, *, page: str) -> tuple[str, str]:
-    """Split the message of a refusal, whose last sentence says what to do. One sentence alone refers to the page."""
+    """Split the message of a refusal before its last sentence, which says what to do.
+
+    If there is only one sentence, `page` says what to do.
+    """
     what, _, fix = message.rstrip(".").rpartition(". ")
     return (what, fix) if what else (fix, f"see {page}")
 

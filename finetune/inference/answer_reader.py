@@ -48,7 +48,7 @@ class _Marks(NamedTuple):
 
 
 class AnswerReader:
-    """Reads the answers of a model, whose tokenizer may have no chat template."""
+    """Reads the answers of a model. Its tokenizer may have no chat template."""
 
     def __init__(self, tokens: AnswerTokens) -> None:
         self._tokens = tokens

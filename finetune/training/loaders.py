@@ -82,7 +82,7 @@ def plan_batches(
 
 
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
-    """Refuse a split of which `drop_last` leaves nothing to train on or to measure; `rule` is of the training split.
+    """Refuse a split if `drop_last` leaves nothing to train on or to measure. `rule` belongs to the training split.
 
     Raises:
         DataError: names the split, its rows and its batch.

@@ -47,8 +47,9 @@ class PreferenceTrainer(Trainer):
 
     Collective: every rank makes one and calls the same methods in the same order.
 
-    The arguments are those of `Trainer`, with encoded pairs or labelled answers, as the objective needs them, and a
-    PEFT model where it has a reference. A script that does not set `training.objective` trains and records dpo.
+    The arguments are those of `Trainer`. The rows are encoded pairs or labelled answers, as the objective needs them.
+    If it has a reference, the model is a PEFT model. A script that does not set `training.objective` trains and
+    records dpo.
 
     Raises:
         ConfigError: there is no adapter to switch off, or it does not start at the base; the objective is sft, has

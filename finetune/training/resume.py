@@ -102,7 +102,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
     """Refuse to resume when the global batch size differs from the checkpoints, because this would change the curve.
 
-    Both sizes are those of this start.
+    The arguments describe the start that is about to resume.
 
     Raises:
         CheckpointError: names both global batch sizes and world sizes.

@@ -46,8 +46,8 @@ class RewardTrainer(Trainer):
 
     Collective: every rank makes one and calls the same methods in the same order.
 
-    The arguments are those of `Trainer`, with rows as `encode_for_objective` reads them, and a PEFT model if
-    `grpo.beta` is not 0.
+    The arguments are those of `Trainer`. The rows come from `encode_for_objective`. If `grpo.beta` is not 0, the model
+    is a PEFT model.
 
     Raises:
         ConfigError: the reward functions and their weights do not fit, or the run trains every weight although its loss

@@ -59,7 +59,7 @@ _NOT_IN_BACKGROUND = Fallback(
 class Objective(ABC):
     """The methods in which training objectives differ. Each trainer class inherits them.
 
-    Here they are those of `training.objective=sft`: rows are plain, and no loss or metric has settings.
+    The methods here are for `training.objective=sft`: it takes rows as they are, and its loss has no settings.
 
     Attributes:
         objectives: the values of `training.objective` that it trains.

@@ -323,9 +323,9 @@ def agree_on_memory(
 
 
 def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0) -> int:
-    """Return the bytes that this process can still take on its device, whose memory `num_sharing` processes share.
+    """Return the bytes that this process can still take on its device.
 
-    `fraction` is `training.memory_fraction`.
+    `num_sharing` processes share its memory, and `fraction` is `training.memory_fraction`.
     """
     num_sharing = max(1, num_sharing)
     if device.type == "cuda":
