@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from finetune.errors import ConfigError
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
 from finetune.training.optim import build_optimizer, resolve_optimizer
 from finetune.training.schedule_free import go_on_training, weights_to_answer_with
+from tests.in_process import run_finetune
 from tests.methods.tiny_training import (
     adapter_tensors,
     curve,
-    events,
     refuse_to_differ_after_a_break,
     train,
     words_for,
@@ -92,7 +91,7 @@ def test_a_run_publishes_the_measured_weights_and_after_a_break_has_the_bytes_of
     own = ["optim.optimizer=schedulefree.AdamWScheduleFree", "optim.schedule=constant", "optim.learning_rate=1e-2"]
     words = [*words_for(inputs, tmp_path), *own, "optim.warmup_steps=2", "lora.r=4", "validation.validate_every=2"]
     whole = tmp_path / "whole"
-    trainer = train([*words, f"output_dir={whole}", "testing.num_samples=2"])
+    train([*words, f"output_dir={whole}", "testing.num_samples=2"])
     refuse_to_differ_after_a_break(words, whole, tmp_path / "broken")
     (last,) = whole.glob("checkpoints/step-000004")
     state = load_file(last / "optimizer.safetensors")
@@ -101,9 +100,11 @@ def test_a_run_publishes_the_measured_weights_and_after_a_break_has_the_bytes_of
     assert not torch.equal(published, state[f"y/{name}"])
     torch.testing.assert_close(published, state[f"y/{name}"].lerp(state[f"z/{name}"], 1 - 1 / 0.9))
     assert len(curve(whole)) == 4
-    validated = [event["loss"] for event in events(whole, "validation")]
-    result = json.loads((Path(trainer.config.output_dir) / "run.json").read_text())["result"]
-    assert result["best_loss"] == min(validated)
+    told = json.loads(run_finetune("evaluate", whole, "--split", "validation", "--json").answer.splitlines()[-1])
+    result = json.loads((whole / "run.json").read_text())["result"]
+    assert told["tuned"]["loss"] == pytest.approx(result["best_loss"], rel=1e-6), (
+        "validations measure what is published"
+    )
 
 
 def test_a_rate_that_falls_and_classes_with_a_closure_are_refused():
