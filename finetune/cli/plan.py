@@ -139,13 +139,13 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _generating(made: Generating, device: Device) -> str:
-    other = f"logits {format_bytes(made.logits)}"
-    if made.prompts > made.logits:
-        other = f"the pass over the prompts {format_bytes(made.prompts)}"
+    parts = {"logits": made.logits, "the pass over the prompts": made.prompts, "the pass over a later token": made.step}
+    other = max(parts, key=lambda part: parts[part])
     answers = f"{made.answers} answer{'s' * (made.answers > 1)}"
     whole = format_bytes(made.total + device.reserve)
     return (
-        f"generating {answers} at once: {whole}, of which keys and values take {format_bytes(made.cache)} and {other}"
+        f"generating {answers} at once: {whole}, of which keys and values take {format_bytes(made.cache)} and {other} "
+        f"{format_bytes(parts[other])}"
     )
 
 

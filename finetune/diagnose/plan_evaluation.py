@@ -6,16 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import torch
-
 from finetune.config.keys import values
 from finetune.config.objectives import OBJECTIVES
-from finetune.data.batches import evaluation_batches, packer, pad
-from finetune.data.encoded import EncodedExample, EncodedSplits
+from finetune.data.batches import evaluation_batches
+from finetune.data.encoded import EncodedSplits
 from finetune.diagnose.plan_rollouts import AnswerBatch, Generating
-from finetune.inference.decoding import group_prompts, room_for_answer
+from finetune.inference.decoding import group_prompts
 from finetune.training.memory.forecast import Peak, StepForecast
-from finetune.training.memory.tracing import FORWARD
 from finetune.training.reward_trainer import with_testable_rows
 from finetune.training.validation import answered_rows
 
@@ -108,12 +105,14 @@ class PlannedEvaluation:
         size, limit = values(config)[batch_key], values(config)[length_key]
         batches = group_prompts(model, self.prompts, batch_size=size, max_new_tokens=limit)
         most = max(batches, key=lambda rows: len(rows) * (len(self.prompts[rows[-1]]) + limit))
-        collate, longest = packer(share_prefixes=True) if by_engine else pad, self.prompts[most[-1]]
         what = f"the memory of the pass over the prompts in {self.section}"
-        found = forecast(collate([_asking(self.prompts[row]) for row in most]), what, batch_key)
-        of_prompts = 0 if found is None else sum(found.moments[FORWARD].values())
-        room = room_for_answer(model, longest, limit)
-        return AnswerBatch(len(most), len(longest) + room, None, of_prompts, room)
+        return AnswerBatch.of(
+            model,
+            [self.prompts[row] for row in most],
+            limit=limit,
+            forecast=lambda microbatch: forecast(microbatch, what, batch_key),
+            by_engine=by_engine,
+        )
 
 
 def evaluations_of(config: Config, splits: AnySplits) -> Iterator[PlannedEvaluation]:
@@ -141,12 +140,6 @@ def answer_keys(config: Config, section: Section) -> tuple[str, str]:
     if section == "validation" and OBJECTIVES[config.training.objective].rows == "prompts":
         return "rollout.batch_size", "rollout.max_completion_length"
     return f"{section}.batch_size", f"{section}.max_new_tokens"
-
-
-def _asking(prompt: Sequence[int]) -> EncodedExample:
-    """Return a row whose forward pass predicts the first token of an answer."""
-    ids = torch.tensor([*prompt, prompt[-1]])
-    return EncodedExample(ids, torch.arange(len(ids)) == len(prompt))
 
 
 def _prompts(rows: EncodedExamples, most: int | None = None) -> list[Sequence[int]]:

@@ -6,8 +6,9 @@ Every answer is assumed to have as many tokens as it may have.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,17 +16,20 @@ import numpy
 import torch
 
 from finetune.config.keys import values
+from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
 from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_time import REPETITIONS, at_full_depth
 from finetune.engine.decoder import bare_model, bytes_of_merged
+from finetune.engine.four_bits import widened_bytes
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.prefixes import Tokens
 from finetune.engine.products import unchanged_weights
 from finetune.engine.supported import unsupported_reason
 from finetune.inference.decoding import Draw, Sampling, group_prompts, room_for_answer
 from finetune.model.base import evaluation_mode, max_context
-from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights
+from finetune.training.memory.forecast import OptimizerNeed, Shards, StepForecast, Weights
+from finetune.training.memory.tracing import FORWARD
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -101,6 +105,12 @@ class AssumedAnswers:
         ids[len(prompt)] = answer
         return ids
 
+    def longest_prompts(self, number: int) -> list[Sequence[int]]:
+        """Return the prompts of so many answers of a step, if they are the longest ones. The longest is last."""
+        ordered = sorted(self.prompts, key=len, reverse=True)
+        repeated = (prompt for prompt in ordered for _ in range(self.per_prompt))
+        return list(islice(repeated, min(number, self.per_step)))[::-1]
+
     def rows_of(self, prompts: Sequence[int]) -> list[int]:
         """Return the rows with these prompts."""
         return [self.per_prompt * prompt + answer for prompt in prompts for answer in range(self.per_prompt)]
@@ -112,18 +122,48 @@ class AnswerBatch(NamedTuple):
     answers: int
     tokens: int
     """Of the longest prompt with its answer."""
+    room: int
+    """Tokens of the answer to the longest prompt."""
     sampling: Sampling | None
     """None: the most likely token each time."""
-    prompts: int = 0
-    """Bytes of the tensors in the forward pass over the prompts; 0: not counted."""
-    room: int = 0
-    """Tokens of an answer, where `prompts` are counted."""
+    prompts: int
+    """Bytes of the tensors in the forward pass over the prompts, without a mask; 0 if they are not known."""
+    is_padded: bool
+    """Whether the prompts differ in length, so that transformers makes a mask."""
 
     @classmethod
-    def of_rollout(cls, config: Config, answers: AssumedAnswers) -> AnswerBatch:
-        """Return the answers of a rollout that a process generates at once."""
-        at_once = min(config.rollout.batch_size, answers.per_step)
-        return cls(at_once, int(answers.lengths.max()), _sampling(config))
+    def of(
+        cls,
+        model: Any,
+        prompts: Sequence[Sequence[int]],
+        *,
+        limit: int,
+        forecast: Callable[[Any], StepForecast | None],
+        by_engine: bool,
+        sampling: Sampling | None = None,
+    ) -> AnswerBatch:
+        """Return the answers to a batch of prompts, each as long as it may be.
+
+        Args:
+            model: on any device.
+            prompts: token ids of each prompt, the longest last. The engine computes equal prompts once.
+            limit: the most tokens of an answer.
+            forecast: traces the forward pass over a micro-batch; None if it cannot be traced.
+            by_engine: see `engine_generates`.
+            sampling: of the answers.
+        """
+        collate = packer(share_prefixes=True) if by_engine else pad
+        found = forecast(collate([_asking(prompt) for prompt in prompts]))
+        of_prompts = 0 if found is None else sum(found.moments[FORWARD].values())
+        room = room_for_answer(model, prompts[-1], limit)
+        return cls(
+            answers=len(prompts),
+            tokens=len(prompts[-1]) + room,
+            room=room,
+            sampling=sampling,
+            prompts=of_prompts,
+            is_padded=len({len(prompt) for prompt in prompts}) > 1,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +177,8 @@ class Generating:
         merged: weights with the adapter added, which the engine makes for small models.
         cache: keys and values of all tokens.
         logits: with the copies that sampling makes.
-        prompts: what the forward pass over the prompts takes beside `cache`, before there are logits. 0 for the answers
-            that a run learns from, where it is not counted.
+        prompts: what the forward pass over the prompts takes beside `cache`, before there are logits.
+        step: what the forward pass over a later token takes beside `cache`. 0 in the engine, which copies nothing.
     """
 
     answers: int
@@ -147,12 +187,13 @@ class Generating:
     merged: int
     cache: int
     logits: int
-    prompts: int = 0
+    prompts: int
+    step: int
 
     @property
     def total(self) -> int:
         """All bytes in use."""
-        return self.held + self.merged + self.cache + max(self.logits, self.prompts)
+        return self.held + self.merged + self.cache + max(self.logits, self.prompts, self.step)
 
 
 def engine_generates(model: Any, device_type: str, shards: Shards) -> bool:
@@ -182,8 +223,7 @@ def forecast_generating(
     with evaluation_mode(model):
         merged = bytes_of_merged(model) if by_engine else 0
     cache = batch.answers * batch.tokens * sizes.num_hidden_layers * in_a_layer
-    # The engine allocates the whole cache first. In transformers it grows: during this pass it has the prompts only.
-    later = 0 if by_engine else cache * batch.room // batch.tokens
+    prompts, step = (batch.prompts, 0) if by_engine else _passes_of_transformers(bare, batch, cache)
     kept = weights.held(shards) + weights.adapter + weights.gathered(shards)
     return Generating(
         answers=batch.answers,
@@ -192,8 +232,38 @@ def forecast_generating(
         merged=merged,
         cache=cache,
         logits=batch.answers * head.shape[0] * per_logit,
-        prompts=max(0, batch.prompts - later),
+        prompts=prompts,
+        step=step,
     )
+
+
+def _passes_of_transformers(model: Any, batch: AnswerBatch, cache: int) -> tuple[int, int]:
+    """Return the bytes that the passes over the prompts and over a later token take beside `cache`.
+
+    In transformers 5.23, a layer copies its keys to append to them, and then its values. `eager` attention repeats both
+    for all heads and makes scores; `sdpa` repeats them if it has a mask and several tokens. The logits of the token
+    before are there in float32. A weight in 4 bits is dequantized for its product.
+    """
+    sizes, head = model.config, model.get_output_embeddings().weight
+    heads = sizes.num_attention_heads
+    of_layer = cache // sizes.num_hidden_layers
+    repeated = of_layer * heads // (getattr(sizes, "num_key_value_heads", None) or heads)
+    of_prompts = 1 - batch.room / batch.tokens
+    is_eager = sizes._attn_implementation == "eager"
+    per_score = 2 * 4 + head.dtype.itemsize  # softmax computes in float32
+    scores = batch.answers * heads * batch.tokens * per_score
+    widened = max(widened_bytes(weight) for weight in model.parameters())
+    first = batch.prompts + widened - cache * (1 - of_prompts)  # the cache has no answers yet
+    if batch.is_padded and not is_eager and repeated > of_layer:
+        first += repeated * of_prompts
+    later = 4 * batch.answers * head.shape[0] + widened + (repeated + scores if is_eager else of_layer // 2)
+    return max(0, round(first)), later
+
+
+def _asking(prompt: Sequence[int]) -> EncodedExample:
+    """Return a row whose forward pass predicts the first token of an answer."""
+    ids = torch.tensor([*prompt, prompt[-1]])
+    return EncodedExample(ids, torch.arange(len(ids)) == len(prompt))
 
 
 def ways_to_generate(
@@ -210,7 +280,8 @@ def ways_to_generate(
     yield f"a lower {length_key} (it is {values(config)[length_key]})"
 
 
-def _sampling(config: Config) -> Sampling:
+def sampling_of(config: Config) -> Sampling:
+    """Return how a run samples the answers that it learns from."""
     rollout = config.rollout
     top_p = None if rollout.top_p == 1 else rollout.top_p
     return Sampling(temperature=rollout.temperature, top_k=rollout.top_k or None, top_p=top_p)
@@ -234,7 +305,7 @@ def measure_generating(
     halves = [[*prompt, *[_FILLER_TOKEN] * (room // 2)] for prompt in batch]
 
     def measure() -> float:
-        draw = Draw(_sampling(config), range(len(batch)))
+        draw = Draw(sampling_of(config), range(len(batch)))
         seconds = []
         with evaluation_mode(model), unchanged_weights():
             CachedDecoder(model, batch, most_tokens=len(batch[-1]) + room).start()  # allocates memory

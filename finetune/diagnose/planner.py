@@ -27,6 +27,7 @@ from finetune.diagnose.plan_rollouts import (
     engine_generates,
     forecast_generating,
     measure_generating,
+    sampling_of,
 )
 from finetune.diagnose.plan_time import measure_seconds, operations_of_step
 from finetune.diagnose.preview_tokens import on_one_line
@@ -257,6 +258,16 @@ class Planner:
             self.findings.append(warning("Memory", what, fix))
             return None
 
+    @cached_property
+    def _evaluates(self) -> Computation:
+        return replace(self._how, learns=False, loss_of=partial(self._trainer.evaluation_of, self._config))
+
+    def _forecast_prompts(self, prompts: Any, what: str, batch_key: str) -> StepForecast | None:
+        """Run the forward pass over prompts without data."""
+        # In 4 bits, the forward of transformers needs data. Its activations are those of 16 bits.
+        model = self._build_model(checkpointed=False, is_in_4_bits=False) if self._is_in_4_bits else self.model
+        return self._forecast(self._evaluates, model, prompts, what, batch_key)
+
     def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:
         """Predict the peak of a step, with the shards of the run or with others."""
         chosen = shards or self._shards
@@ -265,11 +276,25 @@ class Planner:
 
     def generating(self, shards: Shards | None = None) -> Generating | None:
         """Predict the memory while answers are generated, with the shards of the run or with others; None: none are."""
-        if self._answers is None or self._config.rollout.server is not None:
+        if self._rollout is None:
             return None
         state = self._need or OptimizerNeed(0, 0)
-        batch = AnswerBatch.of_rollout(self._config, self._answers)
-        return forecast_generating(self.model, batch, state, shards or self._shards, self._device.type)
+        return forecast_generating(self.model, self._rollout, state, shards or self._shards, self._device.type)
+
+    @cached_property
+    def _rollout(self) -> AnswerBatch | None:
+        rollout, answers = self._config.rollout, self._answers
+        if answers is None or rollout.server is not None:
+            return None
+        what = "the memory of the pass over the prompts"
+        return AnswerBatch.of(
+            self.model,
+            answers.longest_prompts(rollout.batch_size),
+            limit=rollout.max_completion_length,
+            forecast=lambda microbatch: self._forecast_prompts(microbatch, what, "rollout.batch_size"),
+            by_engine=engine_generates(self.model, self._device.type, self._shards),
+            sampling=sampling_of(self._config),
+        )
 
     def evaluating(self, shards: Shards | None = None) -> dict[Section, Evaluating]:
         """Predict the memory of validations and of the test phase, with the shards of the run or with others."""
@@ -287,18 +312,12 @@ class Planner:
     def _evaluations(self) -> dict[Section, Allocated]:
         if self._splits is None:
             return {}
-        how = replace(self._how, learns=False, loss_of=partial(self._trainer.evaluation_of, self._config))
-        by_engine, model = engine_generates(self.model, self._device.type, self._shards), self.model
-        # In 4 bits, the forward of transformers needs data. Its activations are those of 16 bits.
-        if self._is_in_4_bits:
-            model = self._build_model(checkpointed=False, is_in_4_bits=False)
+        by_engine = engine_generates(self.model, self._device.type, self._shards)
         return {
             planned.section: Allocated(
                 rows=len(rows := planned.largest_batch(self.batching)),
-                loss=planned.forecast_loss(rows, self.batching, partial(self._forecast, how, self.model)),
-                answers=planned.forecast_answers(
-                    self._config, self.model, partial(self._forecast, how, model), by_engine=by_engine
-                ),
+                loss=planned.forecast_loss(rows, self.batching, partial(self._forecast, self._evaluates, self.model)),
+                answers=planned.forecast_answers(self._config, self.model, self._forecast_prompts, by_engine=by_engine),
             )
             for planned in evaluations_of(self._config, self._splits)
         }

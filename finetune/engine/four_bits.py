@@ -49,6 +49,11 @@ def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Ten
     return weight if dtype is None else weight.to(dtype)
 
 
+def widened_bytes(weight: torch.Tensor) -> int:
+    """Return the bytes of a 4-bit weight in the dtype that it had before quantization; 0 for other weights."""
+    return full_shape(weight).numel() * weight.quant_state.dtype.itemsize if is_in_4_bits(weight) else 0  # type: ignore[attr-defined]
+
+
 class _StateWithoutData:
     """The tensors that bitsandbytes keeps beside a weight in NF4 with double quantization, without data.
 

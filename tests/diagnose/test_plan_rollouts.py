@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,17 +18,27 @@ from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_rollouts import AnswerBatch, AssumedAnswers, forecast_generating
 from finetune.distributed.launch import launch
 from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.loss import summed_cross_entropy
 from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.lora import add_lora
-from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights, copy_without_data
+from finetune.model.quantized import quantize_without_data
+from finetune.training.memory.forecast import (
+    OptimizerNeed,
+    Shards,
+    Weights,
+    copy_without_data,
+    forecast_step,
+)
+from finetune.training.memory.tracing import Computation
 from finetune.training.train import build_trainer
 from tests.diagnose.measured import peak_of
-from tests.tiny_models import LLAMA_KIN, build_tiny, tiny_phi3_config
+from tests.tiny_models import LLAMA_KIN, build_tiny, tiny_gemma2_config, tiny_phi3_config
 from tests.tiny_runs import write_base
 
 pytestmark = pytest.mark.trains
 
 PARTS = ("held", "merged", "cache", "logits")
+SIZES = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 6, "sliding_window": None}
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 10, 11]]
 
 
@@ -98,11 +109,22 @@ def test_memory_is_chosen_for_the_answers_of_a_step(words):
     assert few.choice == many.choice
 
 
-def generating_of(config, model, *, top_p=1.0, device_type="cpu"):
-    config = config.with_values({"rollout.top_p": (top_p, "here"), "rollout.batch_size": (12, "here")})
-    answers = AssumedAnswers.of(config, model, PROMPTS, 3)
-    batch, state = AnswerBatch.of_rollout(config, answers), OptimizerNeed(0, 0)
-    return forecast_generating(copy_without_data(model), batch, state, Shards(1), device_type)
+def generating_of(config, model, *, top_p=1.0, by_engine=True, prompts=PROMPTS):
+    """Predict 12 answers, 4 to each prompt."""
+    sampling = Sampling(top_p=None if top_p == 1 else top_p)
+    empty, limit = copy_without_data(model), config.rollout.max_completion_length
+    how = Computation(
+        loss_of=lambda choices: partial(summed_cross_entropy, choices=choices), device_type="cpu", learns=False
+    )
+    batch = AnswerBatch.of(
+        empty,
+        AssumedAnswers.of(config, model, prompts, 3).longest_prompts(12),
+        limit=limit,
+        forecast=lambda microbatch: forecast_step(empty, microbatch, how),
+        by_engine=by_engine,
+        sampling=sampling,
+    )
+    return forecast_generating(empty, batch, OptimizerNeed(0, 0), Shards(1), "cpu" if by_engine else "cuda")
 
 
 @pytest.mark.parametrize("kind", ["phi3", "qwen3"])
@@ -129,17 +151,51 @@ def test_keys_and_values_take_the_planned_bytes(words, kind, dtype):
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("form", ["LoRA", "full", "by transformers"])
 def test_answers_take_the_planned_memory(words, form, top_p):
-    sizes = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 6, "sliding_window": None}
-    base = build_tiny(tiny_phi3_config(**sizes))
+    base = build_tiny(tiny_phi3_config(**SIZES))
     model = add_lora(base, LoraSection(r=2)) if form == "LoRA" else base
     config = load_config([*words, "rollout.max_completion_length=60"])
     by_transformers = form == "by transformers"
-    planned = generating_of(config, model, top_p=top_p, device_type="cuda" if by_transformers else "cpu")
+    planned = generating_of(config, model, top_p=top_p, by_engine=not by_transformers)
     sampling = Sampling(top_p=None if top_p == 1 else top_p)
     decoding = Decoding(stop_ids=[-1], max_new_tokens=60, sampling=sampling, by_transformers=by_transformers)
     rows = [prompt for prompt in PROMPTS for _ in range(4)]
     measured = peak_of(lambda: sample_answers(model, rows, decoding, batch_size=12))
     assert planned.total - planned.held == pytest.approx(measured, rel=0.02)
+
+
+LONGER = [[*range(3, 3 + number)] for number in (70, 80, 90)]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, LONGER], ids=["step", "prompts"])
+@pytest.mark.parametrize("form", ["engine", "sdpa", "eager"])
+def test_the_forward_pass_of_generating_takes_the_planned_memory(words, form, prompts):
+    """With few tokens in the vocabulary, logits take less than a pass over the prompts, or over a later token."""
+    grouped = {"num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes = {**SIZES, **grouped, "vocab_size": 128, "head_dim": 16}
+    base = build_tiny(
+        tiny_gemma2_config(**{**sizes, "sliding_window": 4096}) if form == "eager" else tiny_phi3_config(**sizes)
+    )
+    assert base.config._attn_implementation == ("eager" if form == "eager" else "sdpa")
+    limit = 30 if prompts is LONGER else 120
+    config = load_config([*words, f"rollout.max_completion_length={limit}"])
+    by_engine = form == "engine"
+    planned = generating_of(config, base, by_engine=by_engine, prompts=prompts)
+    most = planned.prompts if prompts is LONGER or by_engine else planned.step
+    assert max(planned.logits, planned.prompts, planned.step) == most
+    decoding = Decoding(stop_ids=[-1], max_new_tokens=limit, sampling=Sampling(), by_transformers=not by_engine)
+    rows = [prompt for prompt in prompts for _ in range(4)]
+    measured = peak_of(lambda: sample_answers(base, rows, decoding, batch_size=12))
+    assert planned.total - planned.held == pytest.approx(measured, rel=0.10)
+
+
+def test_a_weight_in_4_bits_is_counted_while_it_is_dequantized():
+    model = copy_without_data(add_lora(build_tiny(tiny_phi3_config(**SIZES)), LoraSection(r=2)))
+    largest = model.get_base_model().model.layers[0].self_attn.qkv_proj.base_layer.weight.nbytes
+    batch = AnswerBatch(answers=12, tokens=9, room=4, sampling=None, prompts=10**6, is_padded=False)
+    plain = forecast_generating(model, batch, OptimizerNeed(0, 0), Shards(1), "cuda")
+    quantize_without_data(model)
+    in_4_bits = forecast_generating(model, batch, OptimizerNeed(0, 0), Shards(1), "cuda")
+    assert in_4_bits.step - plain.step == in_4_bits.prompts - plain.prompts == largest
 
 
 @pytest.mark.slow
@@ -204,4 +260,6 @@ def test_prompts_that_cannot_be_read_are_taken_to_be_as_long_as_they_may_be(word
     )
     assert "global batch: 4 prompts = training.global_batch_size" in out
     assert "7 steps" in out
-    assert re.search(r"generating 16 answers at once: .*B, of which keys and values take .*B and logits .*B", out)
+    assert re.search(
+        r"generating 16 answers at once: .*B, of which keys and values take .*B and the pass over the prompts .*B", out
+    )
