@@ -70,6 +70,7 @@ from finetune.training.memory.forecast import (
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from finetune.training.prompt_rows import PromptRows
+from finetune.training.schedule_free import is_schedule_free
 from finetune.training.train import trainer_for
 
 if TYPE_CHECKING:
@@ -137,7 +138,9 @@ class Planner:
         )
         if self._splits is not None:
             self.batching.refuse_dropping_all(self._splits)
-        self._need = optimizer_need(build_optimizer(self.model, config.optim), device_type=device.type)
+        optimizer = build_optimizer(self.model, config.optim)
+        self._need = optimizer_need(optimizer, device_type=device.type)
+        self._is_schedule_free = is_schedule_free(optimizer)
         if self._need is None:
             what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
             self.findings.append(warning("Memory", what, "leave room for it"))
@@ -271,8 +274,10 @@ class Planner:
     def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:
         """Predict the peak of a step, with the shards of the run or with others."""
         chosen = shards or self._shards
-        world_size = max(self._world_size, chosen.size)
-        return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=world_size, shards=chosen)
+        return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=self._world_of(chosen), shards=chosen)
+
+    def _world_of(self, shards: Shards) -> int:
+        return max(self._world_size, shards.size)
 
     def generating(self, shards: Shards | None = None) -> Generating | None:
         """Predict the memory while answers are generated, with the shards of the run or with others; None: none are."""
@@ -299,9 +304,12 @@ class Planner:
     def evaluating(self, shards: Shards | None = None) -> dict[Section, Evaluating]:
         """Predict the memory of validations and of the test phase, with the shards of the run or with others."""
         chosen, state = shards or self._shards, self._need or OptimizerNeed(0, 0)
+        if self._is_schedule_free:  # it keeps the trained weights while the model has those that answer
+            trained = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
+            state = state._replace(state=state.state + trained)
         found = {}
         for section, (rows, loss, answers) in self._evaluations.items():
-            peak = None if loss is None else self.peak_of(loss, chosen)
+            peak = None if loss is None else loss.peak(state, world_size=self._world_of(chosen), shards=chosen)
             generating = None
             if answers is not None:
                 generating = forecast_generating(self.model, answers, state, chosen, self._device.type)

@@ -118,6 +118,18 @@ def test_the_answers_of_a_test_phase_take_the_planned_memory(words, more, tokens
     assert found.total - found.held == pytest.approx(*measured, rel=0.10)
 
 
+@pytest.mark.needs("schedulefree")
+def test_a_schedule_free_optimizer_keeps_the_trained_weights_in_a_validation(words):
+    plans = [
+        make_plan(load_config([*words, "optim.schedule=constant", f"optim.optimizer={name}"]), find_device("cpu"))
+        for name in ("torch.optim.AdamW", "schedulefree.AdamWScheduleFree")
+    ]
+    trained = 4 * plans[0].trainable_parameters
+    plain, kept = (plan.evaluating["validation"].peak.parts["optimizer"] for plan in plans)
+    assert kept - plain == pytest.approx(trained, abs=1000)  # AdamW counts its steps in a tensor for each weight
+    assert plans[0].peak.parts["optimizer"] == pytest.approx(plans[1].peak.parts["optimizer"], abs=1000)
+
+
 def test_answers_that_take_more_than_training_decide_what_fits(words, capsys):
     words = [*words, "validation.metrics=exact_match", "validation.batch_size=12", "validation.max_new_tokens=600"]
     config, roomy = load_config(words), replace(find_device("cpu"), reserve=0)
