@@ -301,6 +301,7 @@ def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_ro
     from finetune.export.compress import certify_in_vllm, export_compressed
     from finetune.export.digests import VLLM_CERTIFICATE
     from finetune.export.verifying import refuse_differences
+    from finetune.export.vllm_served import limits_of_adapter
     from finetune.inference.finished_run import find_run
 
     run = find_run(model_folder, is_alone=True)
@@ -316,6 +317,9 @@ def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_ro
         rows.append(["certificate in vLLM", "", "differs" if verified.mismatches else "same"])
     calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
     print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
+    _say_system(out)
+    for limit in [] if run.is_full else limits_of_adapter(run.weights):
+        say(f"Note: {limit}. In {out}, the adapter is merged.")
     say(f"Stored as before: {', '.join(compressed.kept)}, embeddings and norms.")
     if compressed.losses is None:
         say("Note: the run has no validation split, so losses and answers were not compared.")

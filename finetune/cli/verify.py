@@ -73,6 +73,14 @@ def verify(
             show_default=False,
         ),
     ] = None,
+    served_as: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="--server: the name of the model or adapter there. Default: the model, or the run's own adapter.",
+            show_default=False,
+        ),
+    ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     as_json: JsonOption = False,
@@ -82,7 +90,8 @@ def verify(
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
     run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint}
-    rules = OptionRules({**run_options, "the folder of a run": is_run})
+    rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
+    rules.need("--served-as", "--server")
     for option in run_options:
         rules.need(option, "the folder of a run")
     once = "a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each."
@@ -96,7 +105,7 @@ def verify(
     from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
     from finetune.export.verifying import InVllm, refuse_differences, verify_folder, verify_run
 
-    vllm = None if runtime is None and server is None else InVllm(server)
+    vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):
         if is_run:
             found = verify_run(

@@ -128,6 +128,8 @@ class LlamaCpp:
         ModelError: llama.cpp does not load the files.
     """
 
+    most_tokens: int | None = None
+
     def __init__(self, files: GgufFiles) -> None:
         import llama_cpp
 

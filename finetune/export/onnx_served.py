@@ -62,6 +62,8 @@ def type_of(folder: Path) -> OnnxType:
 class OnnxModel:
     """A `ServedModel` on the CPU, in the library onnxruntime_genai."""
 
+    most_tokens: int | None = None
+
     def __init__(self, library: Any, folder: Path) -> None:
         self.runtime = f"onnxruntime-genai {library.__version__}"
         self._library = library

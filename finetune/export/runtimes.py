@@ -53,6 +53,8 @@ class ServedByTransformers:
     The model is on the CPU. The tokenizer and the stop ids are those of the same folder.
     """
 
+    most_tokens: int | None = None
+
     def __init__(self, model: Any, tokenizer: Any, stop_ids: list[int], runtime: str) -> None:
         self.runtime = runtime
         self.stop_ids = stop_ids

@@ -43,6 +43,8 @@ class ServedComparison:
     """How far the logits are from the recorded ones."""
     near_ties: int
     """The number of answers that differ where the runtime finds two tokens about equally likely."""
+    most_tokens: int | None = None
+    """See `ServedModel`."""
     without_system: str = ""
     """What happens without the system turn of the training rows; empty if there is nothing to say."""
 
@@ -53,12 +55,16 @@ class ServedComparison:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Return a sentence about a bound that is too wide, and about a system turn that servers do not add."""
+        """Return what the comparison does not show, and what a server does not add, one sentence each."""
         wide = (
             f"with a bound of {self.bound:.3g}, the comparison shows that the model loads and answers, and not that it "
             "answers as the run does; measure it on rows of your own"
         )
-        return tuple(note for note in (wide if self.bound >= _WIDE else "", self.without_system) if note)
+        few = (
+            f"at each position only the {self.most_tokens} most likely tokens were compared: the server gives no others"
+        )
+        said = (wide if self.bound >= _WIDE else "", few if self.most_tokens else "", self.without_system)
+        return tuple(filter(None, said))
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for certificate.json."""
@@ -84,7 +90,7 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
     is_same_stop = set(served.stop_ids) == set(vectors.stop_ids)
     other_stops = f"it stops at {sorted(served.stop_ids)}, expected {sorted(vectors.stop_ids)}"
     conversations = [vector for vector in vectors.vectors if vector.turns is not None and vectors.has_template]
-    found, wanted = [vectors.logits[:0]], [vectors.logits[:0]]
+    found, wanted = list[torch.Tensor](), list[torch.Tensor]()
     differences, answers, near_ties = [], [], 0
     for vector, expected in vectors.with_logits():
         logits = served.logits(vector.token_ids, vector.positions).float().cpu()
@@ -92,15 +98,20 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
         if logits.shape != shape:
             differences.append(_of(vector, f"logits are {list(logits.shape)}, expected {list(shape)}"))
             continue
+        tokens = None
+        if served.most_tokens is not None:
+            logits, tokens = logits.topk(min(served.most_tokens, logits.shape[1]))
+            expected = expected.log_softmax(-1).gather(-1, tokens)
         found.append(logits)
         wanted.append(expected)
-        differences.append(_of(vector, _compare_logits(found[-1], expected, vector.positions, bound)))
+        differences.append(_of(vector, _compare_logits(logits, expected, vector.positions, bound, tokens)))
         if vector.answer is not None:
             difference, is_near_tie = _compare_answer(served, vector, vectors.max_new_tokens, bound)
             answers.append(_of(vector, difference))
             near_ties += is_near_tie
-    of_logits = compare_logits(torch.cat(found), torch.cat(wanted))
-    num_within = int((relative_by_position(torch.cat(found), torch.cat(wanted)) <= bound).sum())
+    served_logits, known_logits = (torch.cat(part) if part else vectors.logits[:0] for part in (found, wanted))
+    of_logits = compare_logits(served_logits, known_logits)
+    num_within = int((relative_by_position(served_logits, known_logits) <= bound).sum())
     return ServedComparison(
         runtime=served.runtime,
         bound=bound,
@@ -112,6 +123,7 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
         },
         logits=of_logits,
         near_ties=near_ties,
+        most_tokens=served.most_tokens,
         without_system=_ask_without_system(served, vectors),
     )
 
@@ -138,18 +150,21 @@ def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-def _compare_logits(found: torch.Tensor, expected: torch.Tensor, positions: Sequence[int], bound: float) -> str:
-    """Return the first difference above the bound, or an empty string."""
+def _compare_logits(
+    found: torch.Tensor, expected: torch.Tensor, positions: Sequence[int], bound: float, tokens: torch.Tensor | None
+) -> str:
+    """Return the first difference above the bound, or an empty string. `tokens` are those of the logits; None: all."""
     relative = relative_by_position(found, expected)
     far = (relative > bound).nonzero().flatten().tolist()
     if not far:
         return ""
     first = far[0]
-    token = int((centred(found[first]) - centred(expected[first])).abs().argmax())
+    place = int((centred(found[first]) - centred(expected[first])).abs().argmax())
+    token = place if tokens is None else int(tokens[first, place])
     return (
         f"logits at position {positions[first]} differ by {float(relative[first]):.3g} of their norm, expected at most "
-        f"{bound:.3g}; the most at token {token}: {float(found[first, token]):.4g}, expected "
-        f"{float(expected[first, token]):.4g}"
+        f"{bound:.3g}; the most at token {token}: {float(found[first, place]):.4g}, expected "
+        f"{float(expected[first, place]):.4g}"
     )
 
 
@@ -187,7 +202,7 @@ def _compare_answer(served: ServedModel, vector: Vector, max_new_tokens: int, bo
     prompt = [*vector.token_ids, *expected[:at]]
     logits = served.logits(prompt, [len(prompt) - 1])[0].double().cpu()
     gap = float(logits[found[at]] - logits[expected[at]])
-    most = _TIE * bound * float(logits.std())
+    most = _TIE * bound * float(logits[logits > -torch.inf].std())
     if abs(gap) <= most:
         return "", True
     difference = (

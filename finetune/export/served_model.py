@@ -25,6 +25,8 @@ class ServedModel(Protocol):
     """The name and the version of the runtime, for example `transformers 5.23.0`."""
     stop_ids: list[int]
     """The tokens at which the runtime ends an answer."""
+    most_tokens: int | None
+    """The runtime gives logits of so many of the most likely tokens only, and the others are -inf; None: of all."""
 
     def render(self, turns: Turns) -> Rendered:
         """Render a conversation with the runtime's chat template, and encode the text with its tokenizer."""

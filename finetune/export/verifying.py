@@ -27,7 +27,7 @@ from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.served_model import ServedModel
 from finetune.export.system_turn import usual_system
 from finetune.export.vectors import Vectors, make_vectors, prompts_to_ask, read_vectors
-from finetune.export.vllm_served import served_by_vllm
+from finetune.export.vllm_served import limits_of_adapter, served_by_vllm
 from finetune.inference.finished_run import FinishedRun, find_run
 from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
@@ -46,6 +46,8 @@ class InVllm(NamedTuple):
 
     url: str | None
     """Of a server that runs already; None: one is started."""
+    served_as: str | None = None
+    """The name of the model or adapter in that server, see `served_by_vllm`."""
 
 
 def verify_folder(
@@ -129,7 +131,7 @@ def verify_run(
             return _opener(runtime_of(folder), known, vllm)(folder)
         base = locate_model(run.config.model)
         if vllm is not None:
-            return served_by_vllm(folder, known.stop_ids, url=vllm.url, base=base)
+            return served_by_vllm(folder, known, url=vllm.url, served_as=vllm.served_as, base=base)
         return nullcontext(load_peft(folder, base, run.config.model.revision))
 
     bound = runtime_of(run.weights).bound(known, run.weights) if bound is None else bound
@@ -140,7 +142,7 @@ def verify_run(
         source=str(vectors) if vectors else "the engine that trained it",
         vectors=known,
         comparison=found,
-        notes=() if recorded.tensors else (unknown,),
+        notes=(*(() if recorded.tensors else (unknown,)), *(() if run.is_full else limits_of_adapter(run.weights))),
     )
 
 
@@ -209,7 +211,7 @@ def _opener(
             f"this folder is for {runtime.name}, and vLLM serves runs and the folders that finetune merge wrote. Name "
             "one of those, or leave out --runtime and --server."
         )
-    return lambda folder: served_by_vllm(folder, known.stop_ids, url=vllm.url)
+    return lambda folder: served_by_vllm(folder, known, url=vllm.url, served_as=vllm.served_as)
 
 
 def _compare(

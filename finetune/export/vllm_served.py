@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_line
 from finetune.export.compressed_folder import scheme_of
 from finetune.export.served_model import Rendered, Turns
+from finetune.export.vectors import Vectors
 from finetune.inference.vllm_server import ServerGoneError, VllmServer
 
 PYTHON = "FINETUNE_VLLM"
@@ -33,26 +34,39 @@ _PATIENCE_SECONDS = 600.0
 _ENDS_WITHIN_SECONDS = 30.0
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for --max-lora-rank."""
+_DEFAULT_RANK = 16
+_REFUSED = {
+    "use_dora": "DoRA",
+    "trainable_token_indices": "new tokens",
+    "modules_to_save": "layers that are trained whole",
+    "target_parameters": "LoRA on experts",
+}
+"""What vLLM refuses, by the key in adapter_config.json. finetune puts no LoRA on experts."""
 _TOKEN = "token_id:"
+_GIVEN_BY_DEFAULT = 20
+"""The default of vLLM's --max-logprobs."""
 
 
 class ServedByVllm:
-    """A model of a vLLM server. See `ServedModel`. Logits are log-probabilities of the whole vocabulary.
+    """A model of a vLLM server. See `ServedModel`. Logits are log-probabilities.
 
     Args:
         server: runs already.
         name: the model, or an adapter that the server has loaded.
-        ends: tokens that should end an answer. The interface does not list the stop ids, so each of these is tried.
+        known: test vectors. The interface does not list the stop ids, so each of theirs is tried.
 
     Raises:
         RunFailedError: the server refuses a request.
     """
 
-    def __init__(self, server: VllmServer, name: str, ends: Sequence[int]) -> None:
+    most_tokens: int | None = None
+
+    def __init__(self, server: VllmServer, name: str, known: Vectors) -> None:
         self.runtime = f"vLLM {server.ask('/version')['version']}"
         self._server = server
         self._name = name
-        self.stop_ids = [token for token in ends if self._ends_at(token)]
+        self._vocabulary = known.logits.shape[1]
+        self.stop_ids = [token for token in known.stop_ids if self._ends_at(token)]
 
     def render(self, turns: Turns) -> Rendered:
         """Render and encode as the server does. The text is decoded from the tokens."""
@@ -62,7 +76,12 @@ class ServedByVllm:
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See `ServedModel.logits`."""
-        return torch.stack([self._logits_after(token_ids[: position + 1]) for position in positions])
+        found = [self._logits_after(token_ids[: position + 1]) for position in positions]
+        width = max(self._vocabulary, *(max(by_token) + 1 for by_token in found))
+        logits = torch.full((len(found), width), -torch.inf)
+        for row, by_token in zip(logits, found, strict=True):
+            row[list(by_token)] = torch.tensor(list(by_token.values()))
+        return logits
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""
@@ -72,21 +91,23 @@ class ServedByVllm:
         only = self._complete([token], max_tokens=2, allowed_token_ids=[token])
         return bool(only["finish_reason"] == "stop")
 
-    def _logits_after(self, prompt: Sequence[int]) -> torch.Tensor:
-        """Return log p of each token of the vocabulary after a prompt, (vocabulary,)."""
+    def _logits_after(self, prompt: Sequence[int]) -> dict[int, float]:
+        """Return log p of tokens after a prompt: of all, or of as many as a server gives by default."""
+        wanted = -1 if self.most_tokens is None else self.most_tokens
         try:
-            found = self._complete(prompt, max_tokens=1, logprobs=-1)
+            found = self._complete(prompt, max_tokens=1, logprobs=wanted)
         except RunFailedError as error:
             if "logprobs" not in str(error):
                 raise
+            if self.most_tokens is None:
+                self.most_tokens = _GIVEN_BY_DEFAULT
+                return self._logits_after(prompt)
             raise ConfigError(
-                f"{error} A comparison needs the log-probabilities of all tokens: start the server with "
-                "--max-logprobs -1."
+                f"{error} A comparison needs the log-probabilities of {wanted} tokens or of all: start the server "
+                "without --max-logprobs, or with --max-logprobs -1."
             ) from error
-        by_token = {
-            int(name.removeprefix(_TOKEN)): value for name, value in found["logprobs"]["top_logprobs"][0].items()
-        }
-        return torch.tensor([by_token.get(token, -torch.inf) for token in range(max(by_token) + 1)])
+        given = found["logprobs"]["top_logprobs"][0].items()
+        return {int(name.removeprefix(_TOKEN)): value for name, value in given}
 
     def _complete(self, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
         found = self._server.ask(
@@ -105,35 +126,67 @@ class ServedByVllm:
 
 @contextmanager
 def served_by_vllm(
-    folder: Path, ends: Sequence[int], *, url: str | None = None, base: Path | str | None = None
+    folder: Path,
+    known: Vectors,
+    *,
+    url: str | None = None,
+    served_as: str | None = None,
+    base: Path | str | None = None,
 ) -> Iterator[ServedByVllm]:
     """Serve a model folder, or an adapter on its base, by a vLLM server.
 
     Args:
         folder: of a model; with `base`, of an adapter.
-        ends: see `ServedByVllm`.
+        known: see `ServedByVllm`.
         url: of a server that runs already, which serves the model or the base; None: one is started here, in fp32, and
             ended after the block.
+        served_as: the name of the model or adapter in that server; None: the model without an adapter, or the adapter
+            that was loaded from `folder`. If there is none, it is loaded for the block.
         base: the base of an adapter, a folder or hub id; None for a whole model.
 
     Raises:
         ConfigError: vLLM is not installed.
         RunFailedError: the server does not start, or refuses the adapter.
     """
-    opened: AbstractContextManager[VllmServer]
-    if url is not None:
-        opened = nullcontext(VllmServer(url, patience_seconds=_PATIENCE_SECONDS))
-    elif base is None:
-        opened = _started(folder, adapter=None)
-    else:
-        opened = _started(base, adapter=folder)
-    with opened as server:
-        server.wait()
-        if base is None:
-            yield ServedByVllm(server, server.base_model()["id"], ends)
+    with ExitStack() as opened:
+        if url is not None:
+            server = VllmServer(url, patience_seconds=_PATIENCE_SECONDS)
         else:
-            with server.loaded(folder) as name:
-                yield ServedByVllm(server, name, ends)
+            server = opened.enter_context(_started(folder if base is None else base, None if base is None else folder))
+        server.wait()
+        name = served_as or (server.base_model()["id"] if base is None else server.name_of(folder))
+        if name is None:
+            try:
+                name = opened.enter_context(server.loaded(folder))
+            except RunFailedError as error:
+                raise RunFailedError(". ".join([str(error), *limits_of_adapter(folder)])) from error
+        yield ServedByVllm(server, name, known)
+
+
+def limits_of_adapter(folder: Path) -> list[str]:
+    """Say why vLLM does not serve an adapter on its base, and what it needs: sentences without a full stop.
+
+    Source: vLLM 0.32, `validate_legal` in vllm/lora/peft_helper.py.
+    """
+    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    found = []
+    if refused := [what for key, what in _REFUSED.items() if config.get(key)]:
+        found.append(
+            f"vLLM does not serve this adapter on its base, because it has {' and '.join(refused)}: finetune merge "
+            "writes a model that it serves"
+        )
+    if (rank := _rank_of(config)) > _DEFAULT_RANK:
+        found.append(f"vLLM needs --max-lora-rank {_rank_to_allow(rank)} to serve this adapter")
+    return found
+
+
+def _rank_of(adapter: Mapping[str, Any]) -> int:
+    ranks: list[int] = [adapter["r"], *adapter.get("rank_pattern", {}).values()]
+    return max(ranks)
+
+
+def _rank_to_allow(rank: int) -> int:
+    return next((each for each in _RANKS if each >= rank), rank)
 
 
 @contextmanager
@@ -147,9 +200,7 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     command += ["--enforce-eager", "--max-logprobs", "-1"]
     if adapter is not None:
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-        rank = max(config["r"], *config.get("rank_pattern", {}).values(), 0)
-        most = next((each for each in _RANKS if each >= rank), rank)
-        command += ["--enable-lora", "--max-lora-rank", str(most)]
+        command += ["--enable-lora", "--max-lora-rank", str(_rank_to_allow(_rank_of(config)))]
     settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     settings |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
     with tempfile.NamedTemporaryFile() as log:

@@ -100,6 +100,11 @@ class VllmServer:
         models: list[dict[str, Any]] = self.ask("/v1/models")["data"]
         return next(model for model in models if not model.get("parent"))
 
+    def name_of(self, adapter: Path) -> str | None:
+        """Return the name of an adapter that the server loaded from this folder, which it sees by the same path."""
+        models: list[dict[str, Any]] = self.ask("/v1/models")["data"]
+        return next((model["id"] for model in models if model.get("parent") and model["root"] == str(adapter)), None)
+
     def wait(self, level: int = logging.WARNING) -> None:
         """Wait until the server is there, and log that at a level.
 

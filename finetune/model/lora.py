@@ -152,7 +152,9 @@ def without_adapter(model: Any) -> PreTrainedModel:
 def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[str], ids: list[int]) -> LoraConfig:
     """Build PEFT's configuration. PiSSA doubles the rank and keeps the scale, see `start_from_principal_values`."""
     from peft import LoraConfig
+    from peft.utils.constants import EMBEDDING_LAYER_NAMES
 
+    is_tied = getattr(model.config, "tie_word_embeddings", False)
     rank, alpha, is_root = section.r, section.alpha, section.rslora
     if section.init != "default":
         rank, alpha, is_root = 2 * rank, 2 * rank * update_scale(rank, alpha, is_root), False
@@ -169,7 +171,8 @@ def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[
         fan_in_fan_out=has_transposed_targets(model, targets),
         trainable_token_indices=rows_to_train(model, ids),
         modules_to_save=list(section.modules_to_save) or None,
-        ensure_weight_tying=bool(section.modules_to_save),
+        # PEFT warns if there is nothing to tie.
+        ensure_weight_tying=is_tied and not set(EMBEDDING_LAYER_NAMES).isdisjoint(section.modules_to_save),
         base_model_name_or_path=model.config._name_or_path or None,
     )
 

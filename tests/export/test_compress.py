@@ -36,15 +36,17 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     for split, count in (("train", 24), ("validation", 6)):
         said = [(f"{split} {n}: {n} crates to Porto", json.dumps({"crates": n, "to": "Porto"})) for n in range(count)]
-        text = (json.dumps({"prompt": prompt, "completion": answer}) for prompt, answer in said)
-        (folder / f"{split}.jsonl").write_text("\n".join(text))
+        roles = ("system", "user", "assistant")
+        chats = (zip(roles, ("Extract the order.", *texts), strict=True) for texts in said)
+        rows = ({"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats)
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return folder
 
 
 @pytest.fixture(scope="module")
 def run(rows, tmp_path_factory):
     run = tmp_path_factory.mktemp("trained") / "run"
-    words = ("model=phi_tiny", "task=finetune_lora", f"data.train={rows}/train.jsonl", "lora.r=4")
+    words = ("model=phi_tiny", "task=finetune_lora", f"data.train={rows}/train.jsonl", "lora.r=24")
     words += (f"data.validation={rows}/validation.jsonl", "optim.learning_rate=1e-2", "optim.warmup_steps=0")
     words += ("training.max_steps=4", "training.batch_size=4", "testing.max_new_tokens=16", f"output_dir={run}")
     assert run_finetune("train", *words).returncode == 0
@@ -80,6 +82,8 @@ def test_a_compressed_run_is_compared_with_the_run_and_verifies(scheme, run, exp
     assert 0 < abs(after - before) < 0.5 * before
     assert re.search(r"greedy answers that changed\W+\d of 6 \(", printed)
     assert "Stored as before: lm_head, embeddings and norms." in printed
+    assert "Note: vLLM needs --max-lora-rank 32 to serve this adapter. In " in printed
+    assert "rows begin with the system turn 'Extract the order.', which a server does not add" in printed
     assert scheme_of(out) == SCHEMES[scheme]
     assert re.search(
         rf"\| validation loss \(6 rows\) \| {before:.4f} \| {after:.4f} \|", (out / "README.md").read_text()

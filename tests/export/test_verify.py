@@ -28,6 +28,7 @@ from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.served_model import Rendered
 from finetune.export.vectors import Vector, Vectors, read_vectors
 from finetune.export.verifying import verify_run
+from finetune.export.vllm_served import limits_of_adapter
 from finetune.runs.durable import MANIFEST, find_damage
 from tests.bisect.scene import edit_json
 from tests.export.finished_runs import words_to_train, write_run
@@ -313,8 +314,15 @@ class Recorded:
     runtime = "recorded 1"
 
     def __init__(
-        self, vectors: Vectors, *, tie: float = 5.0, answer: list[int] | None = None, factor: float = 1.0
+        self,
+        vectors: Vectors,
+        *,
+        tie: float = 5.0,
+        answer: list[int] | None = None,
+        factor: float = 1.0,
+        most_tokens: int | None = None,
     ) -> None:
+        self.most_tokens = most_tokens
         self.stop_ids = vectors.stop_ids
         self._vectors = vectors
         self._tie = tie
@@ -329,6 +337,9 @@ class Recorded:
         logits = self._factor * self._vectors.logits[:1].repeat(len(positions), 1)
         if len(token_ids) > 4:  # of the answer
             logits[-1, 7] = logits[-1, 6] + self._tie
+        if self.most_tokens is not None:
+            given, tokens = logits.log_softmax(-1).topk(self.most_tokens)
+            logits = torch.full_like(logits, -math.inf).scatter(-1, tokens, given)
         return logits
 
     def answer(self, token_ids, max_new_tokens):
@@ -361,6 +372,36 @@ def test_a_bound_at_which_most_answers_are_near_ties_is_said_to_show_little():
     assert answered(bound=0.08).notes == ()
     (note,) = answered(bound=0.5).notes
     assert note.startswith("with a bound of 0.5, the comparison shows that the model loads and answers, and not that")
+
+
+def test_log_probabilities_of_a_few_tokens_are_compared_by_these_tokens():
+    found = answered(most_tokens=20)
+    assert found.mismatches == ()
+    assert found.logits.most_relative < 1e-6
+    assert found.notes[0].startswith("at each position only the 20 most likely tokens were compared")
+    (said,) = answered(most_tokens=20, factor=1.5).mismatches
+    token = int(re.search(r"the most at token (\d+): (\S+), expected", said)[1])
+    known = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
+    assert token in known.topk(20).indices[0, [0, -1]], "the likeliest or the least likely of them moved most"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"r": 16, "use_dora": False, "modules_to_save": None}, []),
+        ({"r": 16, "use_dora": True}, ["because it has DoRA: finetune merge writes"]),
+        ({"r": 8, "trainable_token_indices": {"embed_tokens": [7]}}, ["because it has new tokens: "]),
+        ({"r": 8, "modules_to_save": ["norm"]}, ["because it has layers that are trained whole: "]),
+        ({"r": 8, "target_parameters": ["mlp.experts.down_proj"]}, ["because it has LoRA on experts: "]),
+        ({"r": 24}, ["vLLM needs --max-lora-rank 32 to serve this adapter"]),
+        ({"r": 8, "rank_pattern": {"o_proj": 64}}, ["vLLM needs --max-lora-rank 64 to serve this adapter"]),
+    ],
+)
+def test_what_vllm_does_not_serve_of_an_adapter_is_named(tmp_path, config, said):
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    found = limits_of_adapter(tmp_path)
+    assert len(found) == len(said)
+    assert all(part in line for part, line in zip(said, found, strict=True))
 
 
 def test_logits_that_are_not_numbers_are_a_difference():
@@ -469,5 +510,6 @@ def test_other_adapters_and_templates_are_verified_too(tmp_path, settings):
         run_finetune(*command)
     found = certificate(tmp_path / "run" / "adapter")
     assert found["mismatches"] == []
+    assert ("vLLM does not serve" in " ".join(found["notes"])) == ("use_dora" in settings)
     done = run_finetune("verify", tmp_path / "merged")
     assert done.returncode == 0, done.stdout

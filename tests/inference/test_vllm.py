@@ -22,8 +22,9 @@ from finetune.errors import ConfigError, RunFailedError
 from finetune.export.checks import CHECKS
 from finetune.export.served_comparison import compare
 from finetune.export.vectors import read_vectors
-from finetune.export.verifying import InVllm, verify_run
+from finetune.export.verifying import InVllm, vectors_of_run, verify_run
 from finetune.export.vllm_served import served_by_vllm
+from finetune.inference.finished_run import find_run
 from finetune.inference.vllm_server import VllmServer
 from finetune.training import rollout_server
 from tests.bisect.scene import edit_json
@@ -52,7 +53,6 @@ class Served:
 
     def start(self):
         words = ["--model", BASE, "--port", str(self.port), "--enable-lora", "--max-lora-rank", "16"]
-        words += ["--max-logprobs", "-1"]
         settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
         with (self.folder / "vllm.log").open("a") as log:
             self.process = subprocess.Popen(
@@ -179,15 +179,31 @@ def test_a_server_that_does_not_fit_is_refused(server, rows, tmp_path):
 def test_what_vllm_serves_is_compared_with_what_was_trained(server, trained, tmp_path):
     found = verify_run(trained, vllm=InVllm(server.url))
     assert found.mismatches == []
+    assert found.comparison.most_tokens == 20, "the default of a server"
     assert found.comparison.runtime.startswith("vLLM ")
     assert found.comparison.logits.most_relative < ROUNDING
     checks = found.comparison.checks
     assert {name: check.compared > 0 for name, check in checks.items()} == dict.fromkeys(CHECKS, True)
 
     assert run_finetune("merge", trained, tmp_path / "merged", "--dtype", "float32").returncode == 0
-    done = run_finetune("verify", tmp_path / "merged", "--runtime", "vllm")  # starts a server of its own
+    done = run_finetune("verify", tmp_path / "merged", "--runtime", "vllm", "--json")  # starts a server of its own
     assert done.returncode == 0, done.stdout
-    assert "in vLLM" in done.stdout
+    assert "tokens were compared" not in done.answer, "that server gives the log-probabilities of all tokens"
+
+
+def test_an_adapter_that_the_server_has_is_compared_as_it_is(server, trained, tmp_path):
+    """By its folder, as with --lora-modules, or by a name; and not loaded anew."""
+    asked, known = VllmServer(server.url, patience_seconds=60), vectors_of_run(find_run(trained))
+    old = shutil.copytree(trained / "adapter", tmp_path / "adapter")
+    edit_json(old / "adapter_config.json", lora_alpha=1.0)
+    asked.ask("/v1/load_lora_adapter", lora_name="orders", lora_path=str(old))
+    shutil.copytree(trained / "adapter", old, dirs_exist_ok=True)
+    for served_as in (None, "orders"):
+        with served_by_vllm(old, known, url=server.url, base=BASE, served_as=served_as) as served:
+            assert compare(served, known, bound=ROUNDING).checks["positions"].equal == 0
+    with served_by_vllm(trained / "adapter", known, url=server.url, base=BASE) as served:
+        assert compare(served, known, bound=ROUNDING).mismatches == ()
+    asked.ask("/v1/unload_lora_adapter", lora_name="orders")
 
 
 def test_another_adapter_in_vllm_is_not_what_was_trained(server, trained, tmp_path):
@@ -197,7 +213,7 @@ def test_another_adapter_in_vllm_is_not_what_was_trained(server, trained, tmp_pa
     shutil.copytree(trained, run)
     config = run / "adapter/adapter_config.json"
     edit_json(config, lora_alpha=1.05 * json.loads(config.read_text())["lora_alpha"])
-    with served_by_vllm(run / "adapter", read_vectors(known).stop_ids, url=server.url, base=BASE) as served:
+    with served_by_vllm(run / "adapter", read_vectors(known), url=server.url, base=BASE) as served:
         found = compare(served, read_vectors(known), bound=ROUNDING)
     assert found.checks["positions"].equal < found.checks["positions"].compared
     assert found.checks["rendered"].equal == found.checks["rendered"].compared

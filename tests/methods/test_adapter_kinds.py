@@ -159,6 +159,13 @@ def test_patterns_and_layers_that_match_nothing_are_refused(keys, said):
         add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=4, **keys))
 
 
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", ["norm", "embed_tokens"])
+def test_whole_layers_cause_no_warning_of_peft(name, is_tied, recwarn):
+    add_lora(build_tiny(tiny_phi3_config(tie_word_embeddings=is_tied)), LoraSection(r=4, modules_to_save=[name]))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 def test_an_adapter_with_patterns_goes_on_only_with_the_same_ones(trained, inputs):
     run, base = trained["patterns"][0], load_config([f"model.path={inputs}/base", "data.path=x"]).model
     keys = {"r": 4, "alpha": 6.0, "layers": [1], "start_from": str(run), "start_from_any_base": True}
