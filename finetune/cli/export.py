@@ -268,7 +268,7 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 
 
-def _say_system(out: Path) -> None:
+def _say_system(out: Path, instead: str = ", or merge with --add-system") -> None:
     """Print the system turn of the training rows, if a server of this folder has to be sent it."""
     from finetune.export.system_turn import describe_system
     from finetune.export.vectors import VECTORS_FILE, read_vectors
@@ -276,7 +276,7 @@ def _say_system(out: Path) -> None:
     folder = out.expanduser()
     system = read_vectors(folder).system if (folder / VECTORS_FILE).is_file() else None
     if system is not None:
-        say(f"Note: {describe_system(system)}. Send it with each conversation, or merge with --add-system.")
+        say(f"Note: {describe_system(system)}. Send it with each conversation{instead}.")
 
 
 def _export_onnx(
@@ -317,7 +317,7 @@ def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_ro
         rows.append(["certificate in vLLM", "", "differs" if verified.mismatches else "same"])
     calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
     print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
-    _say_system(out)
+    _say_system(out, instead="")
     for limit in [] if run.is_full else limits_of_adapter(run.weights):
         say(f"Note: {limit}. In {out}, the adapter is merged.")
     say(f"Stored as before: {', '.join(compressed.kept)}, embeddings and norms.")
