@@ -180,7 +180,7 @@ def _changed_since(recorded: Side, computed: Side, bound: float) -> Cause:
 
 
 def _explain_settings(found: Finding, a: Side, b: Side, traces: tuple[Trace, Trace]) -> Finding:
-    """Compute the first side with each differing setting of the second, until its losses are those of the second."""
+    """Compute the first side with each differing setting of the second, until the losses are equal."""
     first, second = traces
     keys = [key for key, _ in differing([values(side.config) for side in (a, b)]) if _is_in_steps(key)]
     sections = [list(group) for _, group in groupby(keys, key=lambda key: key.partition(".")[0])]

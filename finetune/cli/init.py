@@ -27,7 +27,7 @@ _DEFAULTS = {"model": "phi_tiny", "data": "orders"}
 def init_from_overrides(overrides: Sequence[str], file: Path | None) -> None:
     """Ask for what the overrides leave open, and write a run file. Without a terminal, print one with the defaults.
 
-    The arguments are those of `finetune init`.
+    See `finetune init` for the arguments.
 
     Raises:
         ConfigError: an override is wrong, or the file exists. Nothing is written then.

@@ -32,7 +32,7 @@ def plan_from_overrides(
 ) -> int:
     """Predict a run and print the plan. Under a launcher, only the first process does so.
 
-    The arguments are those of `finetune plan`.
+    See `finetune plan` for the arguments.
 
     Returns:
         The exit code: 0, or 2 where the run does not fit (with strict: also where there is a warning).

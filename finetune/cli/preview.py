@@ -54,7 +54,7 @@ def preview_from_overrides(
 ) -> int:
     """Show the rows of a run as its model will see them. Under a launcher, only the first process prints.
 
-    The arguments are those of `finetune preview`. A table has a line for each token.
+    See `finetune preview` for the arguments. A table has a line for each token.
 
     Returns:
         The exit code: 2 with a problem (with strict: also with a warning), else 0.

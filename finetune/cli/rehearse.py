@@ -36,7 +36,7 @@ def rehearse_from_overrides(
 ) -> int:
     """Rehearse a run and print the results.
 
-    The arguments are those of `finetune rehearse`; `sizes` has `steps`, `minutes` and `processes`.
+    See `finetune rehearse` for the arguments; `sizes` has `steps`, `minutes` and `processes`.
 
     Returns:
         The exit code of the first stage that failed, or else the exit code of the plan.

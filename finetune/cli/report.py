@@ -40,7 +40,7 @@ def report(
 
 
 def write_report(run_folders: Sequence[Path], output: Path | None, *, data: bool) -> str:
-    """Write the page about runs, and return its path and its size. The arguments are those of `report`.
+    """Write the page about runs, and return its path and its size. See `report` for the arguments.
 
     Raises:
         CheckpointError: a folder holds no run.

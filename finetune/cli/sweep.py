@@ -39,7 +39,7 @@ class SweepOptions(NamedTuple):
 def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int:
     """Run the trials that are not finished, and show all of them; with `only`, run one.
 
-    The arguments are those of `finetune sweep`.
+    See `finetune sweep` for the arguments.
 
     Returns:
         The exit code: 0, or 3 if every trial has failed; with `only`, if this one has.

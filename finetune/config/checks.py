@@ -34,7 +34,7 @@ def build_config(
     """Set keys one after the other, check the result against the schema, and freeze it.
 
     The later of two settings for one key counts. `problems` were found while the settings were read. `run_name` names
-    the run's folder if no setting does. The other arguments are those of `compose`.
+    the run's folder if no setting does. See `compose` for the other arguments.
 
     Raises:
         ConfigError: with every problem found, one per line.

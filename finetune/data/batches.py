@@ -244,7 +244,7 @@ class _EpochSampler(Sampler[Any]):
 
 
 def evaluation_batches(examples: EncodedExamples, keys: LoaderKeys, boundary: int | None = None) -> list[list[int]]:
-    """Return the batches of rows of all ranks. The arguments are those of `EvaluationLoader`."""
+    """Return the batches of rows of all ranks. See `EvaluationLoader` for the arguments."""
     lengths = examples.lengths.tolist()
     rule = BatchRule(lengths=lengths, global_batch_size=len(lengths), batch_size=keys.batch_size, boundary=boundary)
     groups = [group.rows for group in rule.split(range(len(lengths)))]

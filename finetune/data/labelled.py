@@ -120,7 +120,7 @@ def encode_labelled(
 ) -> EncodedLabelledSplits:
     """Read and encode the labelled rows of the training and the validation split.
 
-    The arguments are those of `encode_examples`.
+    See `encode_examples` for the arguments.
 
     Raises:
         DataError: a row cannot be used.

@@ -26,7 +26,7 @@ def encode_for_objective(
 ) -> AnySplits:
     """Read and encode the rows of a run: answers, pairs of answers or labelled answers, as its objective needs them.
 
-    The arguments after the config are those of `encode_examples`.
+    See `encode_examples` for the arguments after the config.
 
     Raises:
         DataError: a row cannot be used.

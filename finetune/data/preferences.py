@@ -141,8 +141,8 @@ def encode_preferences(
 ) -> EncodedPairSplits:
     """Read and encode the pairs of the training and the validation split.
 
-    Of the section's `columns`, only `prompt`, `label` and `tools` are used. The arguments are those of
-    `encode_examples`.
+    Of the section's `columns`, only `prompt`, `label` and `tools` are used. See `encode_examples` for the
+    arguments.
 
     Raises:
         DataError: a row cannot be used.

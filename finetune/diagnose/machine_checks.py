@@ -53,7 +53,7 @@ def judge_python(required: str) -> Finding:
 
 
 def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:
-    """Compare the installed packages with requirements such as ``torch>=2.8``. Those of extras are ignored."""
+    """Compare the installed packages with requirements such as ``torch>=2.8``. Requirements of extras are ignored."""
     from packaging.requirements import Requirement
 
     right = []

@@ -84,7 +84,7 @@ class SplitSummary:
 def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = ()) -> SplitSummary:
     """Summarize a split of at least one row.
 
-    `digests` are those of its rows, and `training` those of the training split, if this is another split.
+    `digests` belong to its rows. `training` are the digests of the training split, if this is another split.
     """
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)

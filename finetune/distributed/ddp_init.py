@@ -228,7 +228,7 @@ def rendezvous_store() -> PrefixStore | None:
 
 
 def current_context(device: str | torch.device | None = None, *, shares_gpus: bool = False) -> ProcessContext:
-    """Return this process's place in the group that is up already. The arguments are those of `initialize_ddp`."""
+    """Return this process's place in a group that exists already. See `initialize_ddp` for the arguments."""
     local_rank, world_size = read_environment(os.environ).local_rank, dist.get_world_size()
     own_device = device_of_rank(local_rank, device, shares_gpus=shares_gpus)
     return ProcessContext(world_size > 1, dist.get_rank(), local_rank, world_size, own_device)

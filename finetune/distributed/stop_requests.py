@@ -62,7 +62,7 @@ class StopRequests:
     def stopping_together(self, phase: str) -> Iterator[None]:
         """Run a block in which a signal ends all ranks with Terminated, before the same forward of a sharded model.
 
-        The step timeout counts for each forward. If the model is not sharded, the block runs as it is.
+        The step timeout counts for each forward. If the model is not sharded, this changes nothing.
         """
         if not self.is_forward_collective:
             yield

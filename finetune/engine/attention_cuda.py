@@ -65,7 +65,7 @@ class VarlenRuns(NamedTuple):
 def prepare_varlen(layout: Layout, queries: torch.Tensor, window: int | None, *, is_square: bool = False) -> VarlenRuns:
     """Prepare variable-length attention on the device of the queries. If this is a GPU, the host waits for it.
 
-    The first arguments are those of `attention`. If `is_square` is true, fillers are put before the queries of each
+    See `attention` for the first arguments. If `is_square` is true, fillers are put before the queries of each
     run, so that it has as many queries as keys.
     """
     device = queries.device
@@ -239,7 +239,7 @@ def why_not_varlen(device: torch.device) -> str | None:
 
 
 def attention_fallback(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
-    """Return the attention that a model should use, the one that it uses, and why; None if both are the same."""
+    """Return the fastest attention, the attention that this GPU uses instead, and why; None if it uses the fastest."""
     if device.type != "cuda" or dtype not in VARLEN_TYPES or (dtype == torch.float16 and _is_before_ampere(device)):
         return None  # fp16 is the type of GPUs before Ampere, and memory-efficient attention the fastest that they have
     why = why_not_varlen(device)

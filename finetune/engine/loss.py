@@ -78,7 +78,7 @@ def function_of_nats(
     """Compute a loss that is any function of the nats of target tokens.
 
     `function` takes the nats of each target, row after row, float64, (num_targets,), and returns the loss, a scalar,
-    and anything else. Logits are divided by `temperature`. The other arguments are those of `summed_cross_entropy`.
+    and anything else. Logits are divided by `temperature`. See `summed_cross_entropy` for the other arguments.
 
     Returns:
         The loss, with a gradient for the model, and what else `function` returned.

@@ -48,7 +48,7 @@ class Gguf:
 
 
 def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
-    """Find the converter in a checkout of llama.cpp: this folder, or the one that LLAMA_CPP_DIR names.
+    """Find the converter in a checkout of llama.cpp: in `folder`, or by default in the folder that LLAMA_CPP_DIR names.
 
     Raises:
         ConfigError: there is no converter; the message says how to get it.

@@ -43,7 +43,7 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
 
     The base's file has the run's tokenizer, chat template and stop ids. The test vectors are made now, from the run.
 
-    The weights of the base are stored in the type of `gguf`, those of the adapter in fp32. If `with_base` is False,
+    The base's weights are stored in the type of `gguf`, and the adapter's in fp32. If `with_base` is False,
     there is no base and no Modelfile, and llama.cpp cannot load the adapter to check it.
 
     Raises:

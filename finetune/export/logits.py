@@ -1,4 +1,4 @@
-"""Compare the logits of a served model with those of the model as trained, and refuse a merge that is too far off."""
+"""Compare a served model's logits with the trained model's, and refuse a merge that is too far off."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LogitDifference:
 
 
 def compare_logits(found: torch.Tensor, expected: torch.Tensor, base: torch.Tensor | None = None) -> LogitDifference:
-    """Compare the logits of a served model with those of the model as trained, (positions, vocabulary).
+    """Compare a served model's logits with the trained model's, (positions, vocabulary).
 
     The logits of the base without its adapter show how much of the adapter's effect is lost.
     """

@@ -47,7 +47,7 @@ def hub_base(run: FinishedRun) -> str | None:
 
 
 def _recorded_config(run: FinishedRun) -> Config:
-    """Return the configuration as it was resolved when the run started; `run.config` is the one that loads weights."""
+    """Return the configuration that the run started with. `run.config` may name another base, to load weights from."""
     return load_config([], run=str(run.folder.config_file))
 
 

@@ -50,7 +50,7 @@ def _fp32_bound(folder: Path) -> float:
 class ServedByTransformers:
     """A `ServedModel` in transformers, with or without an adapter in PEFT. It computes in fp32 on the stored weights.
 
-    The model is on the CPU. The tokenizer and the stop ids are those of the same folder.
+    The model is on the CPU. The tokenizer and the stop ids come from the model's folder.
     """
 
     most_tokens: int | None = None

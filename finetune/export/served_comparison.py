@@ -153,7 +153,7 @@ def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
 def _compare_logits(
     found: torch.Tensor, expected: torch.Tensor, positions: Sequence[int], bound: float, tokens: torch.Tensor | None
 ) -> str:
-    """Return the first difference above the bound, or an empty string. `tokens` are those of the logits; None: all."""
+    """Return the first difference above the bound, or an empty string. `tokens` are set if `found` has only some."""
     relative = relative_by_position(found, expected)
     far = (relative > bound).nonzero().flatten().tolist()
     if not far:

@@ -101,9 +101,9 @@ def verify_run(
 ) -> Verified:
     """Compare a run's weights, in plain PEFT or transformers or in vLLM, with what the engine of training computes.
 
-    Their bytes are compared with those of the checkpoint that they were published from.
+    Their bytes are compared with the checkpoint that they were published from.
 
-    `path`, `base` and `checkpoint` are those of `find_run`, `bound` and `vllm` those of `verify_folder`. `vectors` are
+    See `find_run` for `path`, `base` and `checkpoint`, and `verify_folder` for `bound` and `vllm`. `vectors` are
     test vectors that a merge of this run wrote, instead of fresh ones from the run itself.
 
     Raises:

@@ -59,7 +59,7 @@ def differing(sides: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[An
 def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
     """Compare runs, settings first. Paths and times are left out.
 
-    Settings are compared only if those of every run can be read.
+    Settings are compared only if they can be read for every run.
     """
     facts = [_facts(run) for run in runs]
     if not all(of_run["config"] for of_run in facts):

@@ -47,7 +47,7 @@ class PreferenceTrainer(Trainer):
 
     Collective: every rank makes one and calls the same methods in the same order.
 
-    The arguments are those of `Trainer`. The rows are encoded pairs or labelled answers, as the objective needs them.
+    See `Trainer` for the arguments. The rows are encoded pairs or labelled answers, as the objective needs them.
     If it has a reference, the model is a PEFT model. A script that does not set `training.objective` trains and
     records dpo.
 

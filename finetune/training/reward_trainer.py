@@ -46,7 +46,7 @@ class RewardTrainer(Trainer):
 
     Collective: every rank makes one and calls the same methods in the same order.
 
-    The arguments are those of `Trainer`. The rows come from `encode_for_objective`. If `grpo.beta` is not 0, the model
+    See `Trainer` for the arguments. The rows come from `encode_for_objective`. If `grpo.beta` is not 0, the model
     is a PEFT model.
 
     Raises:

@@ -84,7 +84,7 @@ class Decision(NamedTuple):
 
     is_checkpointing: bool
     tokens: int
-    """The most tokens of a micro-batch, at least those of the smallest."""
+    """The most tokens of a micro-batch; at least as many as the smallest one has."""
     num_bytes: int
     """Bytes that a step needs in addition to the weights."""
 
@@ -291,7 +291,7 @@ def agree_on_memory(
 ) -> MemoryChoice:
     """Make one choice for all ranks, by the least memory that any has; a resumed run keeps the recorded one.
 
-    Collective: every rank. The arguments are those of `choose`, with the model on this rank's device. On the main
+    Collective: every rank. See `choose` for the arguments. The model is on this rank's device. On the main
     process of a resumed run, `recorded` is the choice in run.json, empty if it has none.
     """
     fraction = config.training.memory_fraction

@@ -27,7 +27,7 @@ def show_summary(
 ) -> None:
     """Write five lines to stderr if it is a terminal. Elsewhere, the log has the same information.
 
-    `first_step` counts the steps done before this start, and `num_steps` those of the whole run.
+    `first_step` is the number of steps before this start, and `num_steps` the number of steps of the whole run.
     """
     if not speaks_to_a_person():
         return
