@@ -181,7 +181,7 @@ def limits_of_adapter(folder: Path) -> list[str]:
 
 
 def _rank_of(adapter: Mapping[str, Any]) -> int:
-    ranks: list[int] = [adapter["r"], *adapter.get("rank_pattern", {}).values()]
+    ranks: list[int] = [adapter["r"], *(adapter.get("rank_pattern") or {}).values()]
     return max(ranks)
 
 
