@@ -13,18 +13,28 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.in_process import run_finetune
 from tests.launches import alive_with, run_command, start_command
 from tests.sweep.conftest import losses_of, status_of, words_of
+from tests.warm import warm_interpreter
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow]
 
 _SECONDS = 240.0
 _MARK = "FINETUNE_TEST_SWEEP"
-SEEDS = ("seed=1,2", "optim.learning_rate=8e-3", "checkpoint.save_every=5")
-STEPS = 30
+WORDS = ("optim.learning_rate=8e-3", "checkpoint.save_every=5")
+STEPS = "2,30"
+"""The first trial is soon finished."""
+WITH_LITTLE_PATIENCE = """
+import sys
+from finetune.cli import main
+from finetune.sweep import running
+running._STOP_SECONDS = 3.0
+main(sys.argv[1:])
+"""
 
 
-def sweep(folder: Path, *words: str, steps: int = STEPS) -> list[str]:
+def sweep(folder: Path, *words: str, steps: int | str = 30) -> list[str]:
     return [sys.executable, "-m", "finetune", "sweep", *words_of(folder, *words, steps=steps)]
 
 
@@ -47,16 +57,19 @@ def is_training(trial: Path) -> Callable[[], bool]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("whole") / "sweep"
-    done = run_command(sweep(folder, *SEEDS))
+    """The run that is the second trial."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    done = run_finetune("train", *words_of(folder, *WORDS, steps=30))
     assert done.returncode == 0, done.stdout
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.warm)], ids=["killed", "stopped"]
+)
 def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(number, undisturbed, tmp_path):
     folder = tmp_path / "sweep"
-    started = start_command(sweep(folder, *SEEDS), variables={_MARK: str(tmp_path)})
+    started = start_command(sweep(folder, *WORDS, steps=STEPS), variables={_MARK: str(tmp_path)})
     wait_until(is_training(folder / "trial-002"), started)
     started.send_signal(number)
     output, _ = started.communicate(timeout=_SECONDS)
@@ -69,20 +82,23 @@ def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(number, undisturbed,
     assert not alive_with(_MARK, str(tmp_path)), "no trial outlives its sweep"
     assert status_of(folder / "trial-002") == "preempted", "it saved a checkpoint"
 
-    again = run_command(sweep(folder, *SEEDS))
+    with warm_interpreter():
+        again = run_finetune("sweep", *words_of(folder, *WORDS, steps=STEPS))
     assert again.returncode == 0, again.stdout
     assert "trial-001: finetune" not in again.stdout
     assert "resumed from step=" in (folder / "trial-002.log").read_text()
-    assert adapters(folder) == adapters(undisturbed)
-    assert losses_of(folder / "trial-002") == losses_of(undisturbed / "trial-002")
+    trained, whole = (run / "adapter/adapter_model.safetensors" for run in (folder / "trial-002", undisturbed))
+    assert trained.read_bytes() == whole.read_bytes()
+    assert losses_of(folder / "trial-002") == losses_of(undisturbed)
 
 
 def test_a_second_ctrl_c_ends_the_trial_at_once(tmp_path):
     folder = tmp_path / "sweep"
     started = start_command(
-        sweep(folder, "seed=1,2", steps=100_000), variables={_MARK: str(tmp_path), "OMP_NUM_THREADS": "1"}
+        [sys.executable, "-c", WITH_LITTLE_PATIENCE, *sweep(folder, "seed=1,2", steps=100_000)[3:]],
+        variables={_MARK: str(tmp_path)},
     )
-    wait_until(is_training(folder / "trial-001"), started)
+    wait_until((folder / "trial-001/metrics.jsonl").exists, started)
     trial = next(each for each in alive_with(_MARK, str(tmp_path)) if "train" in each.cmdline())
     trial.suspend()  # it cannot finish its step
     started.send_signal(signal.SIGINT)
@@ -103,7 +119,8 @@ def test_processes_share_the_trials_of_an_array_and_the_same_command_shows_them(
         assert process.returncode == 0, output
         assert f"trial-00{number} is completed" in output
         assert f"trial-00{3 - number}: finetune" not in output
-    encoded = ["encoded before, read from" in (folder / f"trial-00{number}.log").read_text() for number in (1, 2)]
+    logs = [(folder / f"trial-00{number}.log").read_text() for number in (1, 2)]
+    encoded = [re.search(r"orders/train\.jsonl.*encoded before, read from", log) is not None for log in logs]
     assert sorted(encoded) == [False, True], "the second process waits for the first one's rows"
     before = adapters(folder)
     shown = run_command([*words, "--report"])
@@ -116,24 +133,27 @@ def test_processes_share_the_trials_of_an_array_and_the_same_command_shows_them(
 @pytest.mark.warm
 def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path):
     folder = tmp_path / "sweep"
-    words = sweep(folder, "seed=1,2", steps=40)
+    words = sweep(folder, steps="100000,2")
     first = start_command([*words, "--only", "1"])
     wait_until(is_training(folder / "trial-001"), first)
     second = run_command(words)
-    output, _ = first.communicate(timeout=_SECONDS)
-    assert first.returncode == second.returncode == 0, output + second.stdout
+    assert second.returncode == 0, second.stdout
     assert "trial-001 is left to the process that runs it" in second.stdout
     assert "trial-002: completed" in second.stdout
-    assert status_of(folder / "trial-001") == "completed"
+    assert status_of(folder / "trial-001") == "running"
+    first.terminate()
+    output, _ = first.communicate(timeout=_SECONDS)
+    assert first.returncode == 75, output
 
 
 @pytest.mark.warm
-def test_two_trials_at_once_of_two_processes_each_give_the_curves_of_one_after_the_other(tmp_path):
-    words = ("seed=1,2", "parallel.num_processes=2", "training.global_batch_size=8", "training.batch_size=4")
-    one = run_command(sweep(tmp_path / "one", *words, steps=6))
-    two = run_command([*sweep(tmp_path / "two", *words, steps=6), "--at-once", "2"])
-    assert one.returncode == two.returncode == 0, one.stdout + two.stdout
-    assert "2 trials of 2 processes each on one device take up to" in two.stdout
-    for name in ("trial-001", "trial-002"):
-        mine, theirs = (dict(losses_of(tmp_path / folder / name)) for folder in ("two", "one"))
-        assert mine == pytest.approx(theirs, rel=1e-6)
+def test_two_trials_at_once_of_two_processes_each_give_the_curves_of_one_process(tmp_path):
+    words = ("parallel.num_processes=2", "training.global_batch_size=8", "training.batch_size=4")
+    both = run_command([*sweep(tmp_path / "both", "seed=1,2", *words, steps=4), "--at-once", "2"])
+    assert both.returncode == 0, both.stdout
+    assert "2 trials of 2 processes each on one device take up to" in both.stdout
+    for seed in (1, 2):
+        alone = tmp_path / f"alone-{seed}"
+        assert run_finetune("train", *words_of(alone, f"seed={seed}", steps=4)).returncode == 0
+        mine, theirs = dict(losses_of(tmp_path / f"both/trial-00{seed}")), dict(losses_of(alone))
+        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)
