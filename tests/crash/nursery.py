@@ -5,6 +5,7 @@ It reads one JSON object a line from stdin (`start` or `wait`) and answers each 
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ def main(warm_up: list[str]) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     tqdm.tqdm.monitor_interval = 0  # else it starts a thread, and a fork wants one thread only
     train_from_overrides(warm_up)
+    gc.freeze()  # the end of each run collects garbage: it need not visit all of torch, nor copy its pages
     threads = len(list(Path("/proc/self/task").iterdir()))
     answers.write(json.dumps({"threads": threads}) + "\n")
     for line in sys.stdin:

@@ -16,7 +16,7 @@ from tests.crash import IS_FULL
 from tests.crash.runs import Ended, Nursery, assert_same_end, explained
 
 PAGE_KILOBYTES = 4
-EVERY = 1 if IS_FULL else 11
+EVERY = 1 if IS_FULL else 17
 WORDS = ["training.max_steps=12", "checkpoint.save_total_limit=9", "training.log_every=1"]
 
 pytestmark = [
@@ -103,7 +103,7 @@ def test_a_disk_that_became_read_only(nursery: Nursery, disk: Path) -> None:
     folder = RunFolder(disk / "run")
     folder.checkpoints.mkdir(parents=True)
     mount(folder.checkpoints, 8 << 10)
-    words = ["training.max_steps=100", f"output_dir={folder.path}"]
+    words = ["training.max_steps=60", f"output_dir={folder.path}"]
     started = nursery.start(*words)
     screen = started.screen
     deadline = time.monotonic() + 30
