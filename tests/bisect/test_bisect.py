@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import subprocess
@@ -197,10 +196,8 @@ def test_a_patched_kernel_in_another_environment(scene, tmp_path):
     patched.write_text(source.replace(".rsqrt_()", ".rsqrt_().mul_(1.001)"))
     assert patched.read_text() != source
     python = other_environment(tmp_path / "env", "finetune.engine.norm", patched)
-    command = [sys.executable, "-m", "finetune", "bisect", scene.place / "a", "--python", python, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["step"], found["cause"]["name"]) == (3, 1, "finetune"), found
+    code, found = scene.bisect(str(scene.place / "a"), "--python", python)
+    assert (code, found["step"], found["cause"]["name"]) == (3, 1, "finetune"), found
     assert "another finetune.engine.norm" in found["cause"]["text"]
 
 

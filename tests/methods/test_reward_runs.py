@@ -7,6 +7,7 @@ import itertools
 import json
 import signal
 import sys
+from functools import cache
 
 import pytest
 
@@ -63,11 +64,22 @@ def words(inputs, run, *more):
 WAYS = {"once": (), "twice": ("grpo.num_iterations=2", "grpo.beta=0.05", "lora.dropout=0.1")}
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def trained(request, inputs, tmp_path_factory):
-    run = tmp_path_factory.mktemp(request.param) / "run"
-    train_from_overrides(words(inputs, run, *WAYS[request.param]))
-    return request.param, run
+@pytest.fixture(scope="module")
+def run_of(inputs, tmp_path_factory):
+    """The run of a way, which is trained when it is first asked for."""
+
+    @cache
+    def train(way):
+        run = tmp_path_factory.mktemp(way) / "run"
+        train_from_overrides(words(inputs, run, *WAYS[way]))
+        return run
+
+    return train
+
+
+@pytest.fixture(params=WAYS)
+def trained(request, run_of):
+    return request.param, run_of(request.param)
 
 
 def rollouts(run):
@@ -163,7 +175,9 @@ def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_
     """While it generates answers, with a rollout that no step has learned from, in an update, and in a save."""
     way, run = trained
     given = words(inputs, tmp_path / "killed", *WAYS[way])
-    done = run_command([sys.executable, "-c", KILLED, place, str(call), *given])
+    script = tmp_path / "killed.py"  # a script: only scripts and modules start warm
+    script.write_text(KILLED)
+    done = run_command([sys.executable, script, place, str(call), *given])
     assert done.returncode == -signal.SIGKILL, done.stdout
     train_from_overrides(given)
     assert contents(tmp_path / "killed/adapter") == contents(run / "adapter")
@@ -204,8 +218,8 @@ def test_a_run_has_one_curve_however_it_is_cut_and_computed(inputs, tmp_path):
 
 
 @pytest.mark.slow
-def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(inputs, tmp_path, monkeypatch):
-    train_from_overrides(words(inputs, tmp_path / "one"))
+def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(run_of, inputs, tmp_path, monkeypatch):
+    run = run_of("once")
     whole, attempts = training_run.train_step, itertools.count(1)
 
     def too_large(*given, **named):
@@ -217,17 +231,12 @@ def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(in
     train_from_overrides(words(inputs, tmp_path / "cut"))
     assert next(attempts) == 3
     assert "out of memory in step 1, which is tried again" in (tmp_path / "cut/log.txt").read_text()
-    refuse_to_differ(tmp_path / "one", tmp_path / "cut")
+    refuse_to_differ(run, tmp_path / "cut")
 
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("launcher", "way"),
-    [
-        ("torchrun", "parallel.gradient_sync=flat"),
-        ("torchrun", "parallel.sharding=fsdp2"),
-        ("torchrun_4", "parallel.gradient_sync=flat"),
-    ],
+    ("launcher", "way"), [("torchrun", "parallel.sharding=fsdp2"), ("torchrun_4", "parallel.gradient_sync=flat")]
 )
 def test_several_processes_have_the_curve_of_one(trained, inputs, tmp_path, launcher, way):
     name, run = trained
