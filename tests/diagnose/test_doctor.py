@@ -562,7 +562,9 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
 @pytest.mark.warm
 def test_a_rank_that_came_and_hangs_is_named(tmp_path):
     port = free_port()
-    other = start(sys.executable, "-c", JOINS_AND_HANGS, cwd=tmp_path, **rank_variables(1, port))
+    script = tmp_path / "hangs.py"
+    script.write_text(JOINS_AND_HANGS)
+    other = start(sys.executable, script, cwd=tmp_path, **rank_variables(1, port))
     try:
         assert other.stdout.readline() == "imported\n"  # so the doctor's 6 seconds are not spent on another's imports
         code, output = doctor(tmp_path, "parallel.timeout_minutes=0.1", **rank_variables(0, port))

@@ -114,6 +114,7 @@ def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
     system = 'Say "yes",\n\n it\'s 🙂 {{ x }} {% y %} ~~~~ \u00e9'
     row = {"messages": [{"role": role, "content": text} for role, text in (("system", system), ("user", "a"))]}

@@ -89,13 +89,13 @@ def test_a_run_has_one_curve_however_it_is_split_and_computed(trained, inputs, t
 
 TWO_PROCESSES = {
     "kto": ["parallel.gradient_sync=ddp", "parallel.sharding=fsdp2"],
-    "orpo": ["parallel.sharding=fsdp2"],
-    "simpo": ["parallel.gradient_sync=flat"],
+    "orpo": ["parallel.gradient_sync=flat"],
 }
 """KTO's estimate of the KL divergence is one more sum over all ranks. The other losses only differ by formula."""
 
 
 @pytest.mark.launch
+@pytest.mark.parametrize("trained", TWO_PROCESSES, indirect=True)
 def test_two_processes_have_the_curve_of_one(trained, inputs, tmp_path):
     name, run = trained
     for way in TWO_PROCESSES[name]:

@@ -231,6 +231,7 @@ with launch(config) as runtime:
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
 def test_all_ranks_end_with_the_sentence(inputs, tmp_path, how):

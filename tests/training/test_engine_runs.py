@@ -112,7 +112,8 @@ def reference(inputs, tmp_path_factory):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "base", ["phi3", pytest.param("longrope", marks=pytest.mark.sweep), pytest.param("phi", marks=pytest.mark.sweep)]
+    "base",
+    ["phi3", *(pytest.param(name, marks=[pytest.mark.sweep, pytest.mark.sampled(4)]) for name in ("longrope", "phi"))],
 )
 @pytest.mark.parametrize(
     "word",

@@ -179,6 +179,7 @@ def test_a_fraction_bounds_the_free_memory() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_rows", [3, 20])
 def test_the_tokens_that_memory_allows_fit_and_not_many_more_would(num_rows: int) -> None:
     model = tiny()
@@ -190,6 +191,7 @@ def test_the_tokens_that_memory_allows_fit_and_not_many_more_would(num_rows: int
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("length", [40, 700])
 def test_what_surely_fits_is_known_without_a_trace(family: str, length: int) -> None:

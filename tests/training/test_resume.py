@@ -20,6 +20,7 @@ from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.resume import accepted_changes, at_its_place, record_of_start
+from tests.crash import IS_FULL
 from tests.methods.tiny_training import contents, curve, record
 from tests.tiny_runs import write_base, write_rows
 
@@ -371,13 +372,13 @@ def test_a_flip_of_any_byte_of_what_is_compared_never_blocks(started: Started) -
     tried = 0
     for file in (started.folder.config_file, started.folder.record_file):
         whole = file.read_bytes()
-        for place in range(0, len(whole), 9):
+        for place in range(0, len(whole), 9 if IS_FULL else 31):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             assert accepted_changes(started.folder, config, ROWS) == [], place
             tried += 1
         file.write_bytes(whole)
     print(f"{tried} flips tried")
-    assert tried > 500
+    assert tried > (500 if IS_FULL else 150)
 
 
 @pytest.mark.parametrize("content", [b"", b'{"started', b"[]", b'{"started_with": 3}', b'{"started_with": {}}'])
