@@ -39,7 +39,7 @@ def damaged_and_complete(whole: Path, nursery: Nursery) -> Path:
 
 @pytest.mark.parametrize(
     ("ranks", "begins", "words"),
-    [(1, "anew", []), (1, "over what is there", []), (2, "anew", []), (2, "anew", SHARDED)],
+    [(1, "anew", DATA_WORKERS), (1, "over what is there", []), (2, "anew", []), (2, "anew", SHARDED)],
     ids=["1-anew", "1-over what is there", "2-anew", "2-sharded"],
 )
 def test_killed_at_any_operation(
@@ -50,7 +50,7 @@ def test_killed_at_any_operation(
     before = None if begins == "anew" else damaged_and_complete(whole, nursery)
     nursery.put(before)
     listed = nursery.folder / "operations.txt"
-    assert_same_end(nursery.train(*words, *DATA_WORKERS, ranks=ranks, operations=listed), nursery.run, whole)
+    assert_same_end(nursery.train(*words, ranks=ranks, operations=listed), nursery.run, whole)
     operations = listed.read_text().splitlines()
     total = len(operations)
     assert total > 150
@@ -62,13 +62,13 @@ def test_killed_at_any_operation(
     points = [*range(1, total, EVERY[ranks]), total] if IS_FULL else sample
     for point in points:
         nursery.put(before)
-        ended = nursery.train(*words, *DATA_WORKERS, ranks=ranks, kill_at=point)
+        ended = nursery.train(*words, ranks=ranks, kill_at=point)
         with explained(f"before operation {point}:\n{ended.screen}\n"):
             # What threads do at the same time comes in no fixed order, nor, perhaps, in a fixed number.
             assert ended.statuses[0] in (-signal.SIGKILL, 0)
             assert "hung" not in ended.statuses
             killed += ended.statuses[0] != 0
-            again = nursery.train(*words, *DATA_WORKERS, ranks=ranks)
+            again = nursery.train(*words, ranks=ranks)
             assert again.resumed_from >= ended.committed, again.screen
             assert_same_end(again, nursery.run, whole)
     assert killed >= 0.9 * len(points)
@@ -80,7 +80,7 @@ def test_killed_at_random_times(nursery: Nursery, tried: Callable[..., None], ra
     """A random one of the ranks, started again and again until the run is complete; then the next run."""
     words = [
         *(f"training.max_steps={STEPS[ranks]}", "checkpoint.save_every=3", "checkpoint.save_total_limit=2"),
-        *("validation.validate_every=5", *DATA_WORKERS, *(ONE_EACH if ranks > 2 else [])),
+        *("validation.validate_every=10", *DATA_WORKERS, *(ONE_EACH if ranks > 2 else [])),
     ]
     begun = time.monotonic()
     whole = nursery.whole(*words, ranks=ranks)

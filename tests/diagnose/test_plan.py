@@ -326,6 +326,7 @@ def products_of(loss, model, microbatch) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("checkpointing", ["true", "false"])
 @pytest.mark.parametrize("method", ["lora", "full"])
 def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, method, checkpointing):

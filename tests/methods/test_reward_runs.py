@@ -167,9 +167,23 @@ train_from_overrides(words)
 """
 
 
+BEYOND_CI = pytest.mark.sampled(0)
+
+
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("place", "call"), [("_until_stop", 40), ("write_rollout", 2), ("train_step", 3), ("take_snapshot", 2)]
+    ("trained", "place", "call"),
+    [
+        ("once", "_until_stop", 40),
+        ("twice", "write_rollout", 2),
+        ("twice", "train_step", 3),
+        ("once", "take_snapshot", 2),
+        pytest.param("twice", "_until_stop", 40, marks=BEYOND_CI),
+        pytest.param("once", "write_rollout", 2, marks=BEYOND_CI),
+        pytest.param("once", "train_step", 3, marks=BEYOND_CI),
+        pytest.param("twice", "take_snapshot", 2, marks=BEYOND_CI),
+    ],
+    indirect=["trained"],
 )
 def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, place, call):
     """While it generates answers, with a rollout that no step has learned from, in an update, and in a save."""
@@ -236,7 +250,14 @@ def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(ru
 
 @pytest.mark.launch
 @pytest.mark.parametrize(
-    ("launcher", "way"), [("torchrun", "parallel.sharding=fsdp2"), ("torchrun_4", "parallel.gradient_sync=flat")]
+    ("trained", "launcher", "way"),
+    [
+        ("twice", "torchrun", "parallel.sharding=fsdp2"),
+        ("once", "torchrun_4", "parallel.gradient_sync=flat"),
+        pytest.param("once", "torchrun", "parallel.sharding=fsdp2", marks=BEYOND_CI),
+        pytest.param("twice", "torchrun_4", "parallel.gradient_sync=flat", marks=BEYOND_CI),
+    ],
+    indirect=["trained"],
 )
 def test_several_processes_have_the_curve_of_one(trained, inputs, tmp_path, launcher, way):
     name, run = trained

@@ -14,6 +14,7 @@ from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder
 from finetune.training.reporting.trackers import Trackers
+from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_command
 from tests.methods.tiny_training import events, record
 from tests.runs.screens import FINETUNE
@@ -50,13 +51,12 @@ def train(folder, inputs, *words, **variables):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_a_missing_tracker_is_refused_with_its_command_before_any_model_is_looked_for(tmp_path):
+def test_a_missing_tracker_is_refused_with_its_command_before_any_model_is_looked_for(tmp_path, monkeypatch):
     rows = write_rows(tmp_path / "rows")
     words = ["train", "model.path=microsoft/phi-4", f"data.path={rows}", "training.report_to=[tensorboard]"]
-    code = "import sys; sys.modules['tensorboard'] = None; from finetune.cli import main; main()"
-    done = run_command([sys.executable, "-c", code, *words], cwd=tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.chdir(tmp_path)
+    done = run_finetune(*words)
     assert done.returncode == 2, done.stdout
     assert "names tensorboard, which is not installed. Run pip install tensorboard, or drop it" in done.stdout
     assert "phi-4" not in done.stdout

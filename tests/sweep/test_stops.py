@@ -23,8 +23,6 @@ pytestmark = [pytest.mark.launch, pytest.mark.slow]
 _SECONDS = 240.0
 _MARK = "FINETUNE_TEST_SWEEP"
 WORDS = ("optim.learning_rate=8e-3", "checkpoint.save_every=5")
-STEPS = "2,30"
-"""The first trial is soon finished."""
 WITH_LITTLE_PATIENCE = """
 import sys
 from finetune.cli import main
@@ -57,7 +55,7 @@ def is_training(trial: Path) -> Callable[[], bool]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Path:
-    """The run that is the second trial."""
+    """The run that is the longer trial."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     done = run_finetune("train", *words_of(folder, *WORDS, steps=30))
     assert done.returncode == 0, done.stdout
@@ -65,12 +63,18 @@ def undisturbed(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.warm)], ids=["killed", "stopped"]
+    ("number", "steps", "name"),
+    [
+        (signal.SIGKILL, "30,2", "trial-001"),
+        pytest.param(signal.SIGTERM, "2,30", "trial-002", marks=pytest.mark.warm),
+    ],
+    ids=["killed in its first trial", "stopped in its last trial"],
 )
-def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(number, undisturbed, tmp_path):
+def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(number, steps, name, undisturbed, tmp_path):
     folder = tmp_path / "sweep"
-    started = start_command(sweep(folder, *WORDS, steps=STEPS), variables={_MARK: str(tmp_path)})
-    wait_until(is_training(folder / "trial-002"), started)
+    trial = folder / name
+    started = start_command(sweep(folder, *WORDS, steps=steps), variables={_MARK: str(tmp_path)})
+    wait_until(is_training(trial), started)
     started.send_signal(number)
     output, _ = started.communicate(timeout=_SECONDS)
     if number == signal.SIGKILL:
@@ -80,16 +84,19 @@ def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(number, undisturbed,
         assert started.returncode == 75, output
         assert f"the sweep was stopped by {number.name}: 1 of 2 trials are finished" in output
     assert not alive_with(_MARK, str(tmp_path)), "no trial outlives its sweep"
-    assert status_of(folder / "trial-002") == "preempted", "it saved a checkpoint"
+    assert status_of(trial) == "preempted", "it saved a checkpoint"
+    finished = [other.name for other in folder.glob("trial-*/") if status_of(other) == "completed"]
+    assert finished == ([] if name == "trial-001" else ["trial-001"])
 
     with warm_interpreter():
-        again = run_finetune("sweep", *words_of(folder, *WORDS, steps=STEPS))
+        again = run_finetune("sweep", *words_of(folder, *WORDS, steps=steps))
     assert again.returncode == 0, again.stdout
-    assert "trial-001: finetune" not in again.stdout
-    assert "resumed from step=" in (folder / "trial-002.log").read_text()
-    trained, whole = (run / "adapter/adapter_model.safetensors" for run in (folder / "trial-002", undisturbed))
+    assert not any(f"{each}: finetune" in again.stdout for each in finished)
+    assert "resumed from step=" in (folder / f"{name}.log").read_text()
+    trained, whole = (run / "adapter/adapter_model.safetensors" for run in (trial, undisturbed))
     assert trained.read_bytes() == whole.read_bytes()
-    assert losses_of(folder / "trial-002") == losses_of(undisturbed)
+    assert losses_of(trial) == losses_of(undisturbed)
+    assert {status_of(each) for each in folder.glob("trial-*/")} == {"completed"}
 
 
 def test_a_second_ctrl_c_ends_the_trial_at_once(tmp_path):

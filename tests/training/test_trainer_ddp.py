@@ -279,6 +279,7 @@ def test_two_spawned_processes_train_as_one_world(config, tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["comes_alone", "described_comes_alone"])
 def test_where_the_world_never_came_one_goes_on_keeps_the_global_batch_and_says_so(config, tmp_path, name):
     del config["training"]["global_batch_size"]
