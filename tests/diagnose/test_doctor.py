@@ -637,7 +637,7 @@ def test_a_name_that_torchrun_would_give_others_in_vain_is_found_on_two_nodes(ow
 def test_a_slow_network_and_a_folder_that_is_not_shared_are_found_on_two_nodes(tmp_path):
     words = ["-m", "finetune", "doctor", f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path}", "resume=auto"]
     with two_nodes() as nodes:
-        limit = ["rate", "600mbit", "burst", "256kbit", "latency", "400ms"]
+        limit = ["rate", "300mbit", "burst", "256kbit", "latency", "400ms"]
         shape = ["tc", "-netns", nodes.nodes[0].namespace, "qdisc", "add", "dev", INTERFACE, "root", "tbf", *limit]
         subprocess.run(shape, check=True)
         hidden = ["unshare", "--mount", "sh", "-c", HIDES_ON_NODE_1, "sh", tmp_path, *torchrun(1), *words]
@@ -645,7 +645,7 @@ def test_a_slow_network_and_a_folder_that_is_not_shared_are_found_on_two_nodes(t
     assert "started by torchrun: rank 0 of 2, local rank 0 of 1, on node0" in output
     assert "rank 1 on node1: output_dir=" in output  # a finding of rank 1's own
     assert "problem  rank 1 on node1 cannot see rank 0's output_dir" in output
-    assert "warning  the network is slow: 0.07" in output  # 600 Mbit/s are 0.075 GB/s
+    assert "warning  the network is slow: 0.03" in output  # 300 Mbit/s are 0.0375 GB/s
     assert "World" not in other
 
 

@@ -147,9 +147,10 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
 
 
 def planned(tmp_path: Path, *words: str, device: Device | None = None, processes: int | None = None) -> Rehearsal:
-    """Return a rehearsal after its first stage."""
+    """Return a rehearsal after its first stage, whose plan has nothing to search for in memory."""
+    given = ["training.batch_size=1", "training.gradient_checkpointing=true", f"data.cache_dir={tmp_path}", *words]
     rehearsal = Rehearsal(
-        config=compose(["model=phi_tiny", *FEW_ORDERS, f"data.cache_dir={tmp_path}", *words]),
+        config=compose(["model=phi_tiny", *FEW_ORDERS, *given]),
         arguments=words,
         folder=tmp_path,
         device=device or find_device("cpu"),
