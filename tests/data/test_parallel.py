@@ -51,6 +51,7 @@ def cached_bytes(section: DataSection) -> bytes:
 
 @pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("count", "keys"), [(3, {}), (2, {"train_on": "last", "max_length": 36, "on_truncated_answer": "warn"})]
 )
