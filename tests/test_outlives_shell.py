@@ -23,7 +23,7 @@ import pytest
 from tests.launches import REPOSITORY, is_alive, wait_until
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
-NUM_STEPS = 250
+NUM_STEPS = 100
 """Some seconds of work: far more than it takes to close a terminal."""
 LIMIT_SECONDS = 300.0
 PREEMPTED = 75
@@ -87,8 +87,8 @@ class Run:
             *("task=finetune_lora", *random_model_words(inputs / "tokenizer"), f"output_dir={self.folder}"),
             *(f"data.path={inputs / 'rows'}", f"data.cache_dir={inputs / 'cache'}", "training.device=cpu"),
             *("training.batch_size=2", "training.global_batch_size=4", f"training.max_steps={NUM_STEPS}"),
-            *("checkpoint.save_every=100", "checkpoint.save_every_epochs=null", "testing.num_samples=0"),
-            "validation.validate_every=100",
+            *("checkpoint.save_every=50", "checkpoint.save_every_epochs=null", "testing.num_samples=0"),
+            "validation.validate_every=50",
         ]
         self.command = [sys.executable, "-m", "finetune", "train", *words]
 
