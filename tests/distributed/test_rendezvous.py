@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,94 +23,146 @@ from finetune.distributed.network import PROBE_SECONDS, what_answers
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port, place_variables, wait_until
+from tests.scenes import Scenes
 
 pytestmark = [pytest.mark.launch, pytest.mark.warm]
 SCRIPT = Path(__file__).with_name("joining.py")
 
 
-def start(folder, rank, port, *, world_size=2, **wish):
-    """One rank as a process; its variables are those of a launcher that nobody knows."""
-    variables = place_variables(rank, world_size, port) | {"MASTER_ADDR": wish.pop("address", "127.0.0.1")}
-    return subprocess.Popen(
-        [sys.executable, str(SCRIPT), str(folder), json.dumps(wish)],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+class Play:
+    """Ranks of one launch as processes, with the variables of a launcher that nobody knows."""
+
+    def __init__(self, folder, python, variables):
+        self.folder = folder
+        self._python = python
+        self._variables = variables
+        self._started = []
+
+    def start(self, rank, port, *, world_size=2, folder="", **wish):
+        """Start one rank, which reports into `folder`; `joining.py` says what it may wish for."""
+        place = place_variables(rank, world_size, port) | {"MASTER_ADDR": wish.pop("address", "127.0.0.1")}
+        process = subprocess.Popen(
+            [self._python, str(SCRIPT), str(self.folder / folder), json.dumps(wish)],
+            env={**self._variables, "PYTHONPATH": str(REPOSITORY), **place},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def launch(self, world_size, **wish):
+        """Start all ranks of a world on a free port, and wait for their ends."""
+        port = free_port()
+        return self.ends([self.start(rank, port, world_size=world_size, **wish) for rank in range(world_size)])
+
+    def ends(self, processes):
+        """Exit codes, reports by rank (None where a rank left none) and outputs."""
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+        files = [self.folder / f"rank-{rank}.json" for rank in range(len(processes))]
+        reports = [json.loads(file.read_text()) if file.exists() else None for file in files]
+        return [process.returncode for process in processes], reports, outputs
+
+    def stop(self):
+        """End what a failed scene left."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
 
 
-def ends(processes, folder):
-    """Exit codes, reports by rank (None where a rank left none) and outputs."""
-    outputs = [process.communicate(timeout=240)[0] for process in processes]
-    files = [folder / f"rank-{rank}.json" for rank in range(len(processes))]
-    reports = [json.loads(file.read_text()) if file.exists() else None for file in files]
-    return [process.returncode for process in processes], reports, outputs
+SCENES = Scenes(at_a_time=6)
+"""Most of them wait for a timeout, the first one longest."""
 
 
-def test_all_present_are_one_world(tmp_path):
-    port = free_port()
-    codes, reports, outputs = ends([start(tmp_path, rank, port, world_size=3) for rank in range(3)], tmp_path)
+@pytest.fixture(scope="module", autouse=True)
+def scenes(request, tmp_path_factory):
+    """The scenes run while the other tests of this file do."""
+    python, variables = sys.executable, dict(os.environ)
+    with SCENES.running(request, tmp_path_factory, lambda folder, _: Play(folder, python, variables)) as started:
+        yield started
+
+
+@SCENES.add
+def a_store_that_is_silent_for_longer_than_a_probe_is_found(play):
+    """As with a slow name server: the store looks up each connection, also of probes that nobody waits for any more."""
+    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    server.set("finetune/identity", json.dumps({"launch_id": "", "world_size": 2}))
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as slow:
+        threading.Thread(target=pass_on_slowly, args=(slow, server.port, PROBE_SECONDS * 1.25), daemon=True).start()
+        output, _ = play.start(1, slow.getsockname()[1], timeout=10).communicate(timeout=240)
+    report = json.loads((play.folder / "rank-1.json").read_text())
+    assert report["error"] == "LaunchError", output
+    assert re.search(r"got no answer from rank 0 of 2 .* although a store is open there", report["text"])
+    assert report["seconds"] < 20
+
+
+@SCENES.add
+def all_present_are_one_world(play):
+    codes, reports, outputs = play.launch(3)
     assert codes == [0, 0, 0], outputs
     assert [(r["world_size"], r["sum"], r["backend"], r["clean"]) for r in reports] == [(3, 6.0, "gloo", True)] * 3
     assert "[Distributed] Initialized with backend=gloo rank=0 world_size=3" in outputs[0]
 
 
-def test_processes_that_leave_a_world_can_join_the_next(tmp_path):
+@SCENES.add
+def processes_that_leave_a_world_can_join_the_next(play):
     """Whoever is early for the second rendezvous must neither walk into the first nor find its port shut."""
-    port = free_port()
-    codes, reports, outputs = ends([start(tmp_path, rank, port, worlds=4) for rank in range(2)], tmp_path)
+    codes, reports, outputs = play.launch(2, worlds=4)
     assert codes == [0, 0], outputs
     assert [(r["world_size"], r["sum"], r["fallbacks"], r["clean"]) for r in reports] == [(2, 3.0, [], True)] * 2
 
 
-def test_if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_word(tmp_path):
+@SCENES.add
+def if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_word(play):
     port = free_port()
-    processes = [start(tmp_path, rank, port, world_size=3, timeout=3, lasts=1) for rank in (0, 1)]
-    codes, reports, outputs = ends(processes, tmp_path)
+    codes, reports, outputs = play.ends([play.start(rank, port, world_size=3, timeout=6, lasts=1) for rank in (0, 1)])
     assert codes == [0, 0], outputs
     assert (reports[0]["world_size"], reports[0]["distributed"], reports[0]["clean"]) == (1, False, True)
-    assert reports[0]["seconds"] < 3 + 10
+    assert reports[0]["seconds"] < 6 + 10
     (fallback,) = reports[0]["fallbacks"]
     assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("ddp", "3 processes", "one process")
-    assert f"rank 2 of 3 did not join at 127.0.0.1:{port} within 3 s (joined: ranks 0, 1)" in fallback["why"]
+    assert f"rank 2 of 3 did not join at 127.0.0.1:{port} within 6 s (joined: ranks 0, 1)" in fallback["why"]
     assert "[Trainer] Warning: DDP was requested but rank 2 of 3" in outputs[0]
     assert "the curve stays the same, only slower" in outputs[0]
     assert reports[1]["error"] == "LeftToMain"
     assert "[Distributed] rank 0 trains alone: rank 1 of 3 leaves" in outputs[1]
 
 
-def test_a_late_rank_hears_that_rank_0_trains_alone(tmp_path):
+@SCENES.add
+def a_late_rank_hears_that_rank_0_trains_alone(play):
     port = free_port()
-    first = start(tmp_path, 0, port, timeout=1, lasts=60)
+    first = play.start(0, port, timeout=1, lasts=60)
     wait_until(lambda: what_answers("127.0.0.1", port) is None, "the store of rank 0", 60)
     time.sleep(1.5)
-    late = start(tmp_path, 1, port, timeout=20)
+    late = play.start(1, port, timeout=20)
     late.wait(240)
-    (tmp_path / "over").touch()
-    codes, _, outputs = ends([first, late], tmp_path)
+    (play.folder / "over").touch()
+    codes, _, outputs = play.ends([first, late])
     assert codes == [0, 0], outputs
     assert "rank 1 of 2 leaves" in outputs[1]
 
 
-def test_a_strict_run_is_refused_on_all_ranks(tmp_path):
+@SCENES.add
+def a_strict_run_is_refused_on_all_ranks(play):
     port = free_port()
-    processes = [start(tmp_path, rank, port, world_size=3, timeout=2, strict=True) for rank in (0, 1)]
-    codes, reports, outputs = ends(processes, tmp_path)
+    processes = [play.start(rank, port, world_size=3, timeout=6, strict=True) for rank in (0, 1)]
+    codes, reports, outputs = play.ends(processes)
     assert codes == [2, 2], outputs
     for report in reports:
         assert report["error"] == "LaunchError"
         assert "rank 2 of 3 did not join" in report["text"]
         assert report["text"].endswith("No rank goes on alone.")
-        assert report["seconds"] < 2 + 10
+        assert report["seconds"] < 6 + 10
         assert report["fallbacks"] == []
 
 
-def test_without_rank_0_nobody_goes_on(tmp_path):
+@SCENES.add
+def without_rank_0_nobody_goes_on(play):
     port = free_port()
-    process = start(tmp_path, 1, port, timeout=2)
+    process = play.start(1, port, timeout=2)
     output, _ = process.communicate(timeout=240)
-    report = json.loads((tmp_path / "rank-1.json").read_text())
+    report = json.loads((play.folder / "rank-1.json").read_text())
     assert process.returncode == 2, output
     assert report["error"] == "LaunchError"
     assert (
@@ -118,10 +171,10 @@ def test_without_rank_0_nobody_goes_on(tmp_path):
     assert report["seconds"] < 2 + 10
 
 
-def test_a_wrong_address_is_named_on_both_sides(tmp_path):
+@SCENES.add
+def a_wrong_address_is_named_on_both_sides(play):
     port, address = free_port(), "no-such-host.invalid"
-    processes = [start(tmp_path, rank, port, timeout=2, address=address) for rank in range(2)]
-    codes, reports, outputs = ends(processes, tmp_path)
+    codes, reports, outputs = play.ends([play.start(rank, port, timeout=2, address=address) for rank in range(2)])
     assert codes == [0, 2], outputs
     why = reports[0]["fallbacks"][0]["why"]
     assert f"rank 1 of 2 did not join at {address}:{port}" in why
@@ -130,11 +183,9 @@ def test_a_wrong_address_is_named_on_both_sides(tmp_path):
     assert all(report["seconds"] < 2 + 10 for report in reports)
 
 
-def test_ddp_false_lets_exactly_rank_0_go_on(tmp_path):
-    port = free_port()
-    codes, reports, outputs = ends(
-        [start(tmp_path, rank, port, world_size=3, flag=False) for rank in range(3)], tmp_path
-    )
+@SCENES.add
+def ddp_false_lets_exactly_rank_0_go_on(play):
+    codes, reports, outputs = play.launch(3, flag=False)
     assert codes == [0, 0, 0], outputs
     assert [report.get("world_size") for report in reports] == [1, None, None]
     assert [report.get("error") for report in reports] == [None, "LeftToMain", "LeftToMain"]
@@ -142,55 +193,49 @@ def test_ddp_false_lets_exactly_rank_0_go_on(tmp_path):
     assert all(report["seconds"] < 10 for report in reports)
 
 
-def test_a_port_in_use_lets_rank_0_go_on_and_refuses_the_others(tmp_path):
+@SCENES.add
+def a_port_in_use_lets_rank_0_go_on_and_refuses_the_others(play):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        codes, reports, outputs = ends([start(tmp_path, rank, port, timeout=2) for rank in range(2)], tmp_path)
+        codes, reports, outputs = play.ends([play.start(rank, port, timeout=2) for rank in range(2)])
     assert codes == [0, 2], outputs
     assert f"rank 0 cannot open port {port}" in reports[0]["fallbacks"][0]["why"]
     assert "the port is in use" in reports[0]["fallbacks"][0]["why"]
     assert "something other than a torch store listens there" in reports[1]["text"]
 
 
-def test_two_launches_on_one_port_never_mix(tmp_path):
+@SCENES.add
+def two_launches_on_one_port_never_mix(play):
     """The second launch has another world size; its rank 1 comes to the first one's store."""
     port = free_port()
-    (tmp_path / "b").mkdir()
-    first = start(tmp_path, 0, port, timeout=30)  # longer than two processes need to start, one after the other
+    (play.folder / "b").mkdir()
+    first = play.start(0, port, timeout=30)  # longer than two processes need to start, one after the other
     wait_until(lambda: what_answers("127.0.0.1", port) is None, "the store of rank 0", 60)
-    stranger = start(tmp_path / "b", 1, port, world_size=3, timeout=6)
+    stranger = play.start(1, port, folder="b", world_size=3, timeout=6)
     output, _ = stranger.communicate(timeout=240)
     assert stranger.returncode == 2, output
-    assert "found another launch" in output or "found another launch" in (tmp_path / "b" / "rank-1.json").read_text()
-    codes, _, outputs = ends([first, start(tmp_path, 1, port, timeout=30)], tmp_path)
+    assert "found another launch" in output or "found another launch" in (play.folder / "b/rank-1.json").read_text()
+    codes, _, outputs = play.ends([first, play.start(1, port, timeout=30)])
     assert codes == [0, 0], outputs
 
 
-def test_a_rank_that_was_started_twice_is_refused(tmp_path):
+@SCENES.add
+def a_rank_that_was_started_twice_is_refused(play):
     port = free_port()
-    (tmp_path / "twin").mkdir()
-    processes = [
-        start(tmp_path, 1, port, world_size=3, timeout=5),
-        start(tmp_path / "twin", 1, port, world_size=3, timeout=5),
-    ]
-    first = start(tmp_path, 0, port, world_size=3, timeout=5)
-    outputs = [process.communicate(timeout=240)[0] for process in (*processes, first)]
-    assert sorted(process.returncode for process in processes) == [0, 2], outputs
-    assert sum("has already joined" in file.read_text() for file in tmp_path.rglob("rank-1.json")) == 1
+    (play.folder / "twin").mkdir()
+    twins = [play.start(1, port, folder=folder, world_size=3, timeout=8) for folder in ("", "twin")]
+    first = play.start(0, port, world_size=3, timeout=8)
+    outputs = [process.communicate(timeout=240)[0] for process in (*twins, first)]
+    assert sorted(process.returncode for process in twins) == [0, 2], outputs
+    assert sum("has already joined" in file.read_text() for file in play.folder.rglob("rank-1.json")) == 1
 
 
-@pytest.mark.parametrize("strict", [False, True])
-def test_gloo_takes_over_from_an_nccl_that_does_not_start(tmp_path, strict):
+@SCENES.add
+def gloo_takes_over_from_an_nccl_that_does_not_start(play):
     """This build of torch has no nccl: the very failure that a broken driver gives."""
-    port = free_port()
-    processes = [start(tmp_path, rank, port, backend="nccl", strict=strict) for rank in range(2)]
-    codes, reports, outputs = ends(processes, tmp_path)
-    if strict:
-        assert codes == [2, 2], outputs
-        assert all("nccl did not start on 2 of 2 ranks" in report["text"] for report in reports)
-        return
+    codes, reports, outputs = play.launch(2, backend="nccl")
     assert codes == [0, 0], outputs
     for report in reports:
         assert (report["backend"], report["world_size"], report["sum"]) == ("gloo", 2, 3.0)
@@ -199,18 +244,44 @@ def test_gloo_takes_over_from_an_nccl_that_does_not_start(tmp_path, strict):
         assert "nccl did not start" in fallback["why"]
 
 
-def test_ranks_on_different_kinds_of_device_are_refused_before_a_backend_starts(tmp_path):
+@SCENES.add
+def a_strict_run_ends_with_an_nccl_that_does_not_start(play):
+    codes, reports, outputs = play.launch(2, backend="nccl", strict=True)
+    assert codes == [2, 2], outputs
+    assert all("nccl did not start on 2 of 2 ranks" in report["text"] for report in reports)
+
+
+@SCENES.add
+def ranks_on_different_kinds_of_device_are_refused_before_a_backend_starts(play):
     """A broken driver leaves one node with its CPU. Its gloo and the others' nccl would wait for each other."""
     port = free_port()
     kinds = ["nccl", "gloo", "nccl"]
-    processes = [start(tmp_path, rank, port, world_size=3, backend=backend) for rank, backend in enumerate(kinds)]
-    codes, reports, outputs = ends(processes, tmp_path)
+    processes = [play.start(rank, port, world_size=3, backend=backend) for rank, backend in enumerate(kinds)]
+    codes, reports, outputs = play.ends(processes)
     assert codes == [2, 2, 2], outputs
     for report in reports:
         assert report["error"] == "LaunchError"
         assert "cpu with nccl (ranks 0, 2), cpu with gloo (rank 1)" in report["text"]
         assert report["seconds"] < 10
         assert report["clean"]
+
+
+def pass_on_slowly(listener, port, seconds):
+    """Connect each connection with the port, one after the other, each after so many seconds."""
+    with suppress(OSError):  # the test is over
+        while True:
+            theirs = listener.accept()[0]
+            time.sleep(seconds)
+            ours = socket.create_connection(("127.0.0.1", port))
+            for pair in ((theirs, ours), (ours, theirs)):
+                threading.Thread(target=pass_on, args=pair, daemon=True).start()
+
+
+def pass_on(source, target):
+    with source, suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
 
 def test_while_waiting_a_rank_says_who_is_missing(monkeypatch, caplog):
@@ -291,32 +362,6 @@ def test_a_rank_asks_no_more_questions_in_a_larger_world(monkeypatch):
     assert asked_meanwhile <= 11, "rank 0 looks for each rank, as long as the run lasts"
 
 
-def test_a_store_that_is_silent_for_longer_than_a_probe_is_found():
-    """As with a slow name server: the store looks up each connection, also of probes that nobody waits for any more."""
-    server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
-    server.set("finetune/identity", json.dumps({"launch_id": "", "world_size": 2}))
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as slow:
-        threading.Thread(target=pass_on_slowly, args=(slow, server.port, PROBE_SECONDS * 1.25), daemon=True).start()
-        place = place_variables(1, 2, slow.getsockname()[1])
-        began = time.monotonic()
-        with pytest.raises(LaunchError, match=r"got no answer from rank 0 of 2 .* although a store is open there"):
-            Rendezvous(read_environment(place), timedelta(seconds=10))
-        assert time.monotonic() - began < 20
-
-
-def pass_on_slowly(listener, port, seconds):
-    """Connect each connection with the port, one after the other, each after so many seconds."""
-    with suppress(OSError):  # the test is over
-        while True:
-            theirs = listener.accept()[0]
-            time.sleep(seconds)
-            ours = socket.create_connection(("127.0.0.1", port))
-            for pair in ((theirs, ours), (ours, theirs)):
-                threading.Thread(target=pass_on, args=pair, daemon=True).start()
-
-
-def pass_on(source, target):
-    with source, suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
+@pytest.mark.parametrize("act", SCENES.params)
+def test_scene(scenes, act):
+    scenes[act].result()
