@@ -7,7 +7,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import yaml
 from finetune.errors import FinetuneError, PreemptedError
 from tests.curves import assert_one_curve, curve_alone, read_run, run_words
 from tests.launches import REPOSITORY, free_port
+from tests.warm import programs
 
 FOLDER = REPOSITORY / "recipes" / "launch"
 LIMIT_SECONDS = 240
@@ -109,20 +109,19 @@ def test_the_task_of_skypilot_has_documented_fields_only():
     assert f"output_dir={mounted}/" in found["envs"]["ARGUMENTS"]
 
 
-def pod_command(index, words, folder, port):
+def pod_command(index, words, port):
     """The command of a pod and the variables that it has on a cluster; GPUs and addresses are those of this machine."""
     _, container = job_and_container()
     here = {"NODES": "2", "GPUS_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    here["HF_HOME"] = str(folder)
     return [*container["command"], *words], {**variables_of(container), **here, "JOB_COMPLETION_INDEX": str(index)}
 
 
-def node_command(index, words, folder, port):
+def node_command(index, words, port):
     """What SkyPilot runs on a node, and the variables that it sets."""
-    activate = folder / "finetune" / "bin" / "activate"  # the test's own environment stands for the one of `setup`
+    activate = Path.home() / "finetune/bin/activate"  # the test's own environment stands for the one of `setup`
     activate.parent.mkdir(parents=True, exist_ok=True)
     activate.touch()
-    own = {"HOME": str(folder), "HF_HOME": str(folder), "ARGUMENTS": shlex.join(words), "MASTER_PORT": port}
+    own = {"ARGUMENTS": shlex.join(words), "MASTER_PORT": port}
     place = {"SKYPILOT_NODE_RANK": str(index), "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NUM_GPUS_PER_NODE": "1"}
     addresses = {"SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1"}
     return ["bash", "-c", task()["run"]], {**task()["envs"], **own, **place, **addresses}
@@ -136,8 +135,9 @@ class TwoNodes:
         self.logs = [folder / f"node-{index}.log" for index in (0, 1)]
         self.processes = []
         for index, log in enumerate(self.logs):
-            command, variables = command_of(index, list(map(str, words)), folder, port)
-            path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+            command, variables = command_of(index, list(map(str, words)), port)
+            del variables["HF_HOME"]  # a place on the cluster's volume
+            path = f"{programs()}:{os.environ['PATH']}"
             own = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", **variables}
             with log.open("w") as output:
                 self.processes.append(
@@ -172,6 +172,7 @@ FILES = pytest.mark.parametrize("command_of", [pod_command, node_command], ids=[
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 @FILES
 def test_two_nodes_train_like_one_process(tmp_path, command_of):
     with TwoNodes(command_of, ["task=finetune_lora", *run_words(tmp_path / "run")], tmp_path) as nodes:
@@ -182,7 +183,7 @@ def test_two_nodes_train_like_one_process(tmp_path, command_of):
 
 
 @pytest.mark.launch
-@pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.sampled(1)
 @FILES
 def test_when_one_node_is_preempted_both_exit_with_75_and_go_on(tmp_path, command_of):
@@ -200,7 +201,7 @@ def test_when_one_node_is_preempted_both_exit_with_75_and_go_on(tmp_path, comman
 
 
 @pytest.mark.launch
-@pytest.mark.slow
+@pytest.mark.warm
 @FILES
 def test_a_mistake_of_the_user_keeps_its_exit_code(tmp_path, command_of):
     with TwoNodes(command_of, ["task=finetune_lora", "no.such_key=1"], tmp_path) as nodes:
