@@ -38,20 +38,26 @@ from tests.tiny_runs import conversation_words
 
 pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
 
-ALL_SPLITS = (*SPLITS, *DROPOUT_SPLITS)
 SHOWN = (Case(2), Case(8), Case(1, 0.1))
 """Those that `pytest` alone runs; the others sweep."""
 DDP = "parallel.gradient_sync=ddp"
 UNUSED = "parallel.find_unused_parameters=true"
 CHECKPOINTED = "training.gradient_checkpointing=true"
-REDUCED = (
+OF_TWO = (
+    Case(1),
     Case(2, words=(DDP, UNUSED), note="gradient_sync=ddp, find_unused_parameters"),
     Case(8, 0.1, words=(DDP,), note="gradient_sync=ddp"),
-    Case(2, words=(DDP, CHECKPOINTED), note="gradient_sync=ddp, gradient_checkpointing"),
     Case(2, recipe=FULL),
-    Case(2, recipe=FULL, words=(DDP,), note="gradient_sync=ddp"),
     Case(8, recipe=FULL, words=(DDP, CHECKPOINTED), note="gradient_sync=ddp, gradient_checkpointing"),
 )
+MORE_OF_TWO = (
+    Case(2, 0.1),
+    Case(8, 0.1),
+    Case(2, words=(DDP, CHECKPOINTED), note="gradient_sync=ddp, gradient_checkpointing"),
+    Case(2, recipe=FULL, words=(DDP,), note="gradient_sync=ddp"),
+)
+OF_FOUR = (*SPLITS, Case(2, 0.1), Case(2, words=(DDP,), note="gradient_sync=ddp"))
+MORE_OF_FOUR = (Case(1, 0.1), Case(8, 0.1))
 FSDP2, TWICE = "parallel.sharding=fsdp2", "parallel.shard_size=2"
 SHARDED = (
     Case(2, words=(FSDP2,), note="sharding=fsdp2"),
@@ -79,23 +85,27 @@ class Form(NamedTuple):
     world_size: int
     cases: tuple[Case, ...]
 
-    @property
-    def param(self):
+    def param(self, *marks):
         """Of the test."""
-        return pytest.param(self, id=f"{self.command}-{self.world_size}-{len(self.cases)}")
+        return pytest.param(self, id=f"{self.command}-{self.world_size}-{len(self.cases)}", marks=marks)
 
 
 SHOWN_FORM = Form("torchrun", "torchrun", "torchrun", 2, SHOWN)
 FORMS = (
-    Form("torchrun", "torchrun", "torchrun", 2, (*(case for case in ALL_SPLITS if case not in SHOWN), *REDUCED)),
-    Form("torchrun", "torchrun_4", "torchrun", 4, (*ALL_SPLITS, Case(2, words=(DDP,), note="gradient_sync=ddp"))),
-    Form("torchrun", "torchrun", "torchrun", 2, SHARDED),
-    Form("torchrun", "torchrun_4", "torchrun", 4, SHARDED_BY_FOUR),
-    Form("torchrun, c10d rendezvous", "torchrun_c10d", "torchrun", 2, PLAIN_CASES),
+    Form("torchrun", "torchrun", "torchrun", 2, OF_TWO),
+    Form("torchrun", "torchrun_4", "torchrun", 4, OF_FOUR),
+)
+OTHER_FORMS = (
     Form("python -m torch.distributed.launch", "torch.distributed.launch", "torchrun", 2, PLAIN_CASES),
+    Form("torchrun", "torchrun", "torchrun", 2, MORE_OF_TWO),
+    Form("torchrun", "torchrun_4", "torchrun", 4, MORE_OF_FOUR),
+    Form("torchrun", "torchrun", "torchrun", 2, SHARDED),
+    Form("torchrun, c10d rendezvous", "torchrun_c10d", "torchrun", 2, PLAIN_CASES),
+    Form("torchrun", "torchrun_4", "torchrun", 4, SHARDED_BY_FOUR),
     Form("accelerate launch, config file", "accelerate_config", "accelerate", 2, PLAIN_CASES),
     Form("mpirun", "mpirun", "mpi", 2, PLAIN_CASES),
 )
+"""CI runs a sample of them. `tests/distributed/test_sharded_full.py` has more of sharded runs."""
 ACCELERATE = Form("accelerate launch", "accelerate", "accelerate", 2, (*PLAIN_CASES, SHARDED[0]))
 LOCAL_SPAWN = "finetune train, parallel.num_processes=2"
 TORCH_SPAWN = "torch.multiprocessing.spawn"
@@ -103,7 +113,11 @@ AS_THE_OTHER_RECIPE = ("model.path=null", "optim.schedule=linear", "optim.warmup
 """What configs/train_ddp.yaml says differently."""
 ROWS = [
     *(case.row("python", 1) for case in ALONE),
-    *(case.row(form.name, form.world_size) for form in (SHOWN_FORM, *FORMS, ACCELERATE) for case in form.cases),
+    *(
+        case.row(form.name, form.world_size)
+        for form in (SHOWN_FORM, *FORMS, *OTHER_FORMS, ACCELERATE)
+        for case in form.cases
+    ),
     *(case.row(LOCAL_SPAWN, 2) for case in (*PLAIN_CASES, SHARDED[0])),
     PLAIN_CASES[1].row(TORCH_SPAWN, 2),
     *(case.row("srun", 2) for case in PLAIN_CASES),
@@ -158,12 +172,13 @@ def test_a_sharded_run_has_the_bytes_of_one_that_is_not(shown):
     assert_sharded_is_unsharded(whole, shards)
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("form", [form.param for form in FORMS])
+@pytest.mark.parametrize(
+    "form", [*(form.param() for form in FORMS), *(form.param(pytest.mark.sampled(2)) for form in OTHER_FORMS)]
+)
 def test_every_launcher_world_and_split_gives_one_curve(tmp_path, form):
     run_and_report(command_of(form), tmp_path, form.cases, variables=variables_of(form))
     assert_cases(form.name, tmp_path, form.cases, world_size=form.world_size, launcher=form.launcher)
-    if form.world_size == 4 and set(SPLITS) <= set(form.cases):
+    if form.cases == OF_FOUR:
         shares = {case.split: microbatches(tmp_path, case) for case in SPLITS}
         assert shares["8x1"] == [[1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
         assert shares["2x4"] == [[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 0]]
