@@ -37,12 +37,12 @@ def disk(tmp_path):
 
 @pytest.fixture
 def command(tmp_path, disk):
-    """A run of 60 steps with a checkpoint after every second one."""
+    """A run of 30 steps with a checkpoint after every second one."""
     return [
         *(sys.executable, "-m", "finetune", "train", "task=finetune_lora", f"model.path={write_base(tmp_path / 'b')}"),
         *(f"data.path={write_rows(tmp_path / 'rows', validation=0, test=0)}", f"data.cache_dir={tmp_path / 'cache'}"),
         *(f"output_dir={disk / 'run'}", "training.global_batch_size=4", "training.batch_size=2", "lora.r=2"),
-        *("training.max_steps=60", "training.log_every=1", "checkpoint.save_every=2"),
+        *("training.max_steps=30", "training.log_every=1", "checkpoint.save_every=2"),
         *("checkpoint.save_total_limit=2", "checkpoint.save_every_epochs=null"),
     ]
 
@@ -85,19 +85,19 @@ def test_two_ranks_stop_together_and_go_on_once_there_is_room(command, disk, tmp
     assert text.count("finetune: RunFailedError") == 1, text
     assert "No space left on device (ENOSPC)" in text
     assert "bytes are free there" in text
-    committed = max(step for step in range(60) if f"committed step={step}\n" in text)
+    committed = max(step for step in range(30) if f"committed step={step}\n" in text)
     assert newest_valid(folder) == folder.checkpoint(committed)
 
     (disk / "filler").unlink()
     done = run_command([*command, "parallel.num_processes=2", "resume=auto"], limit_seconds=LIMIT_SECONDS)
     assert done.returncode == 0, done.stdout
     assert f"resumed from step={committed}" in done.stdout
-    assert steps_in(folder.path) == list(range(1, 61))
+    assert steps_in(folder.path) == list(range(1, 31))
 
 
 def test_by_configuration_they_go_on_and_the_run_says_what_is_missing(command, disk, tmp_path):
     folder, screen = RunFolder(disk / "run"), tmp_path / "screen"
-    words = ["parallel.num_processes=2", "checkpoint.on_disk_failure=continue", "training.max_steps=120"]
+    words = ["parallel.num_processes=2", "checkpoint.on_disk_failure=continue", "training.max_steps=60"]
     process = start(command, screen, *words)
     said(screen, "committed step=4")
     fill(disk)
@@ -105,10 +105,10 @@ def test_by_configuration_they_go_on_and_the_run_says_what_is_missing(command, d
     said(screen, "lines are kept in memory meanwhile")
     (disk / "filler").unlink()
     assert process.wait(LIMIT_SECONDS) == 0, screen.read_text()
-    assert steps_in(folder.path) == list(range(1, 121))
-    assert newest_valid(folder) == folder.checkpoint(120)
+    assert steps_in(folder.path) == list(range(1, 61))
+    assert newest_valid(folder) == folder.checkpoint(60)
     record = json.loads(folder.record_file.read_text())
     assert record["status"] == "completed"
     assert [taken["used"] for taken in record["fallbacks"]], record["fallbacks"]
     assert all("No space left on device" in taken["why"] for taken in record["fallbacks"]), record["fallbacks"]
-    assert record["result"]["saving"]["checkpoints"] + len(record["fallbacks"]) == 60
+    assert record["result"]["saving"]["checkpoints"] + len(record["fallbacks"]) == 30
