@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
-from finetune.distributed import ddp_init
+from finetune.distributed import ddp_init, rendezvous
 from finetune.distributed.ddp_init import _finish, _start_backend
 from finetune.distributed.environment import LAUNCH_VARIABLES, read_environment, with_place
 from finetune.errors import ConfigError, LaunchError
@@ -142,9 +142,9 @@ def test_a_strict_world_that_is_not_formed_is_a_launch_error_and_leaves_nothing(
     assert launch_variables() == {}
 
 
-@pytest.mark.slow
 def test_a_port_and_an_address_in_the_environment_are_used_and_stay(monkeypatch):
     port = free_port()
+    monkeypatch.setattr(rendezvous, "_MARGIN_SECONDS", 0.0)
     monkeypatch.setenv("MASTER_PORT", str(port))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(LaunchError, match=f"at localhost:{port}"):

@@ -295,6 +295,7 @@ def who_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 @maker
 def rank_0_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     port = free_port()
+    monkeypatch.setattr(rendezvous, "_MARGIN_SECONDS", 0.0)
     _set(monkeypatch, {**_SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
     printed = printed_by(lambda: initialize_ddp(_ONE_SECOND, master_addr="localhost", master_port=port, device="cpu"))
     return put(printed, **{str(port): "29500", "within 1 s": "within 3600 s"})
