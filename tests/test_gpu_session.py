@@ -198,7 +198,7 @@ def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
     command = [sys.executable, "-m", "benchmarks.gpu_session", str(path), "--device", "cpu", "--tiny", "--only", *FEW]
     first = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     assert first.stdout is not None
-    next(line for line in first.stdout if line.startswith("profile/512:"))
+    next(line for line in first.stdout if line.startswith(f"{FEW[1]}:"))
     workers = psutil.Process(first.pid).children()
     first.kill()
     first.communicate()
@@ -206,7 +206,7 @@ def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
     assert workers
     assert not alive
     done = Figures(path).records
-    assert FEW.index("profile/512") <= len(done) < len(FEW)
+    assert 1 <= len(done) < len(FEW)
 
     with warm_interpreter():  # the one that is killed has processes of its own, and this one its figures from them
         second = run_command([sys.executable, *command[1:]], cwd=REPOSITORY, limit_seconds=1800)

@@ -33,7 +33,7 @@ SAMPLED = [page for page in pages_with("runnable") if page not in ALWAYS]
 
 
 @pytest.mark.parametrize(
-    "page", [*ALWAYS, *(pytest.param(page, marks=pytest.mark.sampled(3)) for page in SAMPLED)], ids=name_of
+    "page", [*ALWAYS, *(pytest.param(page, marks=pytest.mark.sampled(2)) for page in SAMPLED)], ids=name_of
 )
 def test_the_commands_of_a_page_work_in_their_order(page, kept, tmp_path, tmp_path_factory):
     done: tuple[str, ...] = ()
