@@ -112,7 +112,8 @@ class Play:
             process.wait()
 
 
-SCENES = Scenes(at_a_time=5)
+SCENES = Scenes(at_a_time=10)
+"""All of them wait most of the time, the first two longest."""
 
 
 def scene(world_size):
@@ -139,6 +140,29 @@ def the_only(lines):
 
 def kill(pid, number=signal.SIGKILL):
     os.kill(pid, number)
+
+
+@scene(world_size=3)
+def a_rank_that_never_comes_is_named(play):
+    play.start("leave", "leave")
+    assert play.end(25) == [2, 2]
+    for line in play.last_lines():
+        assert line.startswith(
+            "LaunchError: The ranks cannot watch over each other: no guardian of rank 2 reached the guardian of "
+            "rank 0 at 127.0.0.1 port "
+        )
+        assert "firewall" in line
+
+
+@scene(world_size=2)
+def a_hub_that_cannot_be_reached_is_named(play):
+    (play.folder / "share").write_text(json.dumps({"addresses": ["127.0.0.1"], "port": 1, "token": "x"}))
+    play.start("leave", first_rank=1)
+    assert play.end(25) == [2]
+    line = the_only(play.last_lines())
+    assert "rank 1 could not reach the guardian of rank 0 at port 1 within 15 s (127.0.0.1: " in line
+    assert "Connection refused" in line
+    assert "firewall" in line
 
 
 @scene(world_size=3)
@@ -400,29 +424,6 @@ def peers_without_the_token_are_disconnected(play):
     assert play.last_lines() == {""}
     for connection in silent:
         connection.close()
-
-
-@scene(world_size=3)
-def a_rank_that_never_comes_is_named(play):
-    play.start("leave", "leave")
-    assert play.end(25) == [2, 2]
-    for line in play.last_lines():
-        assert line.startswith(
-            "LaunchError: The ranks cannot watch over each other: no guardian of rank 2 reached the guardian of "
-            "rank 0 at 127.0.0.1 port "
-        )
-        assert "firewall" in line
-
-
-@scene(world_size=2)
-def a_hub_that_cannot_be_reached_is_named(play):
-    (play.folder / "share").write_text(json.dumps({"addresses": ["127.0.0.1"], "port": 1, "token": "x"}))
-    play.start("leave", first_rank=1)
-    assert play.end(25) == [2]
-    line = the_only(play.last_lines())
-    assert "rank 1 could not reach the guardian of rank 0 at port 1 within 15 s (127.0.0.1: " in line
-    assert "Connection refused" in line
-    assert "firewall" in line
 
 
 @pytest.mark.launch
