@@ -91,6 +91,7 @@ SHOWN = {
     "export": (["export", "merged", "ollama"], ["Written to ollama: Modelfile", "ollama create my-model -f Modelfile"]),
 }
 """Words of each command, and values that must be whole."""
+STARTS_PROCESSES = {"sweep": pytest.mark.warm}
 CODES = {"diff": 1, "push": 2}
 """There are differences; there is no token for the hub."""
 ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"}
@@ -106,7 +107,7 @@ def test_every_command_is_tried():
 @pytest.mark.trains
 @pytest.mark.sampled(3)
 @SIZES
-@pytest.mark.parametrize("command", SHOWN)
+@pytest.mark.parametrize("command", [pytest.param(name, marks=STARTS_PROCESSES.get(name, ())) for name in SHOWN])
 def test_a_command_fits_its_terminal_and_cuts_nothing(command, columns, here):
     words, whole = SHOWN[command]
     if command == "export" and not Path("merged").is_dir():

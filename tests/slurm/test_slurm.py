@@ -152,6 +152,7 @@ def test_two_steps_of_one_job_are_two_worlds(cluster, tmp_path):
 
 
 def test_a_cancelled_step_leaves_no_process(cluster, tmp_path):
+    """In interpreters that Slurm itself starts; the other tests' processes are forked off a warm one."""
     mark = f"finetune-test-{tmp_path.name}"
     command = ["srun", "--job-name", mark, "-N", "2", "-n", "2", sys.executable, SCRIPT, tmp_path, tmp_path / "never"]
     step = subprocess.Popen(
@@ -172,8 +173,8 @@ def test_a_cancelled_step_leaves_no_process(cluster, tmp_path):
         step.communicate()
 
 
+@pytest.mark.warm
 def test_recipes_under_srun_train_like_one_process(cluster, tmp_path):
-    """In interpreters that Slurm itself starts; most other tests' processes are forked off a warm one."""
     run(cluster, "srun", "-n", "2", sys.executable, *reporting_words(tmp_path, PLAIN_CASES))
     assert_cases("srun", tmp_path, PLAIN_CASES, world_size=2, launcher="slurm")
 
