@@ -28,7 +28,7 @@ ALONE = (
     Case(REFERENCE_BATCH_SIZE, words=(REFERENCE,)),
     Case(REFERENCE_BATCH_SIZE, recipe=FULL),
 )
-TWO_RANKS = (Case(2), Case(8), Case(2, words=(FSDP2,)), Case(2, recipe=FULL), Case(2, recipe=FULL, words=(FSDP2,)))
+TWO_RANKS = (Case(2), Case(2, words=(FSDP2,)), Case(2, recipe=FULL), Case(2, recipe=FULL, words=(FSDP2,)))
 
 
 def words_of(family: str) -> str:
@@ -50,7 +50,5 @@ def test_qwen3_on_two_ranks_has_the_curve_of_one_process(tmp_path: Path) -> None
         run = read_run(tmp_path / "two" / case.name)
         assert run.record["fallbacks"] == []
         assert_one_curve(run, full if case.recipe == FULL else lora)
-    plain, sharded = (
-        tmp_path / "two" / case.name / "adapter" / "adapter_model.safetensors" for case in TWO_RANKS[::2][:2]
-    )
+    plain, sharded = (tmp_path / "two" / case.name / "adapter" / "adapter_model.safetensors" for case in TWO_RANKS[:2])
     assert plain.read_bytes() == sharded.read_bytes()

@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 import threading
 from datetime import timedelta
 from unittest.mock import Mock
@@ -15,7 +16,7 @@ from finetune.distributed.ddp_init import _finish, _start_backend
 from finetune.distributed.environment import LAUNCH_VARIABLES, read_environment, with_place
 from finetune.errors import ConfigError, LaunchError
 from finetune.fallbacks import Fallbacks
-from tests.launches import free_port, write_report
+from tests.launches import free_port, run_command, write_report
 
 
 def launch_variables():
@@ -50,9 +51,11 @@ def _spawned(rank, port, folder):
 
 
 @pytest.mark.launch
+@pytest.mark.warm
 def test_spawned_processes_that_are_told_their_rank_join_one_world(tmp_path):
     port = free_port()
-    torch.multiprocessing.spawn(_spawned, args=(port, str(tmp_path)), nprocs=2)
+    done = run_command([sys.executable, "-m", "tests.distributed.test_ddp_init", str(port), tmp_path])
+    assert done.returncode == 0, done.stdout
     reports = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     for rank, report in enumerate(reports):
         assert report["context"] == [True, rank, rank, 2, "cpu"]
@@ -234,3 +237,7 @@ def test_the_limit_for_the_start_holds_for_the_start_alone():
     assert _start_backend(rendezvous, "gloo", timedelta(minutes=60)) is None
     cleanup_ddp()
     assert rendezvous.store.timeout == timedelta(minutes=60), "groups that are made later wait at the same store"
+
+
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(_spawned, args=(int(sys.argv[1]), sys.argv[2]), nprocs=2)
