@@ -24,7 +24,7 @@ from tests.crash.runs import Ended, Nursery, assert_same_end, explained
 WORDS = ["training.max_steps=12", "checkpoint.save_total_limit=9", "training.log_every=1"]
 TOOLS = ("mkfs.ext2", "e2fsck", "mount", "umount", "fallocate", "sync")
 _MEGABYTE = 1 << 20
-_STEP_KILOBYTES = 8 if IS_FULL else 28
+_STEP_KILOBYTES = 8 if IS_FULL else 40
 
 pytestmark = [
     pytest.mark.slow,

@@ -183,10 +183,10 @@ def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple
 @slow
 @pytest.mark.launch
 @pytest.mark.warm
-@pytest.mark.parametrize("world", ["one", "two"])
 def test_stop_then_skip_then_more_ends_in_the_bytes_of_the_run_that_skipped_all_along(
-    whole: dict[str, tuple[Path, str]], inputs: Path, tmp_path: Path, world: str
+    whole: dict[str, tuple[Path, str]], inputs: Path, tmp_path: Path
 ) -> None:
+    world = "two"
     bad = skipped(whole[world][0])
     run = tmp_path / "run"
 
@@ -223,7 +223,7 @@ def test_the_first_and_the_last_step_can_be_skipped_and_a_run_goes_on_from_there
     run, whole = tmp_path / "run", tmp_path / "whole"
     main(words(inputs, whole, SKIP, "seed=22"))
     assert skipped(whole) == [1, 7, NUM_STEPS]
-    for kept in (1, 7, NUM_STEPS):
+    for kept in (1, NUM_STEPS):
         shutil.copytree(whole, run)
         for step in range(kept + 1, NUM_STEPS + 1):
             shutil.rmtree(run / f"checkpoints/step-{step:06d}")
