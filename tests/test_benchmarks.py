@@ -158,7 +158,7 @@ def test_the_profile_accounts_for_all_of_the_time(bench, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.needs("trl")
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("objective", "engine"),
     [

@@ -15,8 +15,11 @@ from tests.launches import run_command
 
 pytestmark = pytest.mark.process
 
-FEW = "not bf16 and not fp16 and not dora and not pissa and not rslora and not workers"
-"""A CPU is slow in 16 bits, and runs the methods that are left out here in tests/methods."""
+FEW = (
+    "not bf16 and not fp16 and not dora and not pissa and not rslora and not neftune and not workers"
+    " and not (answers and phi-3) and not (prefixes and full) and not (peak and False)"
+)
+"""A CPU is slow in 16 bits, and runs what is left out here in tests/methods, tests/inference and tests/engine."""
 PRINTS = "import os; print('sees', repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
 
 

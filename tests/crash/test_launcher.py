@@ -24,7 +24,7 @@ START_SECONDS = 300.0
 IMPORT_SECONDS = 30.0
 """More for a worker that has not met the others yet: it sees that its launcher is gone once everything is imported."""
 KILLS = 6 if IS_FULL else 1
-WORDS = ["training.max_steps=40", "checkpoint.save_every=3", "checkpoint.save_total_limit=2", *DATA_WORKERS]
+WORDS = ["training.max_steps=24", "checkpoint.save_every=3", "checkpoint.save_total_limit=2", *DATA_WORKERS]
 COMMANDS = {
     "torchrun": [*LAUNCHERS["torchrun"], "-m", "finetune", "train"],
     "num_processes": [sys.executable, "-m", "finetune", "train", "parallel.num_processes=2"],
