@@ -37,9 +37,9 @@ def words(inputs, tmp_path):
     ]
 
 
-@pytest.mark.parametrize("program", [["-m", "finetune", "train"], [RECIPE]], ids=["command", "recipe"])
-def test_a_run_of_two_processes(program, words, tmp_path):
-    done = run_launched("python", [*program, *words, "parallel.num_processes=2"])
+def test_a_recipe_as_two_processes(words, tmp_path):
+    """tests/test_one_curve.py has the command line."""
+    done = run_launched("python", [RECIPE, *words, "parallel.num_processes=2"])
     assert done.returncode == 0, done.stdout
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["status"], record["world_size"], record["launcher"]) == ("completed", 2, "spawn")
