@@ -38,7 +38,7 @@ def plain_words(folder: Path) -> list[str]:
 
 def words_of_each_turn(folder: Path) -> list[str]:
     """The answers of a conversation do not fit into one micro-batch."""
-    return [*conversation_words(folder, train=32), "training.max_tokens_per_microbatch=100"]
+    return [*conversation_words(folder, train=16), "training.batch_size=2", "training.max_tokens_per_microbatch=100"]
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):
     """With dropout and a data worker: neither the masks nor the order of rows may depend on where a run began."""
     words = [
         *("task=finetune_lora", f"model.path={write_base(tmp_path / 'base')}"),
-        *(*words_of_rows(tmp_path / "rows"), f"data.cache_dir={tmp_path / 'cache'}"),
-        *("training.batch_size=4", "training.num_epochs=3", "checkpoint.save_every=4", "checkpoint.save_total_limit=3"),
+        *(f"data.cache_dir={tmp_path / 'cache'}", "training.batch_size=4", *words_of_rows(tmp_path / "rows")),
+        *("training.num_epochs=3", "checkpoint.save_every=4", "checkpoint.save_total_limit=3"),
         *("lora.dropout=0.1", "training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),
     ]
     done = run_finetune("train", *words, f"output_dir={tmp_path / 'whole'}")
