@@ -166,6 +166,7 @@ def test_answers_take_the_planned_memory(words, form, top_p):
 LONGER = [[*range(3, 3 + number)] for number in (70, 80, 90)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("prompts", [PROMPTS, LONGER], ids=["step", "prompts"])
 @pytest.mark.parametrize("form", ["engine", "sdpa", "eager"])
 def test_the_forward_pass_of_generating_takes_the_planned_memory(words, form, prompts):
