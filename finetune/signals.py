@@ -21,6 +21,8 @@ STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
 stays ignored."""
 _PR_SET_PDEATHSIG = 1
 """From linux/prctl.h: choose the signal that the kernel sends to this process when its parent thread ends."""
+# Found now, because in a forked child the loader's lock may still be held by a thread that only the parent has.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 _CTRL_C_DOES = ("finetune: stops after this step and its checkpoint;", "press Ctrl-C again to stop at once")
 _ONE_REQUEST_SECONDS = 1.0
 """Signals within this time are one request: the terminal or scheduler sends a signal, and the launcher sends it too."""
@@ -162,8 +164,8 @@ def leave_signals_to_parent(*_: object) -> None:
 
 def end_with_parent(number: signal.Signals) -> None:
     """Ask the kernel to send this process a signal when its parent ends, however it ends. Has effect on Linux only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, number)
 
 
 @contextmanager
