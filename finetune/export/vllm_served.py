@@ -39,9 +39,8 @@ _REFUSED = {
     "use_dora": "DoRA",
     "trainable_token_indices": "new tokens",
     "modules_to_save": "layers that are trained whole",
-    "target_parameters": "LoRA on experts",
 }
-"""What vLLM refuses, by the key in adapter_config.json. finetune puts no LoRA on experts."""
+"""What vLLM refuses, by the key in adapter_config.json."""
 _TOKEN = "token_id:"
 _GIVEN_BY_DEFAULT = 20
 """The default of vLLM's --max-logprobs."""

@@ -392,7 +392,6 @@ def test_log_probabilities_of_a_few_tokens_are_compared_by_these_tokens():
         ({"r": 16, "use_dora": True}, ["because it has DoRA: finetune merge writes"]),
         ({"r": 8, "trainable_token_indices": {"embed_tokens": [7]}}, ["because it has new tokens: "]),
         ({"r": 8, "modules_to_save": ["norm"]}, ["because it has layers that are trained whole: "]),
-        ({"r": 8, "target_parameters": ["mlp.experts.down_proj"]}, ["because it has LoRA on experts: "]),
         ({"r": 24}, ["vLLM needs --max-lora-rank 32 to serve this adapter"]),
         ({"r": 8, "rank_pattern": {"o_proj": 64}}, ["vLLM needs --max-lora-rank 64 to serve this adapter"]),
     ],
