@@ -102,7 +102,7 @@ def measure(
     ]
     command = [sys.executable, *torchrun(num_ranks), "-m", "benchmarks.sharding", "--size", size]
     command += ["--rank-of", str(folder), *words]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | ONE_THREAD | QUIET | _SMALLEST_MAPPING
+    environment = os.environ | ONE_THREAD | QUIET | _SMALLEST_MAPPING
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-_MOST_CHARACTERS:])

@@ -1,12 +1,13 @@
 """Part `ranks`: two ranks against one, one that is lost, and sharded weights.
 
-With two GPUs the ranks talk through nccl. With one GPU they share it, through gloo (`parallel.share_gpus`): the same
-code runs on CUDA's tensors, and the times mean nothing. Without a GPU they compute on the CPU.
+On GPUs the ranks talk through nccl. If there is one GPU, they share it (`parallel.share_gpus`), and the times mean
+nothing. Without a GPU they compute on the CPU, and talk through gloo.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -50,6 +51,12 @@ _BATCH = ("training.global_batch_size=8", "training.batch_size=4")
 """The same micro-batches for one rank and for two: with dropout, the curve depends on them."""
 _TINY = ("data.max_rows=48", "training.max_steps=4", "validation.validate_every=4")
 _FP32 = "training.precision=fp32"
+_SHARED = ("parallel.share_gpus=true", "parallel.backend=nccl")
+_NCCL_ON_ONE_GPU = {
+    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent / "shared_gpu"), os.environ.get("PYTHONPATH", "")]),
+    **{"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_MAX_CTAS": "2"},
+}
+"""With these variables, nccl connects ranks that share a GPU. See `shared_gpu/sitecustomize.py`."""
 _CURVE_PROMISE, _WEIGHTS_PROMISE = 1e-6, 1e-5
 """Of the losses and of the adapter, in fp32 (ARCHITECTURE.md)."""
 _SECONDS_PROMISED, _SECONDS_WAITED = 15.0, 90.0
@@ -89,12 +96,13 @@ def against_one(session: Session, *, words: Sequence[str]) -> dict[str, Any]:
     job = session.job("mini")
     if _shares(session):
         job = replace(job, size="sharded")
-    alone = _trained(job, [])
-    together = _trained(replace(job, processes=2), [*_two_ranks(session), *words])
+    alone, _ = _trained(job, [])
+    together, backend = _trained(replace(job, processes=2), [*_two_ranks(session), *words])
     rates = [figures_of(job, reports)["tokens_per_second"] for reports in (alone, together)]
     curves = [[reports[0].losses[step + 1] for step in range(job.steps)] for reports in (alone, together)]
     figures = {
         **_world(session),
+        "backend": backend,
         "job": job.name,
         "tokens_per_second": rates[1],
         "tokens_per_second_of_one": rates[0],
@@ -131,6 +139,7 @@ def lose_a_rank(session: Session, *, is_killed: bool) -> dict[str, Any]:
     sys.stdout.write(log)
     return {
         **_world(session),
+        "backend": record["backend"],
         "seconds_until_all_have_ended": seconds,
         "exit_code": process.returncode,
         "error": str(record["result"].get("error")),
@@ -146,14 +155,15 @@ def same_bytes(session: Session) -> dict[str, Any]:
     shards = _finished(session, "torchrun", (*words, "parallel.sharding=fsdp2"))
     files = _files(session)
     equal = [name for name in files if (whole / name).read_bytes() == (shards / name).read_bytes()]
-    sharded_by = json.loads((shards / "run.json").read_text())["shard_size"]
+    record = json.loads((shards / "run.json").read_text())
     return {
         **_world(session),
-        "shard_size": sharded_by,
+        "backend": record["backend"],
+        "shard_size": record["shard_size"],
         "files_compared": len(files),
         "files_with_equal_bytes": len(equal),
         "largest_loss_difference": largest_difference(losses_of(whole), losses_of(shards)),
-        "is_right": sharded_by == 2 and len(equal) == len(files),
+        "is_right": record["shard_size"] == 2 and len(equal) == len(files),
     }
 
 
@@ -166,12 +176,14 @@ def gather_checkpoint(session: Session) -> dict[str, Any]:
         folder.mkdir()
         write_base(Job(size=size), base)
         _, step = sharding.measure(base, folder, size, method="full", sharding="fsdp2", num_ranks=2, more=more)
-        saving = json.loads((folder / "run" / "run.json").read_text())["result"]["saving"]
+        record = json.loads((folder / "run" / "run.json").read_text())
         newest = max((folder / "run" / "checkpoints").iterdir())
         written = sum(file.stat().st_size for file in newest.glob("*.safetensors"))
+    saving = record["result"]["saving"]
     seconds = saving["blocked_seconds"] / saving["checkpoints"]
     return {
         **_world(session),
+        "backend": record["backend"],
         "checkpoint_bytes": written,
         "checkpoint_seconds": seconds,
         "bytes_per_second": written / seconds,
@@ -190,7 +202,9 @@ def _shares(session: Session) -> bool:
 
 def _two_ranks(session: Session) -> list[str]:
     """Return the settings with which two ranks compute here."""
-    return [f"training.device={session.device}", *(["parallel.share_gpus=true"] if _shares(session) else [])]
+    if _shares(session):
+        os.environ.update(_NCCL_ON_ONE_GPU)
+    return [f"training.device={session.device}", *(_SHARED if _shares(session) else ())]
 
 
 def _world(session: Session) -> dict[str, Any]:
@@ -218,8 +232,8 @@ def _finished(session: Session, form: str, words: tuple[str, ...]) -> Path:
     return run
 
 
-def _trained(job: Job, words: Sequence[str]) -> list[RankReport]:
-    """Train a job with finetune in processes of its own; return what each rank reports."""
+def _trained(job: Job, words: Sequence[str]) -> tuple[list[RankReport], str | None]:
+    """Train a job with finetune in processes of its own; return what each rank reports, and the ranks' backend."""
     with TemporaryDirectory() as folder:
         base = str(Path(folder) / "base")
         write_base_without_weights(job, Path(base))
@@ -227,9 +241,11 @@ def _trained(job: Job, words: Sequence[str]) -> list[RankReport]:
         order = Order(engine="ours", words=own, job=job, base=base, folder=folder, has_weights=False)
         done = subprocess.run([sys.executable, *order.command()], cwd=ROOT, capture_output=True, text=True)
         reports = order.reports()
+        record = Path(folder) / "run" / "run.json"
+        backend = json.loads(record.read_text())["backend"] if record.exists() else None
     if done.returncode or len(reports) != job.processes:
         raise RuntimeError(f"{len(reports)} of {job.processes} ranks have trained: {reason_in(done.stderr)}")
-    return reports
+    return reports, backend
 
 
 def _end_all(process: subprocess.Popen[str]) -> None:

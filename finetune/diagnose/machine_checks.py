@@ -152,7 +152,7 @@ def check_backend(config: Config) -> Iterator[Finding]:
     """Check that this torch has the backend that the run will use."""
     area, wish = "Backend", config.parallel.backend
     on_gpu = torch.cuda.is_available() and _wants_gpu(config)
-    uses_nccl = on_gpu and wish != "gloo" and not config.parallel.share_gpus
+    uses_nccl = on_gpu and (wish == "nccl" or (wish == "auto" and not config.parallel.share_gpus))
     if not dist.is_available() or not dist.is_gloo_available():
         yield problem(area, f"torch {torch.__version__} has no gloo", "install one of torch's own builds")
     elif wish == "nccl" and not on_gpu:

@@ -163,15 +163,15 @@ def initialize_ddp(
         backend: ``nccl`` or ``gloo``; by default nccl with CUDA and gloo without.
         device: the device of this process, by default the GPU with its local rank or the CPU.
         flag: the run's `ddp`: True: several processes are expected; False: rank 0 alone; None: as launched.
-        shares_gpus: the run's `parallel.share_gpus`: let several ranks compute on one GPU, through gloo.
+        shares_gpus: the run's `parallel.share_gpus`: let several ranks compute on one GPU, by default through gloo.
         fallbacks: where a downgrade is recorded, and whether one is refused.
 
     Returns:
         This process's place, or None when a group is up already. A world of one needs no group: `distributed` is False.
 
     Raises:
-        LaunchError: contradictory variables, nccl without CUDA or on a shared GPU, ranks on different types of device
-            or two on one GPU, rank 0 not found.
+        LaunchError: contradictory variables, nccl without CUDA, ranks on different types of device or two on one GPU,
+            rank 0 not found.
         LeftToMain: rank 0 has confirmed that it trains alone; leaves the process with exit code 0.
     """
     if dist.is_initialized():
@@ -262,11 +262,6 @@ def _environment_with(
 def _choose_backend(backend: str | None, device: torch.device, *, shares_gpus: bool = False) -> str:
     if backend in (None, "auto"):
         return "nccl" if device.type == "cuda" and not shares_gpus else "gloo"
-    if backend == "nccl" and shares_gpus:
-        raise LaunchError(
-            "parallel.backend is nccl and parallel.share_gpus is true, but nccl connects no ranks on one GPU. Use "
-            "backend=gloo or auto."
-        )
     if backend == "nccl" and device.type != "cuda":
         raise LaunchError(
             "backend=nccl needs a CUDA device and this process computes on the CPU. Use backend=gloo or auto."

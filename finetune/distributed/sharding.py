@@ -154,8 +154,8 @@ class ShardedModel:
             # A plain sum, the only one that gloo knows: the loss is divided by the targets of all ranks already.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-            # The ranks must sum the same weights, even if some have no gradient on one of them.
-            unit.set_reduce_scatter_unused_params(True, recurse=False)
+            if shards_trained:  # the ranks must sum the same weights, even if some have no gradient on one of them
+                unit.set_reduce_scatter_unused_params(True, recurse=False)
         self._is_entered = self._gathers_late = False
         self._is_on_cpu = device.type == "cpu"
         bare_model(model).get_decoder().register_forward_pre_hook(self._refuse_outside)
