@@ -66,7 +66,12 @@ def product_in_fp8(
 
 def transposed(weight: torch.Tensor) -> torch.Tensor:
     """Copy a weight for `input_gradient_in_fp8`, since Hopper's kernels read the second factor by columns only."""
-    return weight.t().contiguous()
+    return _transposed(weight.view(torch.uint8)).view(weight.dtype)
+
+
+@fused(launches=1)
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    return x.t().contiguous()
 
 
 def input_gradient_in_fp8(dy: torch.Tensor, weight_t: torch.Tensor, row_scale: torch.Tensor) -> torch.Tensor:

@@ -203,6 +203,7 @@ INPUTS: dict[str, tuple[Any, ...]] = {
     "input_gradient": (ROWS, ROWS + 1, torch.randn(96), torch.rand(24, 1), ROWS - 1),
     "gated": (ROWS,),
     "rounded_to_fp8": (ROWS, torch.randn(96)),
+    "transposed": (torch.arange(24 * 96, dtype=torch.uint8).view(24, 96),),
     "loss_and_gradient": (ROWS, torch.arange(24).unsqueeze(1)),
     "gated_gradient": (ROWS, torch.randn(24, 48)),
     "split_and_rotated": (ROWS, *ANGLES, [3, 1, 2], 2),
