@@ -25,7 +25,8 @@ def render(figures: Figures) -> str:
 
 def _facts(newest: Mapping[str, Record]) -> Iterator[str]:
     for name in ("device", "versions", "code"):
-        yield f"- {name}: {', '.join(sorted({record[name] for record in newest.values()}))}"
+        known = dict.fromkeys(one for record in newest.values() for one in record[name].split(", "))
+        yield f"- {name}: {', '.join(known)}"
     yield f"- measured: {' and '.join(sorted({record['at'][:10] for record in newest.values()}))}"
     yield "- repeat one with `python -m benchmarks.gpu_session figures.jsonl --again TASK`"
 

@@ -76,9 +76,9 @@ class ParallelSection(Section):
     master_port: Free[Annotated[int, Field(ge=1, le=65535)] | None] = None
     """Port of rank 0. Default: the launcher's value."""
     backend: Free[Literal["auto", "nccl", "gloo"]] = "auto"
-    """auto: nccl with CUDA, gloo without CUDA."""
+    """auto: nccl on GPUs, gloo on CPUs and on shared GPUs."""
     share_gpus: Free[bool] = False
-    """Let processes share a GPU, through gloo, to try a launch for more GPUs than there are. It is slow."""
+    """Let processes share a GPU, to try a launch for more GPUs than there are. It is slow."""
     timeout_minutes: Free[PositiveFloat] = 60.0
     """Minutes that ranks wait for each other, at the start and in each collective. Fractions are allowed."""
     step_timeout_minutes: Free[PositiveFloat] = 30.0

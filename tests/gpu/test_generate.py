@@ -31,7 +31,7 @@ def test_answers(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the engine too, which does not answer on a GPU before this test has passed on one."""
+    """Of the engine too, which does not answer on a GPU before its speed has been measured on one."""
     monkeypatch.setattr(decoding, "_engine_continues", lambda model: by_engine or model.device.type == "cpu")
     asked = Decoding(stop_ids=[63], max_new_tokens=12, sampling=WAYS[way])
     with deterministic_algorithms() if is_deterministic else nullcontext():
