@@ -57,6 +57,7 @@ def words(inputs, tmp_path):
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "more",
     [
@@ -84,6 +85,7 @@ def test_the_loss_of_a_validation_takes_the_planned_memory(words, inputs, more):
     assert found.peak.total - held == pytest.approx(measured, rel=0.10)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("more", "tokens"),
     [
