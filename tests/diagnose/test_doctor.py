@@ -364,6 +364,14 @@ def test_nccl_without_a_gpu_is_a_problem():
     assert levels(check_backend(config_of("parallel.backend=nccl"))) == ["problem"]
 
 
+@pytest.mark.parametrize(("backend", "used"), [("auto", "gloo"), ("gloo", "gloo"), ("nccl", "nccl")])
+def test_ranks_that_share_a_gpu_use_nccl_only_if_asked(monkeypatch, backend, used):
+    for module, name in ((torch.cuda, "is_available"), (torch.distributed, "is_nccl_available")):
+        monkeypatch.setattr(module, name, lambda: True)
+    (found,) = check_backend(config_of("parallel.share_gpus=true", f"parallel.backend={backend}"))
+    assert found.what.startswith(used)
+
+
 def test_a_low_limit_of_open_files_and_small_shared_memory_are_warnings():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
