@@ -87,7 +87,8 @@ def evaluate(
         return
     _refuse_rows_without_one_answer(run)
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
-    evaluation = _measure(run, split, metrics)
+    is_of_the_run = not any(override.startswith(("data.", "data=")) for override in overrides or [])
+    evaluation = _measure(run, split, metrics, is_of_the_run=is_of_the_run)
     if evaluation is None:
         return
     record = _as_record(run, split, evaluation)
@@ -115,14 +116,19 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
         )
 
 
-def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:
+def _measure(
+    run: FinishedRun, split: Split, metrics: Mapping[str, Metric], *, is_of_the_run: bool
+) -> Evaluation | None:
     """Launch the processes, load the run and measure it. Return None on every rank but the main one."""
     from finetune.distributed.launch import launch
     from finetune.inference.finished_run import read_finished_run
+    from finetune.runs.recorded_run import RecordedRun
     from finetune.training.measuring import measure_split
 
+    rows = RecordedRun(run.folder.path).part("fingerprints").get(f"data.{split}") if is_of_the_run else None
     with launch(run.config, trains=False) as runtime:
-        evaluation = measure_split(runtime, run.config, read_finished_run(runtime, run), split, metrics)
+        loaded = read_finished_run(runtime, run)
+        evaluation = measure_split(runtime, run.config, loaded, split, metrics, rows_of_run=rows)
         return evaluation if runtime.is_main_process else None
 
 

@@ -149,6 +149,13 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
     for trial, state in zip(trials, states, strict=True):
         if state == "failed":
             say(f"{trial.name} failed: {trial.why}\n  its output: {trial.log}")
+    for trial in trials:
+        found, held = best_point(trial.points(), sweep.metric), trial.run.part("result").get("best_step")
+        if found is not None and held is not None and held != found[0]:
+            say(
+                f"{trial.name}: adapter/ holds step {held}, because step {found[0]} has no checkpoint. Set "
+                "checkpoint.save_every so that every validated step has one."
+            )
     why_none = second_line(complete) if complete else "no trial is complete"
     say(f"best: {shown_folder(best.folder.path)}" if best else f"best: none, {why_none}")
     say(f"report: {_write_page(folder, [trial.folder for trial in trials if trial.run.folder.holds_run()])}")

@@ -228,6 +228,11 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
     if not examples.read_as:
         examples.read_as = _describe(known, columns, f"{count} rows of {ROW_TYPE_NAMES[first.row_type]}", seen) + note
         _log.info("%s: %s", examples.label, examples.read_as)
+        if "system" in seen and known.name == "messages":
+            _log.warning(
+                "%s: the column system is not used, because rows with messages have their system turn among them",
+                examples.label,
+            )
 
 
 class _Labels:

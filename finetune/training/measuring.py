@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
 from finetune.config.schema import Config
@@ -18,9 +19,17 @@ from finetune.inference.scores import Evaluation
 from finetune.model.base import longrope_boundary
 from finetune.training.forward import agree_on_forward
 
+_log = logging.getLogger(__name__)
+
 
 def measure_split(
-    runtime: Runtime, config: Config, loaded: LoadedRun, split: str, metrics: Mapping[str, Metric]
+    runtime: Runtime,
+    config: Config,
+    loaded: LoadedRun,
+    split: str,
+    metrics: Mapping[str, Metric],
+    *,
+    rows_of_run: str | None = None,
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split. Collective: every rank.
 
@@ -30,6 +39,7 @@ def measure_split(
         loaded: a model that is not placed yet, and its tokenizer.
         split: train, validation or test.
         metrics: of generated answers, by name.
+        rows_of_run: the fingerprint of the rows that the run had; a warning says if these are others. None: not known.
 
     Raises:
         ConfigError: the run has no such split, or metrics are asked for and its rows have no answers.
@@ -46,6 +56,12 @@ def measure_split(
         raise ConfigError(
             f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
             "--metric, and set testing.metrics=[] where the run's config names some."
+        )
+    if rows_of_run not in (None, examples.fingerprint):
+        _log.warning(
+            "the %s rows are not those of the run, and may be some that it was trained on: its files, or what encodes "
+            "them, have changed, or are others in this folder",
+            split,
         )
     if config.validation.by is not None:
         examples = by_column(config.data, config.validation.by, {split: examples})[split]

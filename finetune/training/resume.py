@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-_ROWS = OnResume("rows", "the rows themselves, wherever they lie")
+_ROWS = OnResume("rows", "the encoded rows, which the files, the chat template and the tokenizer decide")
 _BASE = OnResume("always", "the model that is trained")
 _SPLITS = ("data.train", "data.validation")
 _OWN_TO_EACH_START = ("resume", "resume_allow")

@@ -145,7 +145,10 @@ class Trainer(Objective):
             lambda journal: self._start_journal(journal, state, cadence, optimizer), "starting the journal"
         )
 
-        _log.info("Starting distributed training..." if runtime.context.distributed else "Starting training...")
+        if 0 < cadence.num_steps <= state.step:
+            _log.info("the run is complete, with step %d of %d: nothing is trained", state.step, cadence.num_steps)
+        else:
+            _log.info("Starting distributed training..." if runtime.context.distributed else "Starting training...")
         self.model.train()
         wanted, folder = config.training.profile, RunFolder(config.output_dir)
         with StepProfiler(runtime, folder, wanted=wanted, done=state.step, num_steps=cadence.num_steps) as profiler:

@@ -131,7 +131,8 @@ class TrainingRun:
         if sums.num_cut_short:
             return None
         self.last_validation = sums
-        _log.info("Validation: loss=%.3f ± %.3f", sums.loss, sums.standard_error)
+        spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
+        _log.info("Validation: loss=%.3f%s", sums.loss, spread)
         if self._setup.metrics and not self._measure_answers(state):
             return None
         if measured.subsets:

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -70,6 +71,21 @@ def test_the_batch_size_changes_nothing(figures, whole, adapter_run, batch_size)
         assert [found[name][metric] for metric in METRICS] == [whole[name][metric] for metric in METRICS]
         assert found[name]["loss"] == pytest.approx(whole[name]["loss"], rel=1e-6)
         assert found[name]["standard_error"] == pytest.approx(whole[name]["standard_error"], rel=1e-5)
+
+
+def test_other_rows_than_those_of_the_run_are_told(figures, adapter_run, tmp_path, caplog):
+    """`data.path` may lie elsewhere, or hold other rows than before: a row may be measured that was trained on."""
+    run, told = tmp_path / "run", "the test rows are not those of the run"
+    shutil.copytree(adapter_run, run)
+    figures(run)
+    assert told not in caplog.text
+    record = json.loads((run / "run.json").read_text())
+    record["fingerprints"]["data.test"] = "of other rows"
+    (run / "run.json").write_text(json.dumps(record))
+    figures(run, "data.max_rows=100000")
+    assert told not in caplog.text, "the command asks for other rows"
+    figures(run)
+    assert told in caplog.text
 
 
 @pytest.mark.launch

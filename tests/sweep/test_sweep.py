@@ -45,6 +45,15 @@ def test_it_survives_a_failure_ends_a_weak_trial_and_finds_the_best(swept):
     assert "(best)" in rows[int(best[-1]) - 1]
 
 
+def test_a_trial_that_is_judged_by_a_step_without_a_checkpoint_is_named(tmp_path):
+    more = ["optim.learning_rate=0.04,1e-3", "optim.schedule=constant", "validation.validate_every=1"]
+    more += ["checkpoint.save_every=4", "--halving", "0"]
+    ended = run_finetune("sweep", *words_of(tmp_path / "saved", *more, steps=4))
+    assert ended.returncode == 0, ended.stdout
+    assert "trial-001: adapter/ holds step 4, because step 1 has no checkpoint" in ended.stdout
+    assert "trial-002: adapter/" not in ended.stdout
+
+
 def test_a_trial_is_the_run_of_the_printed_command(swept, tmp_path):
     folder, ended = swept
     printed = re.search("^trial-001: finetune (train .*)$", ended.stdout, re.MULTILINE)

@@ -99,5 +99,5 @@ def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):
     [("how many?", "'how many?'"), ("how \x1b[2J many?", '"…"'), ("how \u202e many?", '"…"'), (None, '"…"')],
 )
 def test_the_next_command_holds_nothing_of_a_row_that_could_steer_the_terminal(tmp_path, capsys, prompt, question):
-    show_what_next(tmp_path, prompt)
+    show_what_next(tmp_path, prompt, step=12)
     assert capsys.readouterr().out.endswith(f"Next: finetune generate {tmp_path} {question}\n")

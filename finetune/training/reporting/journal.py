@@ -288,7 +288,8 @@ class Journal:
             self._record.finish(status, self.result)
             if error is None:
                 self._say_what_was_written()
-                show_what_next(self.folder.path, self._example_prompt, self._profile_summary)
+                step = self.result.get("best_step")
+                show_what_next(self.folder.path, self._example_prompt, step=step, profile=self._profile_summary)
             else:  # the command prints it on the screen
                 said = "from the keyboard" if isinstance(error, KeyboardInterrupt) else why
                 log_only_to(self._log_file, __name__, f"the run {status}: {said}")

@@ -93,12 +93,13 @@ class TrainingProgress:
         return (time.monotonic() - self._started) / done * (self._total - step)
 
 
-def show_what_next(folder: Path, prompt: str | None, profile: str | None = None) -> None:
+def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profile: str | None = None) -> None:
     """Print the files of a finished run and the next command to try.
 
     Args:
         folder: the run's folder.
         prompt: a prompt from the data to ask the tuned model; None if there is none.
+        step: what `adapter/` holds; None if that is not known.
         profile: what took the time, in words, if this start profiled some of its steps.
     """
     give_up_dead_screens()
@@ -109,13 +110,14 @@ def show_what_next(folder: Path, prompt: str | None, profile: str | None = None)
     width = screen_width(sys.stdout)
     if width is not None and len(command) + len("Next: ") > width:  # a shell reads it as one line
         command = command.replace(f" {question}", f" \\\n  {question}")
+    weights = "the weights" if step is None else f"the weights of step {step}"
     traces = ""
     if profile:
         traces = f"  profile/       traces of these steps, for {TRACE_VIEWER}\n"
         say(f"\n{profile[0].upper()}{profile[1:]}.")
     sys.stdout.write(
         f"\nWritten to {shown}:\n"
-        "  adapter/       the best weights, for finetune, peft and transformers\n"
+        f"  adapter/       {weights}, for finetune, peft and transformers\n"
         "  checkpoints/   where resume=auto goes on from\n"
         f"{traces}"
         "  metrics.jsonl, run.json, config.yaml, log.txt\n"
