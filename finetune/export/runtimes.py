@@ -109,8 +109,8 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
     import transformers
 
     with _failing_as_one_error(folder):
+        config = peft.PeftConfig.from_pretrained(str(folder))
         if base is None:
-            config = peft.PeftConfig.from_pretrained(str(folder))
             base, revision = config.base_model_name_or_path, config.revision
         revision = revision or "main"
         model, tokenizer = _load(base, folder, revision)
@@ -119,6 +119,8 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
         read: Any = transformers.GenerationConfig.from_pretrained
         has_own = (folder / "generation_config.json").is_file()
         stops = _stop_ids(read(folder if has_own else base, revision=revision, local_files_only=True))
+        if getattr(config, "modules_to_save", None):  # PEFT rounds these layers to the type of the base
+            model = model.float()
         with quiet_peft():
             model = peft.PeftModel.from_pretrained(model, str(folder))
     runtime = f"{_name_and_version(peft)} on {_name_and_version(transformers)}"

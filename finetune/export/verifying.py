@@ -28,7 +28,7 @@ from finetune.export.served_model import ServedModel
 from finetune.export.system_turn import usual_system
 from finetune.export.vectors import Vectors, make_vectors, prompts_to_ask, read_vectors
 from finetune.export.vllm_served import limits_of_adapter, served_by_vllm
-from finetune.inference.finished_run import FinishedRun, find_run
+from finetune.inference.finished_run import FinishedRun, find_run, other_base
 from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.tokens import set_stop_and_pad_ids
@@ -151,8 +151,11 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
 
     Raises:
         ModelError: the base cannot be loaded, or the adapter does not fit it.
+        RunFailedError: the adapter was trained on another base.
     """
     tokenizer, model = build_run_tokenizer(run.config), load_tuned_model(run)
+    if not run.is_full and (other := other_base(model, run)):
+        raise RunFailedError(f"{other}, so this is not what was trained. Give that base with --base.")
     system = usual_system(run.config.data)
     asked = prompts_to_ask(tokenizer, model, system)
     stops = set_stop_and_pad_ids(model, tokenizer)

@@ -92,9 +92,9 @@ def find_run(
         config = config.model_copy(update={"parallel": ParallelSection()})
     if not any(override.startswith("ddp=") for override in overrides):
         config = config.model_copy(update={"ddp": False if is_alone else None})
-    model = _with_tokenizer_of_run(config.model, folder, weights, overrides)
-    if config.training.method == "full" and base is not None:
-        raise ConfigError(f"--base is {base}, but {path} trained every weight: no base is needed. Drop --base.")
+    saved = None if _changes("model.tokenizer", overrides) else _saved_tokenizer(folder, weights)
+    model = _with_tokenizer(config.model, saved)
+    _refuse_what_changes_nothing(path, config, overrides, base)
     if base is not None:
         model = _pretrained(model, base)
     elif config.training.method == "full":
@@ -102,7 +102,7 @@ def find_run(
     elif model.init == "random":
         model = _pretrained(model, str(folder.base))
     data = config.data
-    if model.tokenizer is not None and not any(override.startswith("data.chat_template=") for override in overrides):
+    if saved is not None and not _changes("data.chat_template", overrides):
         data = data.model_copy(update={"chat_template": None})  # the saved tokenizer has it, and the file may be gone
     return FinishedRun(folder=folder, config=config.model_copy(update={"model": model, "data": data}), weights=weights)
 
@@ -148,10 +148,10 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
     Raises:
         ModelError: the adapter does not fit the base.
     """
-    from finetune.model.lora import fingerprint_base, load_adapter
+    from finetune.model.lora import load_adapter
     from finetune.runs.model_files import load_model
 
-    path, lora = run.config.model.path, run.config.lora
+    path = run.config.model.path
     try:
         model = load_adapter(base, run.weights)
         load_model(model, run.weights)  # strict, while peft only warns of missing tensors
@@ -160,11 +160,23 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
             f"the adapter in {run.weights} does not fit the base {path}: {first_line(error)} "
             "Use --base to name the base that it was trained on."
         ) from error
-    trained_on = RecordedRun(run.folder.path).part("fingerprints").get("base")
-    # A machine that cannot quantize loads the base of a QLoRA run in 16 bits, so the two digests differ.
-    if trained_on is not None and lora.quantize == "none" and fingerprint_base(model, lora) != trained_on:
-        _log.warning("%s has other weights than the base that %s was trained on", path, run.folder.path)
+    if other := other_base(model, run):
+        _log.warning("%s", other)
     return model
+
+
+def other_base(model: Any, run: FinishedRun) -> str | None:
+    """Say that the weights under an adapter are not those of the training; None if they are, or nothing is known.
+
+    The model is as `put_adapter_on` returns it.
+    """
+    from finetune.model.lora import fingerprint_base
+
+    trained_on, lora = RecordedRun(run.folder.path).part("fingerprints").get("base"), run.config.lora
+    # A machine that cannot quantize loads the base of a QLoRA run in 16 bits, so the two digests differ.
+    if trained_on is None or lora.quantize != "none" or fingerprint_base(model, lora) == trained_on:
+        return None
+    return f"{run.config.model.path} has other weights than the base that {run.folder.path} was trained on"
 
 
 def _load_base(runtime: Runtime, config: Config) -> Any:
@@ -207,8 +219,10 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
                 f"{path} has no whole checkpoint (there: {there}). See `finetune checkpoints {path}`."
             )
         return newest
-    number = wish.rstrip("/").rpartition("/")[2].removeprefix("step-")
-    if not number.isdecimal() or int(number) not in steps:
+    place, _, name = wish.rstrip("/").rpartition("/")
+    number = name.removeprefix("step-")
+    is_here = not place or any((above / place).resolve() == folder.checkpoints.resolve() for above in (Path(), path))
+    if not number.isdecimal() or int(number) not in steps or not is_here:
         raise CheckpointError(
             f"--checkpoint is {wish}, but {path} has no such checkpoint (there: {there}). Choose one, or say {LATEST}."
         )
@@ -218,15 +232,30 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
     return found
 
 
-def _with_tokenizer_of_run(
-    section: ModelSection, folder: RunFolder, weights: Path, overrides: Sequence[str]
-) -> ModelSection:
-    """Use the tokenizer saved beside the weights, because the base's tokenizer may have changed since the run."""
-    if any(override.startswith("model.tokenizer=") for override in overrides):
-        return section
-    for place in (weights, folder.adapter):
-        if (place / "tokenizer.json").is_file():
-            return section.model_copy(update={"tokenizer": str(place)})
+def _changes(key: str, overrides: Sequence[str]) -> bool:
+    return any(override.startswith(f"{key}=") for override in overrides)
+
+
+def _refuse_what_changes_nothing(path: Path, config: Config, overrides: Sequence[str], base: str | None) -> None:
+    """Refuse a base for a run without an adapter, and settings of an adapter that is trained."""
+    if config.training.method == "full":
+        wish = next((word for word in overrides if word.startswith("model.path=")), base and f"--base {base}")
+        if wish:
+            raise ConfigError(f"{wish}: {path} trained every weight, so no base is needed. Drop it.")
+    settings = [word for word in overrides if word.startswith("lora.") and not word.startswith("lora.quantize=")]
+    if settings:
+        raise ConfigError(f"{settings[0]}: the adapter of {path} is trained, and keeps its own settings. Drop it.")
+
+
+def _saved_tokenizer(folder: RunFolder, weights: Path) -> Path | None:
+    """Return where the run saved its tokenizer, with the chat template. A run that has not ended may have none."""
+    return next((place for place in (weights, folder.adapter) if (place / "tokenizer.json").is_file()), None)
+
+
+def _with_tokenizer(section: ModelSection, saved: Path | None) -> ModelSection:
+    """Use the tokenizer that the run saved, because the base's tokenizer may have changed since."""
+    if saved is not None:
+        return section.model_copy(update={"tokenizer": str(saved)})
     return section if section.tokenizer or not section.path else section.model_copy(update={"tokenizer": section.path})
 
 

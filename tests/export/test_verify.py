@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.verify import verify
+from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
@@ -30,7 +31,7 @@ from finetune.export.vectors import Vector, Vectors, read_vectors
 from finetune.export.verifying import verify_run
 from finetune.export.vllm_served import limits_of_adapter
 from finetune.runs.durable import MANIFEST, find_damage
-from tests.bisect.scene import edit_json
+from tests.bisect.scene import change_tensor, edit_json
 from tests.export.finished_runs import words_to_train, write_run
 from tests.in_process import run_finetune
 
@@ -294,6 +295,27 @@ def test_a_run_is_verified_on_the_revision_of_its_base(tmp_path, monkeypatch):
     monkeypatch.setattr(verifying, "load_peft", lambda *given: asked.append(given) or load_peft(*given))
     verify_run(tmp_path / "run")
     assert [given[2] for given in asked] == ["v1"]
+
+
+def test_whole_layers_stay_exact_on_a_base_in_16_bits_and_another_base_is_refused(tmp_path):
+    """PEFT would round the layers to the type of the base. On another base, both sides would be wrong alike."""
+    words = ["quickstart", "data.max_rows=24", f"data.cache_dir={tmp_path}/cache", "training.max_steps=2"]
+    words += [
+        "testing.num_samples=0",
+        "testing.metrics=[]",
+        "lora.modules_to_save=[embed_tokens]",
+        "training.device=cpu",
+    ]
+    run = tmp_path / "run"
+    done = run_finetune("train", *words, "optim.warmup_steps=0", f"output_dir={run}")
+    assert done.returncode == 0, done.stdout
+    verified = verify_run(run)
+    assert verified.vectors.vectors
+    assert verified.mismatches == []
+    other = shutil.copytree(resolve_shipped("shipped:phi_tiny"), tmp_path / "other")
+    change_tensor(other / "model.safetensors", "model.norm.weight")
+    with pytest.raises(RunFailedError, match=r"other has other weights than the base .* Give that base with --base"):
+        verify_run(run, base=str(other))
 
 
 def test_vectors_are_whole_rows_of_the_vocabulary_that_numpy_reads(made):

@@ -58,6 +58,14 @@ def test_a_run_that_did_not_end_has_its_checkpoints(own_copy):
     assert tokenizer.chat_template
 
 
+def test_a_checkpoint_of_another_run_is_not_taken_for_one_of_this_run(own_copy, adapter_run):
+    for wish in ("checkpoints/step-000004", own_copy / "checkpoints/step-000004"):
+        assert find_run(own_copy, checkpoint=str(wish)).weights_name == "checkpoints/step-000004"
+    for other in (adapter_run / "checkpoints/step-000004", own_copy / "step-000004"):
+        with pytest.raises(CheckpointError, match="has no such checkpoint"):
+            find_run(own_copy, checkpoint=str(other))
+
+
 @pytest.mark.parametrize(("wish", "why"), [("3", "steps 2, 4"), ("best", "steps 2, 4"), ("step-x", "or say latest")])
 def test_a_checkpoint_that_is_not_there_is_told_with_those_that_are(adapter_run, wish, why):
     with pytest.raises(CheckpointError, match=why):
@@ -108,14 +116,38 @@ def test_a_base_that_the_adapter_does_not_fit_is_refused(adapter_run, tmp_path):
         load(adapter_run, base=str(tmp_path / "other"))
 
 
-def test_a_fully_tuned_model_is_loaded_from_the_run_alone(full_run):
-    _, (model, tokenizer) = load(full_run, ["model.path=/nowhere/base"])
+def test_a_fully_tuned_model_is_loaded_from_the_run_alone(full_run, tmp_path):
+    run = shutil.copytree(full_run, tmp_path / "run")
+    config = run / "config.yaml"
+    text = config.read_text()
+    config.write_text(text.replace("shipped:phi_tiny", "/nowhere/base"))
+    assert config.read_text() != text
+    _, (model, tokenizer) = load(run)
     saved = load_file(full_run / "adapter/model.safetensors")
     assert torch.equal(model.state_dict()["model.norm.weight"], saved["model.norm.weight"].float())
     assert not hasattr(model, "peft_config")
     assert tokenizer.chat_template
-    with pytest.raises(ConfigError, match="trained every weight"):
-        find_run(full_run, base="shipped:phi_tiny")
+    for given in ({"base": "shipped:phi_tiny"}, {"overrides": ["model.path=shipped:phi_tiny"]}):
+        with pytest.raises(ConfigError, match=r"shipped:phi_tiny: .* trained every weight"):
+            find_run(full_run, **given)
+
+
+def test_what_the_adapter_decides_is_not_asked_for(adapter_run):
+    with pytest.raises(ConfigError, match=r"lora\.alpha=512: the adapter of .* keeps its own settings"):
+        find_run(adapter_run, ["lora.alpha=512"])
+
+
+def test_a_run_that_has_not_ended_keeps_the_template_of_its_config(own_copy, tmp_path):
+    """Its tokenizer is saved with `adapter/`, and until then only the config names the template."""
+    template = tmp_path / "mine.jinja"
+    template.write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    config = own_copy / "config.yaml"
+    config.write_text(config.read_text().replace("chat_template: null", f"chat_template: {template}"))
+    assert find_run(own_copy, checkpoint="4").config.data.chat_template is None, "the saved tokenizer has it"
+    shutil.rmtree(own_copy / "adapter")
+    run, (_, tokenizer) = load(own_copy, checkpoint="4")
+    assert run.config.data.chat_template == str(template)
+    assert tokenizer.chat_template == template.read_text()
 
 
 def test_the_world_of_training_is_not_asked_for_again(own_copy):
