@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.bisect.replaying import FIELDS, Steps, Trace, recorded_steps
 from finetune.bisect.rows import first_difference, load_rows
-from finetune.config.keys import values
+from finetune.config.keys import on_resume, values
 from finetune.errors import CheckpointError
 from finetune.export.checks import loss_difference
 from finetune.export.replay import replay_config
@@ -160,6 +160,8 @@ def cause_in_setting(keys: Sequence[str], first: Side, second: Side, traces: tup
             return Cause(what, name, f"{text}: {found.text}", found.commands)
         if (tensors := cause_in_weights(traces)) is not None:
             return Cause(tensors.what, tensors.name, f"{text}: {tensors.text}")
+    if all(on_resume(one).matters == "noise" for one in keys):
+        text += ". Without dropout and noise, this changes only how sums are rounded, the effect of which grows"
     return Cause("configuration", key, text)
 
 

@@ -9,9 +9,12 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from finetune.bisect.causes import cause_in_setting
+from finetune.config.compose import load_config
 from tests.bisect.scene import Scene, edit_lines, make_scene
 from tests.in_process import run_finetune
 from tests.launches import run_command
@@ -219,3 +222,16 @@ def test_two_processes_are_equal_to_one(scene):
     assert done.returncode == 0, done.stdout
     code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "world"))
     assert (code, found["cause"]) == (0, None), found
+
+
+def test_a_cut_of_the_batch_is_said_to_change_no_more_than_rounding():
+    sides = [
+        SimpleNamespace(
+            title=f"run {size}", config=load_config(["run=quickstart", f"training.batch_size={size}", f"seed={size}"])
+        )
+        for size in (4, 2)
+    ]
+    said = "training.batch_size is 4 in run 4 and 2 in run 2. Without dropout and noise, this changes only how sums are"
+    assert cause_in_setting(["training.batch_size"], *sides, ()).text.startswith(said)
+    for keys in (["seed"], ["training.batch_size", "seed"]):
+        assert "rounded" not in cause_in_setting(keys, *sides, ()).text
