@@ -154,7 +154,8 @@ def usual_opening(section: DataSection) -> Opening:
         _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
         return Opening()
     (usual, _), *others = openings.most_common()
-    often = "as in the training rows" if not others else "as in most of the first training rows"
+    where = "" if section.path is None else f" in {section.path}"  # which may be another file than the run had
+    often = f"as in {'most of the first' if others else 'the'} training rows{where}"
     if usual.system is not None:
         _log.info("system turn, %s: %s", often, quote(usual.system))
     if usual.tools:

@@ -173,7 +173,7 @@ def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_pat
     caplog.set_level(logging.INFO, "finetune")
     opening = usual_opening(DataSection(path=str(path)))
     assert (opening.system, json.loads(opening.tools)) == ("Be brief.", tools)
-    assert "tools, as in the training rows: " in caplog.text
+    assert f"tools, as in the training rows in {path}: " in caplog.text
     file.write_text(json.dumps(tools))
     assert json.loads(read_tools(file)) == tools
     (prompt,) = read_arguments(["three crates"])
