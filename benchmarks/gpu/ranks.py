@@ -201,7 +201,7 @@ def _shares(session: Session) -> bool:
 
 
 def _two_ranks(session: Session) -> list[str]:
-    """Return the settings with which two ranks compute here."""
+    """Return the settings with which two ranks compute here, and set the variables that they inherit."""
     if _shares(session):
         os.environ.update(_NCCL_ON_ONE_GPU)
     return [f"training.device={session.device}", *(_SHARED if _shares(session) else ())]

@@ -161,7 +161,7 @@ def cause_in_setting(keys: Sequence[str], first: Side, second: Side, traces: tup
         if (tensors := cause_in_weights(traces)) is not None:
             return Cause(tensors.what, tensors.name, f"{text}: {tensors.text}")
     if all(on_resume(one).matters == "noise" for one in keys):
-        text += ". Without dropout and noise, this changes only how sums are rounded, the effect of which grows"
+        text += ". Without dropout and noise, this changes only rounding, and rounding errors grow from step to step"
     return Cause("configuration", key, text)
 
 

@@ -87,8 +87,7 @@ def evaluate(
         return
     _refuse_rows_without_one_answer(run)
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
-    is_of_the_run = not any(override.startswith(("data.", "data=")) for override in overrides or [])
-    evaluation = _measure(run, split, metrics, is_of_the_run=is_of_the_run)
+    evaluation = _measure(run, split, metrics)
     if evaluation is None:
         return
     record = _as_record(run, split, evaluation)
@@ -106,9 +105,7 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
     from finetune.config.objectives import OBJECTIVES
 
     rows = OBJECTIVES[run.config.training.objective].rows
-    origins = [run.config.origin(f"data.{key}") for key in ("path", "mixture", "train", "validation", "test")]
-    is_of_the_run = all(origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
-    if rows in ("pairs", "labelled") and is_of_the_run:
+    if rows in ("pairs", "labelled") and _keeps_data(run, "path", "mixture", "train", "validation", "test"):
         what = "pairs of answers" if rows == "pairs" else "labelled answers"
         raise ConfigError(
             f"{run.folder.path} was trained on {what}, and evaluate measures rows with one answer. Give such rows "
@@ -116,16 +113,19 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
         )
 
 
-def _measure(
-    run: FinishedRun, split: Split, metrics: Mapping[str, Metric], *, is_of_the_run: bool
-) -> Evaluation | None:
+def _keeps_data(run: FinishedRun, *keys: str) -> bool:
+    """Return whether the command leaves these keys of `data` as the run had them; all keys if none is named."""
+    origins = [run.config.origin(f"data.{key}") for key in keys or type(run.config.data).model_fields]
+    return all(origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
+
+
+def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:
     """Launch the processes, load the run and measure it. Return None on every rank but the main one."""
     from finetune.distributed.launch import launch
     from finetune.inference.finished_run import read_finished_run
-    from finetune.runs.recorded_run import RecordedRun
     from finetune.training.measuring import measure_split
 
-    rows = RecordedRun(run.folder.path).part("fingerprints").get(f"data.{split}") if is_of_the_run else None
+    rows = run.fingerprints.get(f"data.{split}") if _keeps_data(run) else None
     with launch(run.config, trains=False) as runtime:
         loaded = read_finished_run(runtime, run)
         evaluation = measure_split(runtime, run.config, loaded, split, metrics, rows_of_run=rows)

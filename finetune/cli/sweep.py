@@ -150,7 +150,7 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
         if state == "failed":
             say(f"{trial.name} failed: {trial.why}\n  its output: {trial.log}")
     for trial in trials:
-        found, held = best_point(trial.points(), sweep.metric), trial.run.part("result").get("best_step")
+        found, held = best_point(trial.points(), sweep.metric), trial.run.result.get("best_step")
         if found is not None and held is not None and held != found[0]:
             say(
                 f"{trial.name}: adapter/ holds step {held}, because step {found[0]} has no checkpoint. Set "

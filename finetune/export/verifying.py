@@ -241,7 +241,7 @@ def _differences(checks: Mapping[str, Check]) -> list[str]:
 
 def _refuse_other_template(run: FinishedRun) -> None:
     """Compare the chat template beside the weights, which the run's own vectors are rendered with, with run.json."""
-    recorded = RecordedRun(run.folder.path).part("fingerprints").get("chat_template")
+    recorded = run.fingerprints.get("chat_template")
     found = hashlib.sha256(str(build_run_tokenizer(run.config).chat_template).encode()).hexdigest()
     if recorded is not None and recorded != found:
         raise RunFailedError(

@@ -44,6 +44,11 @@ class FinishedRun:
         return replace(self, config=self.config.model_copy(update={"ddp": None}))
 
     @property
+    def fingerprints(self) -> dict[str, Any]:
+        """The digests of rows, template and base that the training recorded, by name; empty if it recorded none."""
+        return RecordedRun(self.folder.path).part("fingerprints")
+
+    @property
     def weights_name(self) -> str:
         """The path of the weights in the run's folder: `adapter`, `checkpoints/step-000012`."""
         return self.weights.relative_to(self.folder.path).as_posix()
@@ -90,7 +95,7 @@ def find_run(
     config = load_config(overrides, run=str(folder.config_file))
     if not any(override.startswith(("parallel.", "parallel=")) for override in overrides):
         config = config.model_copy(update={"parallel": ParallelSection()})
-    if not any(override.startswith("ddp=") for override in overrides):
+    if not _changes("ddp", overrides):
         config = config.model_copy(update={"ddp": False if is_alone else None})
     saved = None if _changes("model.tokenizer", overrides) else _saved_tokenizer(folder, weights)
     model = _with_tokenizer(config.model, saved)
@@ -166,13 +171,13 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
 
 
 def other_base(model: Any, run: FinishedRun) -> str | None:
-    """Say that the weights under an adapter are not those of the training; None if they are, or nothing is known.
+    """Return a sentence if an adapter was trained on other base weights; None if not, or if that is not known.
 
     The model is as `put_adapter_on` returns it.
     """
     from finetune.model.lora import fingerprint_base
 
-    trained_on, lora = RecordedRun(run.folder.path).part("fingerprints").get("base"), run.config.lora
+    trained_on, lora = run.fingerprints.get("base"), run.config.lora
     # A machine that cannot quantize loads the base of a QLoRA run in 16 bits, so the two digests differ.
     if trained_on is None or lora.quantize != "none" or fingerprint_base(model, lora) == trained_on:
         return None

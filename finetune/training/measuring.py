@@ -59,8 +59,8 @@ def measure_split(
         )
     if rows_of_run not in (None, examples.fingerprint):
         _log.warning(
-            "the %s rows are not those of the run, and may be some that it was trained on: its files, or what encodes "
-            "them, have changed, or are others in this folder",
+            "the %s rows are not those of the run, so training rows may be among them. The data files or the tokenizer "
+            "have changed, or this folder has other files of the same name.",
             split,
         )
     if config.validation.by is not None:

@@ -231,7 +231,7 @@ def test_a_cut_of_the_batch_is_said_to_change_no_more_than_rounding():
         )
         for size in (4, 2)
     ]
-    said = "training.batch_size is 4 in run 4 and 2 in run 2. Without dropout and noise, this changes only how sums are"
+    said = "training.batch_size is 4 in run 4 and 2 in run 2. Without dropout and noise, this changes only rounding"
     assert cause_in_setting(["training.batch_size"], *sides, ()).text.startswith(said)
     for keys in (["seed"], ["training.batch_size", "seed"]):
-        assert "rounded" not in cause_in_setting(keys, *sides, ()).text
+        assert "rounding" not in cause_in_setting(keys, *sides, ()).text

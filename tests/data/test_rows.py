@@ -46,6 +46,12 @@ def test_the_row_type_is_seen_by_the_columns_and_reported(write_jsonl, logged, r
     assert "id" in logged()[0].partition("columns not used:")[2]
 
 
+def test_a_column_with_a_system_turn_beside_messages_is_warned_of(write_jsonl, logged, caplog):
+    list(read(write_jsonl([{**CHAT, "system": "Be brief."}])))
+    assert any("the column system is not used" in line for line in logged())
+    assert caplog.records[-1].levelname == "WARNING"
+
+
 def test_the_format_chooses_among_several(write_jsonl):
     assert read(write_jsonl([{"text": "b", **CHAT}]), "text")[0].text == "b"
     assert "train.jsonl:1: no column text; it has messages" in error_of(write_jsonl([CHAT]), "text")

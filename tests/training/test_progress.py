@@ -100,4 +100,6 @@ def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):
 )
 def test_the_next_command_holds_nothing_of_a_row_that_could_steer_the_terminal(tmp_path, capsys, prompt, question):
     show_what_next(tmp_path, prompt, step=12)
-    assert capsys.readouterr().out.endswith(f"Next: finetune generate {tmp_path} {question}\n")
+    out = capsys.readouterr().out
+    assert "  adapter/       the weights of step 12, for finetune" in out
+    assert out.endswith(f"Next: finetune generate {tmp_path} {question}\n")

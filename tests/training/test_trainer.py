@@ -180,6 +180,8 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, 
         ours, theirs = (contents(run / "checkpoints" / f"step-{step:06d}") for run in (broken, whole))
         assert ours == theirs
     assert contents(broken / "adapter") == contents(whole / "adapter")
+    train([*words, f"output_dir={whole}"])
+    assert "the run is complete, with step 6 of 6: nothing is trained" in (whole / "log.txt").read_text()
     assert curve(broken) == curve(whole)
     assert [event["step"] for event in events(broken, "checkpoint")] == [2, 4, 6]
     assert record(broken)["status"] == "completed"
