@@ -7,10 +7,11 @@ tokens, and everything else, dropout included, only for the requested ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from finetune.engine.adapted import read_linear
-from finetune.engine.linear import Linear, linear, normed_linear
+from finetune.engine.linear import Linear, linear, merge, normed_linear
 from finetune.engine.mlp import gated_mlp
 from finetune.engine.norm import rms_norm
 from finetune.engine.rotary import split_heads
@@ -81,9 +82,14 @@ class Family:
     window: Literal["no layer", "all layers", "by layer"] = "no layer"
 
     @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """The linear layers of a decoder layer, those with the same input together."""
+        return self.projections, (self.output,), self.widen, (self.narrow,)
+
+    @property
     def linears(self) -> tuple[str, ...]:
         """All linear layers of a decoder layer."""
-        return (*self.projections, self.output, *self.widen, self.narrow)
+        return tuple(chain.from_iterable(self.groups))
 
 
 FAMILIES = {
@@ -205,7 +211,7 @@ class Decoder:
     def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
         """Apply a layer: (tokens, hidden) to (tokens, hidden), or to (n, hidden) for n requested tokens."""
         family, norm = self._family, modules.input_layernorm
-        projections = self._linears(modules, family.projections, h)
+        projections = self._linears(modules, [family.projections], h)
         if family.is_parallel:
             x, project = _normalize(norm, h), _with_input
         else:
@@ -215,7 +221,7 @@ class Decoder:
         attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=window).flatten(1)
 
         h = tokens.chosen(h if family.is_parallel else x)
-        output, *widen, narrow = self._linears(modules, (family.output, *family.widen, family.narrow), h)
+        output, *widen, narrow = self._linears(modules, family.groups[1:], h)
         if not family.is_parallel:
             h = _side_by_side(attended, output, residual=h)
             return _gated_mlp(h, modules.post_attention_layernorm, widen, narrow, self._mlp_chunk_rows)
@@ -250,14 +256,14 @@ class Decoder:
         (q,) = split(project(tokens.chosen(x), queries)[0], cos[at], sin[at], [heads], [q_norm])
         return x, q, *split(project(x, *keys_values)[0], cos, sin, [kv_heads, kv_heads], [k_norm])
 
-    def _linears(self, modules: Any, names: tuple[str, ...], like: torch.Tensor) -> list[AnyLinear]:
-        key = modules.self_attn.layer_idx, names
+    def _linears(self, modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor) -> list[AnyLinear]:
+        key = modules.self_attn.layer_idx, groups[0]
         if self._read is not None and key in self._read:
             return self._read[key]
-        linears = [read_linear(modules.get_submodule(name), like) for name in names]
+        linears: list[AnyLinear] = []
+        for group in _read_groups(modules, groups, like):
+            linears += merge(group, like.dtype) if self._merges and _are_read(group) else group
         if self._read is not None:
-            if self._merges:
-                linears = [one.merged(like.dtype) if isinstance(one, Linear) else one for one in linears]
             self._read[key] = linears
         return linears
 
@@ -272,9 +278,17 @@ def bytes_of_merged(model: Any) -> int:
     if not _is_small(bare):
         return 0
     like = bare.get_input_embeddings().weight
-    layers = [layer for layer in bare.modules() if hasattr(layer, "lora_A")]
-    read = [one for layer in layers if isinstance(one := read_linear(layer, like), Linear)]
-    return sum(made.weight.nbytes for one in read if (made := one.merged(like.dtype)) is not one)
+    family, total = FAMILIES[bare.config.model_type], 0
+    for modules in bare.get_decoder().layers:
+        for group in filter(_are_read, _read_groups(modules, family.groups, like)):
+            made = merge(group, like.dtype)
+            total += 0 if made[0] is group[0] else made[0].weight.nbytes
+    return total
+
+
+def _read_groups(modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor) -> Iterator[list[AnyLinear]]:
+    for names in groups:
+        yield [read_linear(modules.get_submodule(name), like) for name in names]
 
 
 def _split_heads(

@@ -41,33 +41,15 @@ class Linear(NamedTuple):
     row_scale: torch.Tensor | None = None
     scale: float = 1.0
 
-    def folded(self, x: torch.Tensor) -> Linear:
-        """Return the layer with the adapter added to the weight if that is exact and less work, else the layer itself.
-
-        It is not exact with dropout, nor if the sum would be rounded to 16 bits. A weight in 4 bits is widened.
-        """
-        if is_in_4_bits(self.weight):
-            return self._replace(weight=widened(self.weight, x.dtype))
-        width, features = self.weight.shape
-        is_less_work = 2 * width * features <= len(x) * (width + 2 * features)  # over both passes, times the rank
-        return self.merged(x.dtype) if is_less_work else self
-
-    def merged(self, dtype: torch.dtype) -> Linear:
-        """Return the layer with the adapter added to a copy of the weight if that is exact for an input of this dtype.
-
-        Otherwise return the layer itself.
-        """
-        if self.lora_a is None or self.lora_b is None or self.keep is not None:
-            return self
-        is_exact = dtype == self.weight.dtype == self.lora_a.dtype and dtype.itemsize >= 4
-        if not is_exact:
-            return self
-        return Linear(torch.addmm(self.weight, self.lora_b, self.lora_a, alpha=self.scale), self.bias)
-
     @property
     def width(self) -> int:
         """The number of output columns."""
         return full_shape(self.weight)[0]
+
+    def is_mergeable(self, dtype: torch.dtype) -> bool:
+        """Return whether the sum of weight and adapter is exact to the rounding of the products with such an input."""
+        types = {part.dtype for part in (self.weight, self.lora_a, self.lora_b) if part is not None}
+        return types == {dtype} and dtype.itemsize >= 4 and self.keep is None
 
     def columns(self, start: int, stop: int) -> Linear:
         """Return the layer with only these output columns."""
@@ -82,6 +64,42 @@ class Linear(NamedTuple):
 
 
 PARTS = len(Linear._fields)
+
+
+def fold(layers: Sequence[Linear], x: torch.Tensor) -> list[Linear]:
+    """Return the layers in the form in which they take the least work for an input x.
+
+    Weights in 4 bits are widened. Adapters are merged if x has so many rows that this is less work, see `merge`.
+    """
+    if any(is_in_4_bits(layer.weight) for layer in layers):
+        return [layer._replace(weight=widened(layer.weight, x.dtype)) for layer in layers]
+    shapes = [layer.weight.shape for layer in layers if layer.lora_a is not None]
+    work_of_merging = sum(2 * width * features for width, features in shapes)  # over both passes, times the rank
+    work_per_row = sum(width + 2 * features for width, features in shapes)
+    return merge(layers, x.dtype) if work_of_merging <= len(x) * work_per_row else list(layers)
+
+
+@torch.no_grad()
+def merge(layers: Sequence[Linear], dtype: torch.dtype) -> list[Linear]:
+    """Add adapters to copies of the weights of layers with one input, where that is exact for an input of this dtype.
+
+    The copies lie side by side, so the result is one layer with the output columns of all. One large product is faster
+    than several small ones. It is not exact with dropout, or if the sum would be rounded to 16 bits. Without adapters,
+    and where it is not exact, the layers themselves are returned.
+    """
+    has_adapter = any(layer.lora_a is not None for layer in layers)
+    if not has_adapter or not all(layer.is_mergeable(dtype) for layer in layers):
+        return list(layers)
+    weight = layers[0].weight.new_empty(sum(layer.width for layer in layers), layers[0].weight.shape[1])
+    for part, layer in zip(torch.split(weight, [layer.width for layer in layers]), layers, strict=True):
+        if layer.lora_a is None or layer.lora_b is None:
+            part.copy_(layer.weight)
+        else:
+            torch.addmm(layer.weight, layer.lora_b, layer.lora_a, alpha=layer.scale, out=part)
+    if all(layer.bias is None for layer in layers):
+        return [Linear(weight)]
+    biases = [weight.new_zeros(layer.width) if layer.bias is None else layer.bias for layer in layers]
+    return [Linear(weight, biases[0] if len(biases) == 1 else torch.cat(biases))]
 
 
 def draw_keep(like: torch.Tensor, features: int, p: float) -> torch.Tensor:
@@ -121,7 +139,7 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, *parts: Any) -> torch.Tensor:
         layers = unflatten(parts)
         save_for_backward(ctx, layers, x if any(ctx.needs_input_grad[2:]) else None)
-        return apply_linears(x, [layer.folded(x) for layer in layers], residual=residual)
+        return apply_linears(x, fold(layers, x), residual=residual)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -142,7 +160,7 @@ class _NormedLinears(torch.autograd.Function):
         x, inverse_rms = norm.normalized_with_statistics(h, weight, eps)
         save_for_backward(ctx, layers, h, weight, inverse_rms)
         ctx.set_materialize_grads(False)
-        return apply_linears(x, [layer.folded(h) for layer in layers]), h
+        return apply_linears(x, fold(layers, h)), h
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None, residual: torch.Tensor | None) -> Any:
@@ -199,9 +217,12 @@ class LinearGradients:
     """
 
     def __init__(self, layers: Sequence[Linear], wanted: Sequence[bool], like: torch.Tensor) -> None:
+        self._folded = fold(layers, like)
+        self._is_joined = len(self._folded) < len(layers)
+        alone = layers if self._is_joined else self._folded
         self._layers = [
-            _LayerGradients(layer, wanted[index * PARTS : (index + 1) * PARTS], like)
-            for index, layer in enumerate(layers)
+            _LayerGradients(layer, folded, wanted[index * PARTS : (index + 1) * PARTS])
+            for index, (layer, folded) in enumerate(zip(layers, alone, strict=True))
         ]
 
     def propagate(self, dy: torch.Tensor, rows: slice = ALL_ROWS) -> torch.Tensor:
@@ -211,6 +232,8 @@ class LinearGradients:
             dy: (rows, sum of out_features).
             rows: the indices of these rows in the whole input.
         """
+        if self._is_joined:
+            return product(dy, self._folded[0].weight.t())
         dx = None
         for gradients, own in self._each(dy):
             dx = gradients.propagate(own, dx, rows)
@@ -241,11 +264,11 @@ class LinearGradients:
 
 
 class _LayerGradients:
-    """The gradients of one layer."""
+    """The gradients of one layer, of which `folded` is the form that `fold` returned."""
 
-    def __init__(self, layer: Linear, wanted: Sequence[bool], like: torch.Tensor) -> None:
+    def __init__(self, layer: Linear, folded: Linear, wanted: Sequence[bool]) -> None:
         self.layer = layer
-        self._folded = layer.folded(like)
+        self._folded = folded
         self._wants_weight, self._wants_bias, self._wants_a, self._wants_b, *_ = wanted
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None

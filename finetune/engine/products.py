@@ -84,6 +84,7 @@ def added(
 def _product_on_cpu(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
+    weight = _dense(weight)
     if _ONEDNN is not None and x.dtype == torch.float32 and x.numel():
         if residual is None:
             made: torch.Tensor = _ONEDNN(x, weight, bias, "none", [], "")
@@ -92,6 +93,17 @@ def _product_on_cpu(
         return made
     y = functional.linear(x, weight, bias)
     return y if residual is None else y.add_(residual)
+
+
+def _dense(weight: torch.Tensor) -> torch.Tensor:
+    """Return a weight as one block of memory, or its transpose as one.
+
+    oneDNN has fast kernels for any strides of x, but for a strided weight, a column slice for example, only its
+    reference kernel, which takes hundreds of times as long.
+    """
+    if weight.is_contiguous() or weight.t().is_contiguous():
+        return weight
+    return weight.t().contiguous().t() if weight.stride(0) == 1 else weight.contiguous()
 
 
 def scaled_product(
