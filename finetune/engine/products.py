@@ -59,16 +59,32 @@ def product(
     Returns:
         (rows, out_features), a new tensor.
     """
-    if x.device.type == "cpu":
-        y = _product_on_cpu(x, weight, bias, residual)
-        return y if low_rank is None else y.addmm_(low_rank.left, low_rank.right.t(), alpha=low_rank.scale)
-    # A GPU adds to what the result of a product holds at no cost of its own. So the widest product comes last.
-    summand = bias if residual is None else residual
-    if low_rank is not None:
-        summand = scaled_product(*low_rank, summand)
-        y = summand.addmm_(x, weight.t())
+    if low_rank is None:
+        return _plain_product(x, weight, bias, residual)
+    # The narrow product comes first and the wide one adds to it before rounding. A sum that is rounded to 16 bits
+    # already would swallow most of a young adapter's part, as a residual would, which is larger still.
+    y = scaled_product(*low_rank)
+    if _is_for_onednn(x):
+        y = _ONEDNN.binary(x, y, _dense(weight), bias, "add")
     else:
-        y = x @ weight.t() if summand is None else torch.addmm(summand, x, weight.t())
+        y.addmm_(x, weight.t())
+        y = y if bias is None else y.add_(bias)
+    return y if residual is None else y.add_(residual)
+
+
+def _plain_product(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    y: torch.Tensor
+    if _is_for_onednn(x):
+        if residual is None:
+            y = _ONEDNN(x, _dense(weight), bias, "none", [], "")
+        else:
+            y = _ONEDNN.binary(x, residual, _dense(weight), bias, "add")
+        return y
+    # A product adds to a sum at no cost of its own, before it rounds.
+    summand = bias if residual is None else residual
+    y = x @ weight.t() if summand is None else torch.addmm(summand, x, weight.t())
     return y if bias is None or residual is None else y.add_(bias)
 
 
@@ -81,18 +97,8 @@ def added(
     return y if low_rank is None else y.addmm_(low_rank.left, low_rank.right.t(), alpha=low_rank.scale)
 
 
-def _product_on_cpu(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    weight = _dense(weight)
-    if _ONEDNN is not None and x.dtype == torch.float32 and x.numel():
-        if residual is None:
-            made: torch.Tensor = _ONEDNN(x, weight, bias, "none", [], "")
-        else:
-            made = _ONEDNN.binary(x, residual, weight, bias, "add")
-        return made
-    y = functional.linear(x, weight, bias)
-    return y if residual is None else y.add_(residual)
+def _is_for_onednn(x: torch.Tensor) -> bool:
+    return _ONEDNN is not None and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
 
 
 def _dense(weight: torch.Tensor) -> torch.Tensor:
@@ -106,15 +112,11 @@ def _dense(weight: torch.Tensor) -> torch.Tensor:
     return weight.t().contiguous().t() if weight.stride(0) == 1 else weight.contiguous()
 
 
-def scaled_product(
-    x: torch.Tensor, weight: torch.Tensor, scale: float, summand: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Compute `scale * x @ weight.T + summand`, outside of autograd; the summand may be one row for all."""
-    if x.device.type == "cpu" and summand is None:
+def scaled_product(x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
+    """Compute `scale * x @ weight.T`, outside of autograd."""
+    if _is_for_onednn(x):
         return product(x, weight).mul_(scale)
-    if summand is None:
-        return torch.addmm(x.new_empty(1), x, weight.t(), beta=0, alpha=scale)
-    return torch.addmm(summand, x, weight.t(), alpha=scale)
+    return torch.addmm(x.new_empty(1), x, weight.t(), beta=0, alpha=scale)
 
 
 def plus_product(
@@ -122,7 +124,9 @@ def plus_product(
 ) -> torch.Tensor:
     """Compute `sums + left @ right` in place, in a dtype at least as wide as theirs; without sums, start from zeros."""
     if sums is None:
-        return (left @ right).to(dtype)
+        return product(left, right.t()).to(dtype)
+    if _is_for_onednn(left):
+        return sums.add_(product(left, right.t()))
     return sums.addmm_(left, right) if dtype == left.dtype else sums.add_(left @ right)
 
 

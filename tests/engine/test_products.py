@@ -5,6 +5,7 @@ test_kernels.py compares plain products with float64.
 
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -69,3 +70,22 @@ def test_a_weight_is_cast_once_while_it_does_not_change():
     for within in (products.unchanged_weights(), nullcontext()):
         with within:
             assert torch.equal(products.cast(weight, torch.bfloat16), weight.bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_strided_operand_costs_little_more_than_a_packed_one(dtype):
+    """oneDNN's reference kernel, which a strided weight would meet, takes hundreds of times as long."""
+    low_rank, dy = torch.randn(16, 500, dtype=dtype), torch.randn(500, 3072, dtype=dtype)
+    strided, packed = dy[:, :1536], dy[:, :1536].contiguous()
+    torch.testing.assert_close(products.product(low_rank, strided.t()), products.product(low_rank, packed.t()))
+
+    def seconds(operand):
+        times = []
+        for _ in range(5):
+            start = time.process_time()
+            for _ in range(4):
+                products.product(low_rank, operand.t())
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert seconds(strided) < 20 * seconds(packed)
