@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
 # By default oneDNN, and ideep on top of it, keep compiled code for 1024 shapes, 0.6 MB each, and every micro-batch has
 # new shapes. Room for one micro-batch is enough. The variables are read at the first use.

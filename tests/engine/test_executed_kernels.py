@@ -1,4 +1,4 @@
-"""No model family of the engine meets a reference kernel of oneDNN, which takes hundreds of times as long as a fast one."""
+"""No model family of the engine meets a reference kernel of oneDNN, which takes hundreds of times as long as others."""
 
 from __future__ import annotations
 
