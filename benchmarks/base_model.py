@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from benchmarks.job import FIRST_TEXT_ID, Job, Size
+from tools.real_model import real_model
 
 TORCH_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _SPECIAL_TOKENS = ["<|endoftext|>", "<|start|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -26,7 +27,13 @@ _TEMPLATE = (
 
 
 def write_base(job: Job, folder: Path) -> None:
-    """Write the base model with seeded random weights, and a tokenizer that nobody uses but every trainer wants."""
+    """Write the base model with seeded random weights, and a tokenizer that nobody uses but every trainer wants.
+
+    A real model has its own weights and tokenizer.
+    """
+    if job.shape.is_real:
+        real_model(folder)
+        return
     make_base(job, job.shape, dtype=TORCH_TYPES[job.shape.stored_as]).save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
 
@@ -61,9 +68,12 @@ def make_base(job: Job, shape: Size, **arguments: Any) -> Any:
 
 
 def _config(shape: Size) -> Any:
-    from transformers import Phi3Config
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return Phi3Config(**shape.model_config(), architectures=["Phi3ForCausalLM"])
+    config = AutoConfig.for_model(shape.family, **shape.model_config())
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[shape.family]]
+    return config
 
 
 def row_losses(job: Job, folder: Path, numbers: Sequence[int]) -> dict[int, tuple[float, int]]:

@@ -22,7 +22,7 @@ def necessary_flops(
 
     A frozen linear layer costs 2 P a token forward and 2 P for the gradient of its input, P being its weights; a LoRA
     pair twice its own forward besides; the head is run at target positions only. Nothing below the first layer's
-    queries, keys and values trains, so these need no gradient of their input.
+    queries, keys and values trains, so these need no gradient of their input, nor does the parallel MLP of phi.
 
     Args:
         size: the model.
@@ -35,8 +35,8 @@ def necessary_flops(
     shapes = size.linear_shapes
     weights = sum(width_in * width_out for width_in, width_out in shapes)
     widths = sum(width_in + width_out for width_in, width_out in shapes)
-    first_in, first_out = shapes[0]
-    per_token = size.layers * (4 * weights + 6 * rank * widths) - 2 * first_in * (first_out + rank)
+    first = sum(2 * width_in * (width_out + rank) for width_in, width_out in size.shapes_at_input)
+    per_token = size.layers * (4 * weights + 6 * rank * widths) - first
     per_target = 4 * size.hidden * size.vocabulary
     products = _FORWARD_PRODUCTS + _BACKWARD_PRODUCTS + recomputes_scores
     per_pair = 2 * products * size.layers * size.heads * size.head_dim

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 Precision = Literal["fp32", "bf16"]
-LORA_TARGETS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+Family = Literal["phi3", "phi", "llama", "qwen2"]
 LORA_RANK = 16
 LORA_ALPHA = 32
 LEARNING_RATE = 2e-4
@@ -20,9 +21,13 @@ MAX_GRAD_NORM = 1.0
 FIRST_TEXT_ID = 16
 """Ids below it belong to the tokenizer's special tokens."""
 SHARED_PROMPT_TOKENS = 150
-_SHORTEST, _LONGEST = 24, 512
-_LOG_MEAN, _LOG_DEVIATION = 5.02, 0.6
-_TARGET_SHARE = 0.4
+_SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS: dict[str, tuple[str, ...]] = {
+    "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
+    "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
+    "llama": _SEPARATE,
+    "qwen2": _SEPARATE,
+}
 _PUBLISHED = Path(__file__).resolve().parent.parent / "finetune" / "model" / "published.yaml"
 
 
@@ -34,6 +39,29 @@ class Row(NamedTuple):
     """True for tokens that carry loss; never the first."""
 
 
+class Lengths(NamedTuple):
+    """What conversations are drawn from."""
+
+    shortest: int
+    longest: int
+    log_mean: float
+    """The mean of the logarithm of a row's tokens."""
+    log_deviation: float
+    target_share: float
+    """The mean share of the tokens that carry loss."""
+    most_turns: int
+
+    @property
+    def mean(self) -> float:
+        """The mean number of tokens of a row."""
+        return math.exp(self.log_mean + self.log_deviation**2 / 2)
+
+
+_CHATS = Lengths(24, 512, 5.02, 0.6, 0.4, 3)
+_GSM8K = Lengths(108, 570, 5.36, 0.31, 0.57, 1)
+"""GSM8K's training rows as chats, in tokens of SmolLM2 and with its default system turn."""
+
+
 class RowShape(NamedTuple):
     """All that the cost of a row depends on."""
 
@@ -43,9 +71,12 @@ class RowShape(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """A phi3-class model, and the rows it is given.
+    """A model, and the rows it is given.
 
     Attributes:
+        family: transformers' type of the model.
+        is_real: the weights are SmolLM2's (`tools/real_model.py`), and not random.
+        lengths: of chat rows.
         hidden: width of the residual stream.
         intermediate: width of the MLP.
         layers: decoder layers.
@@ -72,6 +103,14 @@ class Size:
     stored_as: Precision = "fp32"
     num_rows: int = 600
     row_tokens: int | None = None
+    family: Family = "phi3"
+    is_real: bool = False
+    lengths: Lengths = _CHATS
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """The names of the linear layers of a decoder layer, all of which carry LoRA."""
+        return LORA_TARGETS[self.family]
 
     @property
     def head_dim(self) -> int:
@@ -80,18 +119,29 @@ class Size:
 
     @property
     def linear_shapes(self) -> list[tuple[int, int]]:
-        """(in, out) of the four linear layers of one decoder layer, all of which carry LoRA."""
-        attention = self.heads * self.head_dim
+        """(in, out) of the linear layers of one decoder layer, in the order of `lora_targets`."""
+        attention, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = [attention + 2 * keys] if self.family == "phi3" else [attention, keys, keys]
+        widened = {"phi3": [2 * self.intermediate], "phi": [self.intermediate]}
+        mlp = widened.get(self.family, [self.intermediate] * 2)
         return [
-            (self.hidden, attention + 2 * self.kv_heads * self.head_dim),
+            *((self.hidden, width) for width in widths),
             (attention, self.hidden),
-            (self.hidden, 2 * self.intermediate),
+            *((self.hidden, width) for width in mlp),
             (self.intermediate, self.hidden),
         ]
 
+    @property
+    def shapes_at_input(self) -> list[tuple[int, int]]:
+        """(in, out) of the linear layers that read the input of a decoder layer. In phi the MLP is one of them."""
+        shapes = self.linear_shapes
+        projections = shapes[:1] if self.family == "phi3" else shapes[:3]
+        return [*projections, shapes[4]] if self.family == "phi" else projections
+
     def model_config(self) -> dict[str, Any]:
         """The model's configuration, as transformers takes it."""
-        return {
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+        made: dict[str, Any] = {
             "vocab_size": self.vocabulary,
             "hidden_size": self.hidden,
             "intermediate_size": self.intermediate,
@@ -99,20 +149,19 @@ class Size:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
             "max_position_embeddings": self.context,
-            "original_max_position_embeddings": self.context,
             "tie_word_embeddings": self.tied,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "partial_rotary_factor": self.partial_rotary,
-            },
+            "rope_parameters": rope,
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
             "attention_dropout": 0.0,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
         }
+        if self.family in ("phi3", "phi"):
+            rope["partial_rotary_factor"] = self.partial_rotary
+            made |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+        if self.family == "phi3":
+            made["original_max_position_embeddings"] = self.context
+        return made
 
 
 def _published(name: str) -> Size:
@@ -148,6 +197,26 @@ SIZES: dict[str, Size] = {
         vocabulary=8192,
         tied=True,
         partial_rotary=0.75,
+    ),
+    # Separate projections, as in phi-2 (whose heads have a key each, and no gate) as in Qwen2.5 (whose MLP is wider).
+    "phi2": Size(
+        hidden=512, intermediate=2048, layers=8, heads=8, kv_heads=8, vocabulary=8192, partial_rotary=0.5, family="phi"
+    ),
+    "qwen2": Size(
+        hidden=512, intermediate=2752, layers=8, heads=8, kv_heads=2, vocabulary=8192, tied=True, family="qwen2"
+    ),
+    "smollm2": Size(
+        hidden=576,
+        intermediate=1536,
+        layers=30,
+        heads=9,
+        kv_heads=3,
+        vocabulary=49152,
+        tied=True,
+        context=8192,
+        family="llama",
+        is_real=True,
+        lengths=_GSM8K,
     ),
     # The vocabulary of Phi-3-mini, and that of phi-4, on a small body: what a head costs that is run everywhere.
     "s32k": Size(hidden=256, intermediate=688, layers=8, heads=4, kv_heads=1, vocabulary=32064),
@@ -203,7 +272,7 @@ class Job:
     @property
     def longest(self) -> int:
         """No row has more tokens."""
-        return (self.shape.row_tokens or _LONGEST) + SHARED_PROMPT_TOKENS * self.has_shared_prompt
+        return (self.shape.row_tokens or self.shape.lengths.longest) + SHARED_PROMPT_TOKENS * self.has_shared_prompt
 
     @property
     def name(self) -> str:
@@ -222,10 +291,12 @@ class Job:
         text_ids = range(FIRST_TEXT_ID, self.shape.vocabulary)
         prompt = rng.choices(text_ids, k=SHARED_PROMPT_TOKENS)
         if self.objective == "dpo":
-            return [side for _ in range(self.shape.num_rows // 2) for side in _pair(rng, text_ids)]
+            return [side for _ in range(self.shape.num_rows // 2) for side in _pair(rng, text_ids, self.shape.lengths)]
         fixed = self.shape.row_tokens
         rows = [
-            _chat_row(rng, text_ids) if fixed is None else Row(rng.choices(text_ids, k=fixed), _all_but_first(fixed))
+            _chat_row(rng, text_ids, self.shape.lengths)
+            if fixed is None
+            else Row(rng.choices(text_ids, k=fixed), _all_but_first(fixed))
             for _ in range(self.shape.num_rows)
         ]
         if not self.has_shared_prompt:
@@ -234,7 +305,7 @@ class Job:
 
     def fingerprint(self) -> str:
         """A digest of the job and of its model's shape: two equal ones mean the same work."""
-        text = json.dumps([asdict(self), asdict(self.shape), LORA_TARGETS, LORA_RANK], sort_keys=True)
+        text = json.dumps([asdict(self), asdict(self.shape), self.shape.lora_targets, LORA_RANK], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -243,25 +314,30 @@ def row_shape(row: Row) -> RowShape:
     return RowShape(len(row.ids), sum(row.is_target))
 
 
-def _chat_row(rng: random.Random, text_ids: range) -> Row:
-    """One to three turns of a user and an assistant; the assistant's tokens carry loss, and the row ends with one."""
-    length = min(_LONGEST, max(_SHORTEST, round(rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION))))
-    turns = rng.randint(1, min(3, length // _SHORTEST))
+def _chat_row(rng: random.Random, text_ids: range, lengths: Lengths) -> Row:
+    """Turns of a user and an assistant; the assistant's tokens carry loss, and the row ends with one."""
+    length = _draw_length(rng, lengths)
+    turns = rng.randint(1, min(lengths.most_turns, length // lengths.shortest))
     is_target: list[bool] = []
     for turn in range(turns):
         tokens = length * (turn + 1) // turns - length * turn // turns
-        answer = min(tokens - 4, max(1, round(tokens * rng.betavariate(4, 4 * (1 / _TARGET_SHARE - 1)))))
+        answer = min(tokens - 4, max(1, round(tokens * rng.betavariate(4, 4 * (1 / lengths.target_share - 1)))))
         is_target += [False] * (tokens - answer) + [True] * answer
     return Row(rng.choices(text_ids, k=length), is_target)
 
 
-def _pair(rng: random.Random, text_ids: range) -> list[Row]:
+def _pair(rng: random.Random, text_ids: range, lengths: Lengths) -> list[Row]:
     """Two answers to one prompt: as long as a chat, and as large a share of it carries loss."""
-    length = min(_LONGEST, max(_SHORTEST, round(rng.lognormvariate(_LOG_MEAN, _LOG_DEVIATION))))
-    prompt = rng.choices(text_ids, k=round(length * (1 - _TARGET_SHARE)))
-    most = _LONGEST - len(prompt)
-    lengths = [max(1, min(most, round(length * _TARGET_SHARE * rng.uniform(0.5, 1.5)))) for _ in range(2)]
-    return [Row(prompt + rng.choices(text_ids, k=n), [False] * len(prompt) + [True] * n) for n in lengths]
+    length, share = _draw_length(rng, lengths), lengths.target_share
+    prompt = rng.choices(text_ids, k=round(length * (1 - share)))
+    most = lengths.longest - len(prompt)
+    answers = [max(1, min(most, round(length * share * rng.uniform(0.5, 1.5)))) for _ in range(2)]
+    return [Row(prompt + rng.choices(text_ids, k=n), [False] * len(prompt) + [True] * n) for n in answers]
+
+
+def _draw_length(rng: random.Random, lengths: Lengths) -> int:
+    drawn = round(rng.lognormvariate(lengths.log_mean, lengths.log_deviation))
+    return min(lengths.longest, max(lengths.shortest, drawn))
 
 
 def _all_but_first(length: int) -> list[bool]:

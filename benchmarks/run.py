@@ -45,6 +45,11 @@ def recorded_settings(steps: int) -> list[Setting]:
     job = Job(size="real", steps=steps, warmup_steps=min(3, steps - 1))
     return [
         Setting(job, (*both, *others)),
+        Setting(
+            replace(job, size="smollm2", steps=6, warmup_steps=2), (*grouped, "trl-1x16-targets", "trl-packed-targets")
+        ),
+        Setting(replace(job, size="qwen2"), (*grouped, "trl-1x16-targets")),
+        Setting(replace(job, size="phi2"), (*grouped, "trl-1x16-targets")),
         Setting(replace(job, size="s32k"), both),
         Setting(replace(job, size="s100k"), grouped),
         Setting(replace(job, precision="bf16"), ("ours", "trl-1x16-targets", "trl-1x16")),

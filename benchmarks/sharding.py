@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from benchmarks.bench import ONE_THREAD, QUIET, ROOT, Bench
 from benchmarks.clock import Peak, memory
-from benchmarks.job import FIRST_TEXT_ID, LORA_TARGETS, SIZES, Job
+from benchmarks.job import FIRST_TEXT_ID, SIZES, Job
 from benchmarks.worker import torchrun
 
 _RUNS = {
@@ -96,7 +96,7 @@ def measure(
     words = [
         f"task=finetune_{method}",
         *(f"model.path={base}", f"data.path={base}", f"output_dir={folder / 'run'}", "training.device=cpu"),
-        *("lora.r=8", f"lora.target_modules={json.dumps(LORA_TARGETS)}", "training.precision=fp32"),
+        *("lora.r=8", f"lora.target_modules={json.dumps(SIZES[size].lora_targets)}", "training.precision=fp32"),
         *(f"training.global_batch_size={_ROWS_OF_A_STEP}", "training.batch_size=2", f"training.max_steps={_STEPS}"),
         *(f"parallel.sharding={sharding}", *more),
     ]

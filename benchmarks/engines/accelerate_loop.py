@@ -37,7 +37,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     base = auto.from_pretrained(order.base, dtype=TORCH_TYPES[job.precision])
     collator = SeenRows(DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(order.base)), accumulation)
     loader = torch.utils.data.DataLoader(dataset_of(job), batch_size=options["batch_size"], collate_fn=collator)
-    model = get_peft_model(base, lora_config())
+    model = get_peft_model(base, lora_config(order.job.shape.family))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, weight_decay=0)
     build_schedule: Any = get_linear_schedule_with_warmup
     scheduler = build_schedule(optimizer, 0, job.steps)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.clock import RankReport, StepClock
-from benchmarks.job import LEARNING_RATE, LORA_ALPHA, LORA_RANK, LORA_TARGETS, MAX_GRAD_NORM, Job, row_shape
+from benchmarks.job import LEARNING_RATE, LORA_ALPHA, LORA_RANK, MAX_GRAD_NORM, Job, row_shape
 from benchmarks.worker import Order
 
 _END_ID = 2
@@ -62,7 +62,7 @@ def words(order: Order) -> list[str]:
         f"seed={job.seed}",
         f"lora.r={LORA_RANK}",
         f"lora.alpha={LORA_ALPHA}",
-        f"lora.target_modules={json.dumps(LORA_TARGETS)}",
+        f"lora.target_modules={json.dumps(job.shape.lora_targets)}",
         f"optim.learning_rate={LEARNING_RATE}",
         f"optim.max_grad_norm={MAX_GRAD_NORM}",
         f"training.max_steps={job.steps}",

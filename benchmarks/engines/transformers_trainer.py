@@ -39,7 +39,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
         collate = DataCollatorWithFlattening(return_flash_attn_kwargs=True)  # type: ignore[no-untyped-call]
     collator = SeenRows(collate, keywords["gradient_accumulation_steps"])
     trainer = Trainer(
-        model=get_peft_model(model, lora_config()),
+        model=get_peft_model(model, lora_config(order.job.shape.family)),
         args=TrainingArguments(**keywords, use_liger_kernel=options.get("liger", False)),
         train_dataset=dataset_of(order.job),
         processing_class=tokenizer,
@@ -97,8 +97,9 @@ def arguments(order: Order, options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def lora_config() -> Any:
-    """The adapter."""
+def lora_config(family: str) -> Any:
+    """The adapter for a model of this type."""
     from peft import LoraConfig
 
-    return LoraConfig(task_type="CAUSAL_LM", r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=list(LORA_TARGETS))
+    targets = list(LORA_TARGETS[family])
+    return LoraConfig(task_type="CAUSAL_LM", r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=targets)

@@ -35,7 +35,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
             args=trl.DPOConfig(**keywords, max_length=job.longest),
             train_dataset=_pairs(job),
             processing_class=AutoTokenizer.from_pretrained(order.base),
-            peft_config=lora_config(),
+            peft_config=lora_config(order.job.shape.family),
         )
     clock.watch()
     trainer.train()

@@ -10,10 +10,9 @@ from typing import Any
 from benchmarks.clock import RankReport, StepClock
 from benchmarks.engines.peer_rows import SeenRows, dataset_of
 from benchmarks.engines.transformers_trainer import arguments, lora_config, model_arguments, report_of
-from benchmarks.job import Job
+from benchmarks.job import SHARED_PROMPT_TOKENS, Job
 from benchmarks.worker import Order
 
-_MEAN_TOKENS = 181
 _PACK_TOKENS = 512
 
 
@@ -45,7 +44,7 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
         ),
         train_dataset=dataset_of(order.job),
         processing_class=AutoTokenizer.from_pretrained(order.base),
-        peft_config=lora_config(),
+        peft_config=lora_config(order.job.shape.family),
     )
     seen = SeenRows(trainer.data_collator, keywords["gradient_accumulation_steps"])
     trainer.data_collator = seen
@@ -61,10 +60,10 @@ def _packs(job: Job, tokens: int | None) -> tuple[int, int]:
     Unless the tokens are given, the number is even, so that two ranks can share them.
     """
     if tokens is not None:
-        return tokens, max(1, round(job.global_batch * _MEAN_TOKENS / tokens))
-    extra = job.longest - _PACK_TOKENS
-    tokens = _PACK_TOKENS * (2 if extra > 0 else 1)
-    return tokens, 2 * round(job.global_batch * (_MEAN_TOKENS + max(0, extra)) / tokens / 2)
+        return tokens, max(1, round(job.global_batch * job.shape.lengths.mean / tokens))
+    prompt = SHARED_PROMPT_TOKENS * job.has_shared_prompt
+    tokens = _PACK_TOKENS * (2 if job.longest > _PACK_TOKENS else 1)
+    return tokens, 2 * round(job.global_batch * (job.shape.lengths.mean + prompt) / tokens / 2)
 
 
 def score_targets_only() -> None:

@@ -61,7 +61,7 @@ def with_adapter(model: Any, precision: str) -> Any:
     from benchmarks.engines.transformers_trainer import lora_config
     from finetune.distributed.precision import convert_weights
 
-    adapted = get_peft_model(model, lora_config())
+    adapted = get_peft_model(model, lora_config(model.config.model_type))
     for name, parameter in adapted.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.02)
