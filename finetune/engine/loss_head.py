@@ -13,7 +13,7 @@ import torch
 
 from finetune.engine.fused import fused
 from finetune.engine.products import plus_product, product, wide_type
-from finetune.engine.reference import in_float64
+from finetune.engine.reference import in_float64, nats_and_softmax
 
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """The size in bytes of a chunk's logits in fp32, by device type."""
@@ -56,7 +56,8 @@ def head_loss_per_target(
     """Return nats of each target, (targets,), in fp32 or better, without a gradient. See `summed_head_loss`."""
     losses = hidden.new_empty(len(hidden), dtype=wide_type(hidden))
     for rows in _chunks(hidden, weight, chunk_bytes):
-        losses[rows] = _loss_and_softmax(_logits(hidden[rows], weight, bias), labels[rows].unsqueeze(1))[0].squeeze(1)
+        logits = _logits(hidden[rows], weight, bias).to(losses.dtype)
+        losses[rows] = nats_and_softmax(logits, labels[rows].unsqueeze(1), out=logits)[0].squeeze(1)
     return losses
 
 
@@ -111,31 +112,23 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     return product(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def _loss_and_softmax(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return nats (rows, 1) and probabilities (rows, vocabulary), both in fp32 or better."""
-    logits = logits.to(wide_type(logits))
-    of_label = logits.gather(1, labels)
-    largest = logits.amax(1, keepdim=True)
-    softmax = torch.softmax(logits, dim=1, out=logits)
-    # The largest probability, exp(largest - log_sum_exp), is never small. This halves the work of a logsumexp.
-    log_sum_exp = largest - softmax.amax(1, keepdim=True).log()
-    return log_sum_exp - of_label, softmax
-
-
 def _loss_and_gradient_without_out(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `_loss_and_gradient` by whole tensors: two passes over the logits, and none of them in fp32 in memory."""
     wide = logits.to(wide_type(logits))
     largest = wide.amax(1, keepdim=True)
-    total = (wide - largest).exp().sum(1, keepdim=True)
+    # On a GPU many threads share a row. On a CPU one adds it up, and loses small terms in fp32: see `nats_and_softmax`.
+    sums = torch.float64 if logits.device.type == "cpu" else wide.dtype
+    total = (wide - largest).exp().sum(1, keepdim=True, dtype=sums).to(wide.dtype)
     is_label = torch.arange(logits.shape[1], device=logits.device) == labels
     gradient = (wide - largest).exp() / total - is_label.to(wide.dtype)
-    return largest + total.log() - wide.gather(1, labels), gradient.to(logits.dtype)
+    return (largest - wide.gather(1, labels)) + total.log(), gradient.to(logits.dtype)
 
 
 @fused(launches=3, compiled=_loss_and_gradient_without_out)
 def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return nats (rows, 1) in fp32 or better, and the gradient of the logits in their type, for labels (rows, 1)."""
-    loss, softmax = _loss_and_softmax(logits, labels)
+    wide = logits.to(wide_type(logits))
+    loss, softmax = nats_and_softmax(wide, labels, out=wide)
     softmax[torch.arange(len(labels), device=labels.device), labels.squeeze(1)] -= 1
     return loss, softmax.to(logits.dtype)
 

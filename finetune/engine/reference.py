@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import functional
 
 from finetune.engine.decoder import FAMILIES, bare_model
 
@@ -34,7 +33,47 @@ def cross_entropy_of_padded(
     labels = microbatch.input_ids[:, 1:][predicts]
     logits = _logits_at(model, microbatch.input_ids, predicts)
     logits = logits.float()
-    return functional.cross_entropy(logits if temperature == 1 else logits / temperature, labels, reduction="none")
+    nats: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits if temperature == 1 else logits / temperature, labels.unsqueeze(1)
+    )
+    return nats.squeeze(1)
+
+
+def nats_and_softmax(
+    logits: torch.Tensor, labels: torch.Tensor, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return nats of each label, (rows, 1), and the probabilities of each row, (rows, vocabulary).
+
+    On a CPU, torch's softmax adds up a row term by term in a few lanes, and each lane drops terms below half a rounding
+    of its sum. A large vocabulary has many: the probabilities then add up to as much as 1 + 4e-5. torch's
+    `sum` adds pairwise and drops none, so dividing by it corrects the probabilities.
+
+    Args:
+        logits: (rows, vocabulary), in fp32 or better.
+        labels: (rows, 1).
+        out: takes the probabilities; may be the logits.
+    """
+    largest = logits.amax(1, keepdim=True)
+    below_largest = largest - logits.gather(1, labels)
+    softmax = torch.softmax(logits, dim=1, out=out)
+    softmax.div_(softmax.sum(1, keepdim=True))
+    # The largest probability, exp(largest - log_sum_exp), is never small. This halves the work of a logsumexp.
+    return below_largest - softmax.amax(1, keepdim=True).log(), softmax
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """`functional.cross_entropy` of labels (rows, 1) without the error that `nats_and_softmax` describes."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        nats, softmax = nats_and_softmax(logits, labels)
+        ctx.save_for_backward(softmax, labels)
+        return nats
+
+    @staticmethod
+    def backward(ctx: Any, factors: torch.Tensor) -> tuple[torch.Tensor, None]:
+        softmax, labels = ctx.saved_tensors
+        return (softmax * factors).scatter_add_(1, labels, -factors), None
 
 
 def in_float64(values: torch.Tensor) -> torch.Tensor:

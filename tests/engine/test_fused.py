@@ -20,10 +20,12 @@ from finetune.distributed.launch import launch
 from finetune.engine import fused
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.loss_head import _loss_and_gradient
 from finetune.engine.mlp import _gated
 from finetune.errors import ConfigError
 from finetune.training.forward import agree_on_forward
 from tests.engine.test_fake_device import ROWS, TARGETS, adapted, loss_and_gradients
+from tests.engine.test_loss_head import assert_every_probability_counts
 from tests.engine.test_rounding import CASES, test_results_and_gradients_differ_by_rounding_alone
 from tests.launches import run_command
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -77,6 +79,15 @@ def test_every_kind_of_rows_is_compiled_however_many_there_are() -> None:
 def test_fused_functions_differ_from_float64_by_rounding_alone(name: str, dtype: Any, tolerance: float) -> None:
     assert name in CASES
     test_results_and_gradients_differ_by_rounding_alone(name, dtype, tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fused")
+def test_small_probabilities_count_in_a_large_vocabulary() -> None:
+    logits = torch.randn(6, 49_152, generator=torch.Generator().manual_seed(0)) * 4
+    labels = logits.argmax(1)
+    losses, gradient = _loss_and_gradient(logits, labels[:, None])
+    assert_every_probability_counts(losses.double().mean(), gradient / len(labels), logits, labels)
 
 
 @pytest.mark.slow
@@ -144,6 +155,7 @@ import sys, torch
 from pathlib import Path
 from torch._dynamo.utils import counters
 from finetune.engine import fused
+from finetune.engine.loss_head import _loss_and_gradient
 from finetune.engine.mlp import _gated
 with fused.kernels_kept_in(Path(sys.argv[1])), fused.fused_or_not(True):
     _gated(torch.randn(5, 64))

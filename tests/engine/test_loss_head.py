@@ -4,8 +4,15 @@ import pytest
 import torch
 from torch.nn import functional
 
+from finetune.data.batches import pad
 from finetune.engine import loss_head
+from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.loss_head import head_loss_per_target, summed_head_loss
+from tests.rounding import relative_difference
+from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
+
+LARGE_VOCABULARIES = pytest.mark.parametrize("vocabulary", [49_152, 200_064])
+ONE_CHUNK = pytest.mark.parametrize("_chunks_of", [100], indirect=True)
 
 
 @pytest.fixture(params=[1, 2, 100], autouse=True)
@@ -62,6 +69,50 @@ def test_very_unlikely_targets_keep_their_loss():
     expected = plain_loss(hidden, weight, None, labels)
     assert expected > 1000  # a probability of e^-1000 is zero in fp32
     torch.testing.assert_close(summed_head_loss(hidden, weight, labels), expected, rtol=1e-6, atol=0)
+
+
+def assert_every_probability_counts(loss, gradient, logits, labels):
+    """Compare with float64. For these logits, the sum in torch's own softmax is too small by 4e-6 to 4e-5."""
+    logits = logits.detach().double().requires_grad_()
+    expected = functional.cross_entropy(logits, labels)
+    expected.backward()
+    assert expected < 2.5  # as of a trained model: the bound grows with the loss
+    assert abs(loss - expected) <= 1e-6 * max(1, expected)
+    assert relative_difference([gradient], [logits.grad]) <= 1e-6
+    assert gradient.double().sum(1).abs().max() <= 1e-6
+
+
+@ONE_CHUNK
+@LARGE_VOCABULARIES
+def test_small_probabilities_count_in_a_large_vocabulary(vocabulary):
+    logits = torch.randn(6, vocabulary, generator=torch.Generator().manual_seed(0)) * 4
+    labels, losses, gradients = logits.argmax(1), [], []
+    for row, label in zip(logits, labels, strict=True):
+        bias = row.clone().requires_grad_()  # where all else is zero, the logits, and their gradient
+        loss = summed_head_loss(torch.zeros(1, 1), torch.zeros(vocabulary, 1), label[None], bias=bias)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append(bias.grad / len(labels))
+        single = head_loss_per_target(torch.zeros(1, 1), torch.zeros(vocabulary, 1), label[None], bias=row)
+        assert single.double().equal(loss.detach()[None])
+    assert_every_probability_counts(torch.stack(losses).mean(), torch.stack(gradients), logits, labels)
+
+
+@ONE_CHUNK
+@LARGE_VOCABULARIES
+def test_small_probabilities_count_in_the_models_own_forward(vocabulary):
+    model = build_tiny(tiny_phi3_config(vocab_size=vocabulary, tie_word_embeddings=False))
+    torch.nn.init.normal_(model.get_output_embeddings().weight)  # 16 features: logits vary by 4
+    batch = pad(list(tiny_examples(6, shortest=9, longest=9)))
+    batch.is_target[:, :-1] = False  # so that no logits depend on a label
+    made = []
+    model.get_output_embeddings().register_forward_hook(lambda *given: made.append(given[2]))
+    with torch.no_grad():
+        summed_cross_entropy(model, batch)
+    batch.input_ids[:, -1] = labels = made.pop().argmax(1)
+    loss = summed_cross_entropy(model, batch)
+    (gradient,) = torch.autograd.grad(loss / len(labels), made[0])
+    assert_every_probability_counts(loss.detach() / len(labels), gradient, made[0], labels)
 
 
 def test_a_tied_weight_gets_both_gradients():
