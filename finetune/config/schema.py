@@ -123,6 +123,8 @@ class ModelSection(Section):
     """The attention of transformers, in its forward and where it generates answers; the engine has its own."""
     frozen_precision: Annotated[Literal["auto", "fp8"], OnResume("adapter", "the precision of the base")] = "auto"
     """auto: as `training.precision`; fp8: 8 bits and faster products on Hopper and later, measured before step 1."""
+    fp8_layers: Annotated[Literal["all", "upper_half"], OnResume("adapter", "the precision of the base")] = "all"
+    """With `frozen_precision: fp8`, the decoder layers in fp8; upper_half: fewer errors, and half of what fp8 saves."""
     trust_remote_code: BaseModelKey[bool] = False
     """Run Python code that comes with the model. No Phi text model needs it: transformers has a class for each."""
 

@@ -190,7 +190,7 @@ class Planner:
                 quantize_without_data(model)
         convert_weights(model, self.precision)
         if self._is_in_fp8:
-            round_frozen_layers(model)
+            round_frozen_layers(model, config.model.fp8_layers)
         if config.training.neftune_alpha:
             add_embedding_noise(model, config.training.neftune_alpha)
         if checkpointed:

@@ -38,10 +38,13 @@ def full_shape(weight: torch.Tensor) -> torch.Size:
 
 
 def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a weight as a plain tensor of this dtype; None: of the dtype that it had before quantization."""
+    """Return a weight as a plain tensor of this dtype; None: of the dtype that it had before quantization.
+
+    A quantization state with a method `widened(device)` provides the tensor itself.
+    """
     if is_in_4_bits(weight):
         state: Any = weight.quant_state  # type: ignore[attr-defined]
-        if isinstance(state, _StateWithoutData):
+        if hasattr(state, "widened"):
             weight = state.widened(weight.device)
         else:
             bitsandbytes: Any = import_module("bitsandbytes.functional")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -85,15 +85,18 @@ def refuse_fp8_without_engine(config: Config, why_not_engine: str | None) -> Non
         )
 
 
-def round_frozen_layers(model: Any) -> RoundedLayers:
+def round_frozen_layers(model: Any, layers: Literal["all", "upper_half"] = "all") -> RoundedLayers:
     """Round the frozen linear layers of the decoder to fp8, one after the other. Embedding, head and norms stay.
 
-    The engine must know the model, which is on any device, also on the meta device.
+    The engine must know the model, which is on any device, also on the meta device. Of an odd number of decoder layers,
+    the upper half has one more.
     """
     bare = bare_model(model)
     family = FAMILIES[bare.config.model_type]
     found = RoundedLayers([], [])
-    for index, layer in enumerate(bare.get_decoder().layers):
+    decoder_layers = bare.get_decoder().layers
+    first = len(decoder_layers) // 2 if layers == "upper_half" else 0
+    for index, layer in list(enumerate(decoder_layers))[first:]:
         for name in family.linears:
             module = layer.get_submodule(name)
             base = getattr(module, "base_layer", module)

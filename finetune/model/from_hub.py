@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain, find_fault
 from finetune.errors import ModelError
@@ -92,22 +92,32 @@ def stored_types(where: str, revision: str | None) -> set[str]:
 
     Empty if the files are not here yet or cannot be read.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    repository, types = repository_of(where, revision), set()
+    try:
+        return {weight.get_dtype() for weight in stored_weights(where, revision).values()}
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
+        return set()
+
+
+def stored_weights(where: str, revision: str | None) -> dict[str, Any]:
+    """Return a safetensors slice for each weight in a model's files, by name. `slice[:]` reads the weight.
+
+    Raises:
+        Exception: of many types, if the files are not here yet or cannot be read.
+    """
+    from safetensors import safe_open
+
+    repository = repository_of(where, revision)
 
     def find(name: str) -> Path | None:
         return Path(where, name) if repository is None else cached_file(repository, name)
 
-    try:
-        single, index = find(_WEIGHTS), find(_INDEX)
-        is_single = single is not None and single.is_file()
-        for name in [_WEIGHTS] if is_single or index is None else _files_in(index):
-            with safe_open(find(name), framework="pt") as file:
-                types |= {file.get_slice(key).get_dtype() for key in file.keys()}  # noqa: SIM118
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
-        return set()
-    return types
+    single, index = find(_WEIGHTS), find(_INDEX)
+    is_single = single is not None and single.is_file()
+    names = [_WEIGHTS] if is_single or index is None else _files_in(index)
+    files: list[Any] = [safe_open(find(name), framework="pt") for name in names]
+    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def _files_in(index: Path) -> list[str]:

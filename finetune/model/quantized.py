@@ -6,14 +6,19 @@ adapter and its gradients are the same as without quantization.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.engine.four_bits import in_4_bits_without_data
-from finetune.errors import ConfigError
-from finetune.model.base import build_base_model
+from finetune.engine.decoder import bare_model
+from finetune.engine.four_bits import holds_nf4, in_4_bits_without_data
+from finetune.errors import ConfigError, ModelError, first_line
+from finetune.model.base import build_base_model, locate_model
+from finetune.model.from_hub import stored_weights
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -72,6 +77,49 @@ def quantize_without_data(model: Any) -> None:
     for module in model.modules():
         if type(module) is torch.nn.Linear and module is not head and not module.weight.requires_grad:
             module.weight = in_4_bits_without_data(module.weight)
+
+
+def states_in_4_bits(model: Any) -> dict[str, Any]:
+    """Return what bitsandbytes keeps beside each weight in NF4, by the weight's name on disk.
+
+    Sharding a model keeps these objects, but hides them.
+    """
+    modules = [(name.removesuffix(".base_layer"), module) for name, module in bare_model(model).named_modules()]
+    return {f"{name}.weight": module.weight.quant_state for name, module in modules if holds_nf4(module)}
+
+
+@contextmanager
+def weights_from_disk(section: ModelSection, states: Mapping[str, Any]) -> Iterator[None]:
+    """Within the block, let the engine read each weight from disk where it would dequantize it.
+
+    It holds one of them at a time, in the type that it had before quantization.
+
+    Args:
+        section: the base.
+        states: see `states_in_4_bits`.
+
+    Raises:
+        ModelError: the files cannot be read, or hold no weights of these names and shapes.
+    """
+    try:
+        stored = stored_weights(locate_model(section), section.revision)
+        shapes = {name: tuple(stored[name].get_shape()) for name in states if name in stored}
+    except Exception as error:  # see `stored_weights`
+        raise ModelError(f"the weights of {section.path} cannot be read: {first_line(error)}") from error
+    unlike = [name for name, state in states.items() if shapes.get(name) != tuple(state.shape)]
+    if unlike:
+        raise ModelError(f"the files of {section.path} hold {unlike[0]} under another name or in another shape")
+    for name, state in states.items():
+        state.widened = partial(_read, stored[name], state.dtype)
+    try:
+        yield
+    finally:
+        for state in states.values():
+            del state.widened
+
+
+def _read(weight: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return weight[:].to(device, dtype)  # type: ignore[no-any-return]
 
 
 def quantization() -> BitsAndBytesConfig:

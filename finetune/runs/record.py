@@ -89,7 +89,7 @@ class RunRecord:
             "starts": [*starts, now],
             "num_steps": None,
             "memory": earlier.get("memory"),
-            "fp8": None,
+            "low_precision": None,
             "profile": earlier.get("profile"),
             "finished": None,
             "result": None,

@@ -24,16 +24,17 @@ from finetune.inference.losses import SplitLosses
 from finetune.model.base import checkpoint_gradients
 from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.lora import fingerprint_base, without_adapter
+from finetune.model.quantized import states_in_4_bits
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.training.checks import check_fit, named_splits
-from finetune.training.forward import agree_on_forward
-from finetune.training.fp8_error import round_base_to_fp8
+from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.half_precision import refuse_overflow
 from finetune.training.loaders import global_batch_size
+from finetune.training.low_precision_error import LowPrecisionError, compare_nf4_with_disk, round_base_to_fp8
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 _log = logging.getLogger(__name__)
-_TOKENS_FOR_FP8_ERROR = 1024
+_TOKENS_FOR_ERROR = 1024
 _SAME_BASE = "Give every node the same files at model.path."
 _NOT_IN_BACKGROUND = Fallback(
     what="checkpoint.background",
@@ -195,8 +196,9 @@ def set_up(
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collation_of(config, forward.collate)
+    states = states_in_4_bits(model)
     measured = _shard(runtime, model) if runtime.shard_size is not None else model
-    _try_precision(runtime, config, model, splits, collate, forward.why_not_engine, journal)
+    _try_precision(runtime, config, model, splits, forward, collate, states, journal)
     how = Computation(
         loss_of=partial(objective.loss_of, config),
         device_type=runtime.device.type,
@@ -267,8 +269,9 @@ def _try_precision(
     config: Config,
     model: Any,
     splits: EncodedSplits,
+    forward: Forward,
     collate: Collate,
-    why_not_engine: str | None,
+    states_in_4_bits: Mapping[str, Any],
     journal: Journal | None,
 ) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
@@ -277,23 +280,30 @@ def _try_precision(
         is_plain = isinstance(splits.train, EncodedExamples) and runtime.shard_size is None
         refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
     if wants_fp8(config):
-        refuse_fp8_without_engine(config, why_not_engine)
-        _round_base(runtime, model, splits, collate, journal)
+        refuse_fp8_without_engine(config, forward.why_not_engine)
+        compare: Callable[..., LowPrecisionError | None] = round_base_to_fp8
+    elif not states_in_4_bits:
+        return
+    elif forward.why_not_engine is not None or forward.called_layers:
+        _log.warning("the error of a base in 4 bits is not measured, because the engine does not compute all layers")
+        return
+    else:
+        compare = partial(compare_nf4_with_disk, states=states_in_4_bits)
+    with runtime.failing_together("measuring the error of the base's precision"):
+        measured = compare(runtime, config, model, collate(_first_rows(splits.train)))
+        if journal is not None and measured is not None:
+            journal.record(low_precision=asdict(measured))
 
 
-def _round_base(runtime: Runtime, model: Any, splits: EncodedSplits, collate: Collate, journal: Journal | None) -> None:
-    """Round the base to fp8, and record what this changes on the first rows that carry loss. Collective.
+def _first_rows(rows: Any) -> list[Any]:
+    """Return the first rows that carry loss, with no more tokens than the longest row, or than 1,024.
 
-    The rows have together no more tokens than the longest row, which a step needs memory for anyway, or than 1,024.
+    A step needs memory for the longest row anyway.
     """
-    rows = splits.train
     first = int((rows.sides[0].num_targets > 0).int().argmax())
-    most = max(int(rows.lengths.max()), _TOKENS_FOR_FP8_ERROR)
+    most = max(int(rows.lengths.max()), _TOKENS_FOR_ERROR)
     count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))
-    with runtime.failing_together("rounding the base to fp8"):
-        measured = round_base_to_fp8(runtime, model, collate([rows[first + index] for index in range(count)]))
-        if journal is not None:
-            journal.record(fp8=asdict(measured))
+    return [rows[first + index] for index in range(count)]
 
 
 def _saves_base(config: Config) -> bool:

@@ -15,7 +15,7 @@ from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.model.fp8_base import round_frozen_layers
-from finetune.training.fp8_error import GRADIENT_LIMIT, loss_limit
+from finetune.training.low_precision_error import GRADIENT_LIMIT, loss_limit
 from finetune.training.train import train
 from tests.engine.prefix_rows import random_rows
 from tests.engine.test_fp8 import rounding_error, spread, sum_error, widened
@@ -96,6 +96,6 @@ def test_a_run_trains_on_fp8_and_repeats_itself(device: torch.device, tmp_path: 
         train(load_config([*words, "training.deterministic=true"], task="finetune_lora"))
     losses = [event["loss"] for event in events(tmp_path / "one", "step")]
     assert losses[-1] < losses[0]
-    assert record(tmp_path / "one")["fp8"] == record(tmp_path / "other")["fp8"]
+    assert record(tmp_path / "one")["low_precision"] == record(tmp_path / "other")["low_precision"]
     other = adapter_tensors(tmp_path / "other")
     assert all(torch.equal(tensor, other[name]) for name, tensor in adapter_tensors(tmp_path / "one").items())

@@ -21,7 +21,7 @@ from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.errors import ConfigError
 from finetune.model.base import build_base_model, count_parameters
 from finetune.model.fp8_base import refuse_where_fp8_is_impossible, round_frozen_layers
-from finetune.training.fp8_error import GRADIENT_LIMIT, Fp8Error, loss_limit
+from finetune.training.low_precision_error import GRADIENT_LIMIT, LowPrecisionError, loss_limit
 from finetune.training.memory.forecast import WHOLE, Weights, copy_without_data
 from finetune.training.train import train as train_as_configured
 from tests.methods.tiny_training import curve, record, refuse_to_differ_after_a_break, train, words_for
@@ -77,10 +77,10 @@ def test_the_curve_is_near_that_of_bf16_and_the_error_is_recorded(words, tmp_pat
     trainer = train(words)
     run = tmp_path / "run"
     train([*words, "model.frozen_precision=auto", f"output_dir={tmp_path / 'bf16'}"])
-    measured = Fp8Error(**record(run)["fp8"])
-    assert record(tmp_path / "bf16")["fp8"] is None
+    measured = LowPrecisionError(**record(run)["low_precision"])
+    assert record(tmp_path / "bf16")["low_precision"] is None
     assert (measured.num_layers, measured.num_targets) == (8, 135), "4 layers in 2 decoder layers; all rows are short"
-    assert measured.loss_fp8 == pytest.approx(measured.loss_bf16, abs=measured.loss_limit)
+    assert measured.loss == pytest.approx(measured.base_loss, abs=measured.loss_limit)
     assert 0.005 < measured.gradient_error < measured.gradient_limit, "it is fp8, and no coarser"
     assert losses(run) == pytest.approx(losses(tmp_path / "bf16"), abs=measured.loss_limit)
     assert losses(run) != losses(tmp_path / "bf16")
@@ -94,11 +94,24 @@ def test_the_curve_is_near_that_of_bf16_and_the_error_is_recorded(words, tmp_pat
     assert others == {torch.bfloat16}
 
 
+def test_fp8_in_the_upper_half_of_the_layers_changes_less(words, tmp_path):
+    words = [*words, "training.max_steps=1"]
+    train(words)
+    trainer = train([*words, "model.fp8_layers=upper_half", f"output_dir={tmp_path / 'half'}"])
+    rounded = [name for name, module in trainer.model.named_modules() if isinstance(module, Fp8Linear)]
+    assert len(rounded) == 4
+    assert all("layers.1." in name for name in rounded)
+    everything, half = (LowPrecisionError(**record(tmp_path / run)["low_precision"]) for run in ("run", "half"))
+    assert (half.precision, half.num_layers) == ("fp8", 4)
+    assert half.base_loss == everything.base_loss
+    assert half.gradient_error < everything.gradient_error
+
+
 @pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, with_dropout, tmp_path):
     words = [*words, "lora.dropout=0.1"]
     refuse_to_differ_after_a_break(words, with_dropout, tmp_path / "run")
-    assert record(tmp_path / "run")["fp8"] == record(with_dropout)["fp8"]
+    assert record(tmp_path / "run")["low_precision"] == record(with_dropout)["low_precision"]
     with pytest.raises(Exception, match=r"model\.frozen_precision"):
         train([*words, "model.frozen_precision=auto"])
 
@@ -106,9 +119,11 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, with_dropo
 def test_measuring_leaves_no_trace_in_the_run(words, with_dropout, tmp_path):
     """Checkpointing, the mode of the model and random numbers are as before: another measurement, the same curve."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.training.setup._TOKENS_FOR_FP8_ERROR", 1)
+        patch.setattr("finetune.training.setup._TOKENS_FOR_ERROR", 1)
         train([*words, "lora.dropout=0.1"])
-    assert record(tmp_path / "run")["fp8"]["num_targets"] < record(with_dropout)["fp8"]["num_targets"]
+    assert (
+        record(tmp_path / "run")["low_precision"]["num_targets"] < record(with_dropout)["low_precision"]["num_targets"]
+    )
     assert curve(tmp_path / "run") == curve(with_dropout)
 
 
@@ -139,7 +154,7 @@ def test_preferences_train_on_fp8_and_their_reference_is_the_base_in_fp8(words, 
     train_from_overrides([*words, *own])
     assert losses(tmp_path / "run")[0] == pytest.approx(0.5 if name == "kto" else math.log(2), rel=1e-6)
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
-    assert record(tmp_path / "run")["fp8"]["num_targets"] > 8
+    assert record(tmp_path / "run")["low_precision"]["num_targets"] > 8
 
 
 # --- refusals -----------------------------------------------------------------------------------------------------
@@ -185,7 +200,9 @@ def test_layers_of_other_sizes_stay_in_bf16_and_are_named(words, tmp_path):
     tiny_tokenizer().save_pretrained(base)
     words = [*words, f"model.path={base}", "training.max_steps=1"]
     train(words)
-    assert record(tmp_path / "run")["fp8"]["num_layers"] == 6, "down_proj has 40 inputs, but gate_up_proj 80 outputs"
+    assert record(tmp_path / "run")["low_precision"]["num_layers"] == 6, (
+        "down_proj has 40 inputs, but gate_up_proj 80 outputs"
+    )
     [taken] = record(tmp_path / "run")["fallbacks"]
     assert taken["what"] == "model.frozen_precision"
     assert taken["why"].endswith("not multiples of 16: layers.0.mlp.down_proj, layers.1.mlp.down_proj")
@@ -235,15 +252,17 @@ def test_weights_that_span_more_than_fp8_holds_are_refused_before_step_1(words, 
 
 def test_the_limits_refuse_each_alone_and_what_is_not_a_number():
     def is_accepted(**changes: float) -> bool:
-        near: dict[str, Any] = {"loss_bf16": 2.0, "loss_fp8": 2.1, "gradient_error": 0.1}
-        return Fp8Error(num_layers=1, num_targets=9, loss_limit=loss_limit(2.0), **{**near, **changes}).is_accepted
+        near: dict[str, Any] = {"precision": "fp8", "base_loss": 2.0, "loss": 2.1, "gradient_error": 0.1}
+        return LowPrecisionError(
+            num_layers=1, num_targets=9, loss_limit=loss_limit(2.0), **{**near, **changes}
+        ).is_accepted
 
     assert is_accepted()
-    assert is_accepted(loss_fp8=2.25, gradient_error=GRADIENT_LIMIT)
-    assert not is_accepted(loss_fp8=2.2501)
-    assert not is_accepted(loss_fp8=1.7499)
+    assert is_accepted(loss=2.25, gradient_error=GRADIENT_LIMIT)
+    assert not is_accepted(loss=2.2501)
+    assert not is_accepted(loss=1.7499)
     assert not is_accepted(gradient_error=GRADIENT_LIMIT + 1e-6)
-    assert not is_accepted(loss_fp8=math.nan)
+    assert not is_accepted(loss=math.nan)
     assert not is_accepted(gradient_error=math.nan)
     assert loss_limit(0.01) == 2**-3
 
@@ -274,13 +293,13 @@ def test_layers_are_rounded_the_same_every_time_and_the_engine_reads_them():
 @pytest.mark.slow
 def test_a_plan_counts_a_byte_for_a_weight_and_four_for_an_output(words):
     words = [*words, "training.gradient_checkpointing=false"]
-    plans = {
-        wish: make_plan(load_config([*words, f"model.frozen_precision={wish}"]), read_device("H100 80GB"))
-        for wish in ("auto", "fp8")
-    }
+    wishes = {"auto": ["model.frozen_precision=auto"], "fp8": [], "half": ["model.fp8_layers=upper_half"]}
+    device = read_device("H100 80GB")
+    plans = {name: make_plan(load_config([*words, *own]), device) for name, own in wishes.items()}
     layers = 2 * [(128, 64), (64, 64), (96, 64), (64, 48)]
     saved = sum(out * inside - 4 * out for out, inside in layers)
     assert plans["auto"].peak.parts["weights"] - plans["fp8"].peak.parts["weights"] == saved
+    assert plans["auto"].peak.parts["weights"] - plans["half"].peak.parts["weights"] == saved / 2
     assert plans["auto"].trainable_parameters == plans["fp8"].trainable_parameters
     assert plans["auto"].parameters == plans["fp8"].parameters
     with pytest.raises(ConfigError, match="the run computes in fp32"):

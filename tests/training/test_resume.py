@@ -29,7 +29,8 @@ pytestmark = pytest.mark.trains
 ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {
     "": "seed",
-    "model": "path revision init config tokenizer chat_template attention frozen_precision trust_remote_code",
+    "model": "path revision init config tokenizer chat_template attention frozen_precision fp8_layers "
+    "trust_remote_code",
     "lora": (
         "r alpha dropout target_modules layers rank_pattern alpha_pattern rslora dora init start_from quantize "
         "new_tokens modules_to_save"

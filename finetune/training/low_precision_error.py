@@ -1,0 +1,205 @@
+"""Measure what a base in fp8 or NF4 does to the loss and to the gradient, before step 1, and hold it against limits.
+
+fp8 is refused beyond its limits. NF4 is a fallback there: it saves memory that a run may not do without.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from finetune.engine.decoder import bare_model
+from finetune.engine.fp8 import MULTIPLE, ROUNDING
+from finetune.engine.loss import summed_cross_entropy
+from finetune.errors import ConfigError, ModelError
+from finetune.fallbacks import Fallback
+from finetune.model.fp8_base import round_frozen_layers
+from finetune.model.quantized import weights_from_disk
+from finetune.training.objectives.preferences import PreferenceMicrobatch
+from finetune.training.optim import trainable_parameters
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.distributed.runtime import Runtime
+
+_log = logging.getLogger(__name__)
+
+GRADIENT_LIMIT = 0.5
+"""The largest accepted relative difference of the gradient.
+
+It bounds what a step loses: if ‖g_low − g‖ ≤ ‖g‖ / 2, a small step along g_low lowers the loss of the 16-bit model by
+at least half as much as a step along g, since their product is at least ‖g‖² / 2. Without any amplification by the
+model, 13 % are to be expected for 32 layers in fp8: e4m3 rounds a value by 2.4 % on average (at most 2^-4), a branch of
+a layer has two products of two factors each (4.7 %), and the residual stream sums up branches with independent errors,
+so it is off by 4.7 % · sqrt(1 + 1/2 + … + 1/32) = 9.5 % in both directions, forward and backward:
+sqrt(2) · 9.5 % = 13 %.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecisionError:
+    """The difference that a base in fp8 or NF4 makes, as run.json records it."""
+
+    precision: Literal["fp8", "nf4"]
+    num_layers: int
+    """The number of linear layers in this precision."""
+    num_targets: int
+    """The number of target tokens over which it was measured."""
+    base_loss: float
+    """With the weights as they were before they were rounded. In nats per target token."""
+    loss: float
+    loss_limit: float
+    """The largest difference of the two that is accepted."""
+    gradient_error: float
+    """‖g_low − g‖ / ‖g‖, over all trained weights together."""
+    gradient_limit: float = GRADIENT_LIMIT
+
+    @property
+    def is_accepted(self) -> bool:
+        """Whether both differences are within their limits. False if one is not a number."""
+        is_loss_near = abs(self.loss - self.base_loss) <= self.loss_limit
+        return is_loss_near and self.gradient_error <= self.gradient_limit
+
+    def __str__(self) -> str:
+        return (
+            f"over {self.num_targets} target tokens, the loss is {self.loss:.4f} instead of {self.base_loss:.4f} "
+            f"(limit ±{self.loss_limit:.4f}), and the gradient differs by {self.gradient_error:.2%} "
+            f"(limit {self.gradient_limit:.2%})"
+        )
+
+
+def loss_limit(loss: float) -> float:
+    """Return the largest accepted difference of a loss: 2^-3 of it, and at least 2^-3 nats.
+
+    A product of two factors in e4m3 may be off by 2^-3. The mean over many tokens should be off by far less.
+    """
+    return 2 * ROUNDING * max(1.0, abs(loss))
+
+
+def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: Any) -> LowPrecisionError:
+    """Round a base to fp8, and compare loss and gradient of some rows before and after.
+
+    The weights are never there twice: the rows are computed in bf16 first, and each layer is then rounded in its place.
+
+    Args:
+        runtime: records a fallback if a layer stays in bf16.
+        config: the whole run.
+        model: placed, with an adapter; its steps are computed by the engine.
+        microbatch: as the run computes it.
+
+    Raises:
+        ConfigError: no layer can be in fp8, or the difference is above its limit.
+    """
+    rows = _rows(microbatch)
+    before = _loss_and_gradient(runtime, model, rows)
+    layers = round_frozen_layers(model, config.model.fp8_layers)
+    why = f"{len(layers.kept)} linear layers have sizes or heads that are not multiples of {MULTIPLE}"
+    if not layers.rounded:
+        raise ConfigError(f"model.frozen_precision=fp8 rounds nothing here: {why}. Set model.frozen_precision=auto.")
+    if layers.kept:
+        why = f"{why}: {', '.join(layers.kept)}"
+        wanted, used = "all frozen linear layers in fp8", "some layers in bf16"
+        runtime.fallbacks.take(Fallback(what="model.frozen_precision", wanted=wanted, used=used, why=why))
+    measured = _compare("fp8", len(layers.rounded), rows, before, _loss_and_gradient(runtime, model, rows))
+    if not measured.is_accepted:
+        fewer = ", or model.fp8_layers=upper_half, which rounds less" if config.model.fp8_layers == "all" else ""
+        raise ConfigError(
+            f"model.frozen_precision=fp8 changes this model too much: {measured}. Its weights or activations span "
+            "more than fp8 can hold in a row, or it amplifies rounding. Set model.frozen_precision=auto, which trains "
+            f"on the base in bf16{fewer}."
+        )
+    return measured
+
+
+def compare_nf4_with_disk(
+    runtime: Runtime, config: Config, model: Any, microbatch: Any, states: Mapping[str, Any]
+) -> LowPrecisionError | None:
+    """Compare loss and gradient of some rows with those of the weights on disk; return None if these do not fit.
+
+    The weights on disk are read layer by layer, in the forward and in the backward pass, so the whole base is never in
+    16 bits. Collective, if the model is sharded.
+
+    Args:
+        runtime: records a fallback if the difference is above its limit.
+        config: the whole run.
+        model: placed or sharded, with an adapter; all of its linear layers are computed by the engine.
+        microbatch: as the run computes it.
+        states: see `finetune.model.quantized.states_in_4_bits`.
+
+    Raises:
+        ConfigError: the difference is above its limit, and the run is strict.
+    """
+    rows = _rows(microbatch)
+    try:
+        with weights_from_disk(config.model, states):
+            before = _loss_and_gradient(runtime, model, rows)
+    except ModelError as error:
+        _log.warning("the error of a base in 4 bits is not measured: %s", error)
+        return None
+    measured = _compare("nf4", len(states), rows, before, _loss_and_gradient(runtime, model, rows))
+    if not measured.is_accepted:
+        why = (
+            f"{measured}. The adapter learns to correct the rounding too, and its corrections are wrong on the base in "
+            "16 bits. Set lora.quantize=none if memory allows; otherwise train longer or on more rows, try a larger "
+            "lora.r, and compare `finetune evaluate` with the losses of the run"
+        )
+        wanted, used = "weights in 4 bits that compute nearly as the base does", "weights that compute otherwise"
+        runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=wanted, used=used, why=why))
+    return measured
+
+
+def _rows(microbatch: Any) -> Any:
+    return microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
+
+
+def _compare(
+    precision: Literal["fp8", "nf4"],
+    num_layers: int,
+    rows: Any,
+    before: tuple[float, torch.Tensor],
+    after: tuple[float, torch.Tensor],
+) -> LowPrecisionError:
+    measured = LowPrecisionError(
+        precision=precision,
+        num_layers=num_layers,
+        num_targets=rows.num_targets,
+        base_loss=before[0],
+        loss=after[0],
+        loss_limit=loss_limit(before[0]),
+        gradient_error=float((after[1] - before[1]).norm() / before[1].norm()),
+    )
+    _log.info("%d frozen linear layers are in %s: %s", num_layers, precision, measured)
+    return measured
+
+
+def _loss_and_gradient(runtime: Runtime, model: Any, rows: Any) -> tuple[float, torch.Tensor]:
+    """Return the loss per target and the gradient of their sum, flat in fp32, with the same dropout masks every time.
+
+    The sum, because in fp16 the gradient of the mean would lose its small values.
+    """
+    weights = trainable_parameters(model)
+    devices = [runtime.device] if runtime.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _checkpointed(model):
+        torch.manual_seed(0)
+        loss = runtime.placement.forward(summed_cross_entropy, model, rows)
+        gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
+    return loss.item() / rows.num_targets, torch.cat([gradient.flatten() for gradient in gradients])
+
+
+@contextmanager
+def _checkpointed(model: Any) -> Iterator[None]:
+    """Recompute the engine's activations in the backward pass inside, since the run's choice comes later."""
+    decoder = bare_model(model).get_decoder()
+    was_training, before = model.training, getattr(decoder, "gradient_checkpointing", False)
+    model.train()
+    decoder.gradient_checkpointing = True
+    try:
+        yield
+    finally:
+        decoder.gradient_checkpointing = before
+        model.train(was_training)
