@@ -102,6 +102,9 @@ def _model(config: Config, stand_in: Path) -> Iterator[_Setting]:
     )
     if not torch.cuda.is_available() or find_spec("bitsandbytes") is None:
         yield _Setting("lora.quantize", "none", "weights in 4 bits need CUDA and bitsandbytes")
+    elif config.strict:
+        limit = "4 bits change random weights by another amount than the real ones, which strict=true may refuse"
+        yield _Setting("lora.quantize", "none", limit)
 
 
 def _world(config: Config, scale: Scale) -> Iterator[_Setting]:

@@ -81,4 +81,4 @@ def test_a_run_trains_on_four_bits(device: torch.device, only_on_cuda: None, inp
     train(load_config([*words_for(inputs, tmp_path / "run"), *own], task="finetune_qlora"))
     losses = [event["loss"] for event in events(tmp_path / "run", "step")]
     assert losses[-1] < losses[0]
-    assert "lora.quantize" not in {taken["what"] for taken in record(tmp_path / "run")["fallbacks"]}
+    assert record(tmp_path / "run")["low_precision"]["precision"] == "nf4"

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from finetune import add_lora, load_config
+from finetune import add_lora, encode_examples, load_config, load_examples
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
 from finetune.diagnose.plan_devices import read_device
@@ -29,6 +29,8 @@ from finetune.model.quantized import (
     load_in_4_bits,
     quantization,
     refuse_where_quantizing_is_impossible,
+    states_in_4_bits,
+    weights_from_disk,
 )
 from finetune.training.memory.choice import MOST_TOKENS
 from finetune.training.memory.forecast import (
@@ -55,9 +57,11 @@ from tests.methods.tiny_training import (
     words_for,
 )
 from tests.methods.tiny_training import train as train_plain
+from tests.rounding import relative_difference
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
+from tests.training.test_fp8_base import wide_weights
 from tests.training.test_memory import choice_of, config_of, loss_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -74,8 +78,8 @@ def needs_bitsandbytes(test):
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
-    config = tiny_phi3_config(vocab_size=MODEL_VOCABULARY, hidden_size=64, intermediate_size=64, eos_token_id=320)
-    build_tiny(config).save_pretrained(folder / "base")
+    sizes = {"vocab_size": MODEL_VOCABULARY, "hidden_size": 64, "intermediate_size": 64, "initializer_range": 0.05}
+    build_tiny(tiny_phi3_config(**sizes, eos_token_id=320)).save_pretrained(folder / "base")
     tiny_tokenizer().save_pretrained(folder / "base")
     write_rows(folder / "rows")
     return folder
@@ -152,6 +156,7 @@ def test_an_adapter_trains_on_four_bits_and_loads_on_the_full_base(inputs, tmp_p
     losses = [step["loss"] for step in curve(tmp_path / "run")]
     assert losses[-1] < losses[0] - 0.1
     assert record(tmp_path / "run")["fallbacks"] == []
+    assert record(tmp_path / "run")["low_precision"]["precision"] == "nf4"
     kinds = {type(module).__name__ for module in trainer.model.modules()}
     assert "Linear4bit" in kinds
     assert {p.dtype for p in trainer.model.parameters() if p.requires_grad} == {torch.float32}
@@ -189,6 +194,61 @@ def test_the_engine_reads_four_bits_as_the_weights_that_they_stand_for(inputs, d
     assert loss == pytest.approx(expected, rel=tolerance)
     for name, gradient in gradients.items():
         assert (gradient - exact[name]).norm() <= tolerance * exact[name].norm(), name
+
+
+@needs_bitsandbytes
+@pytest.mark.trains
+def test_the_error_of_four_bits_is_that_of_the_weights_on_disk(inputs, tmp_path):
+    """The run reads them layer by layer. Here, a plain model holds all of them."""
+    words = [*words_for(inputs, tmp_path / "run"), "lora.r=4", "training.max_steps=1", "optim.learning_rate=0"]
+    in_four_bits = train(words).model.train()
+    plain = add_lora(build_base_model(ModelSection(path=str(inputs / "base"))), LoraSection(r=4)).train()
+    started = dict(in_four_bits.named_parameters())
+    for name, weight in plain.named_parameters():
+        if weight.requires_grad:
+            weight.data.copy_(started[name].data)
+    config = load_config(words)
+    rows = encode_examples(load_examples(config.data), tiny_tokenizer(), config.data).train
+    packed, losses, gradients = packer(share_prefixes=True)([rows[index] for index in range(len(rows))]), [], []
+    for model in (in_four_bits, plain):
+        loss = summed_cross_entropy(model, packed) / packed.num_targets
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        gradients.append(torch.autograd.grad(loss, weights, materialize_grads=True))
+        losses.append(loss.item())
+    measured = record(tmp_path / "run")["low_precision"]
+    assert (measured["num_layers"], measured["num_targets"]) == (8, packed.num_targets)
+    assert [measured["loss"], measured["base_loss"]] == pytest.approx(losses, rel=1e-6)
+    assert measured["gradient_error"] == pytest.approx(relative_difference(*gradients), rel=1e-3)
+    assert 0.05 < measured["gradient_error"] < measured["gradient_limit"], "it is 4 bits, and no coarser"
+
+
+@needs_bitsandbytes
+@pytest.mark.trains
+def test_four_bits_that_change_too_much_are_a_fallback(inputs, tmp_path):
+    """Beside a large column, the other weights of its block are rounded to zero."""
+    base = wide_weights(inputs / "base", tmp_path / "base", 2.0**8)
+    words = [*words_for(inputs, tmp_path / "run"), f"model.path={base}", "lora.r=4", "training.max_steps=1"]
+    train(words)
+    [taken] = record(tmp_path / "run")["fallbacks"]
+    assert taken["what"] == "lora.quantize"
+    assert "the gradient differs by" in taken["why"]
+    assert "Set lora.quantize=none" in taken["why"]
+    with pytest.raises(ConfigError, match=r"lora\.quantize: wanted weights in 4 bits .* The run is strict"):
+        train([*words, "strict=true", f"output_dir={tmp_path / 'strict'}"])
+
+
+@needs_bitsandbytes
+@pytest.mark.trains
+def test_an_error_that_cannot_be_measured_is_said(inputs, tmp_path):
+    words = [*words_for(inputs, tmp_path / "run"), "lora.r=4", "training.max_steps=1"]
+    train([*words, "training.kernels=reference"])
+    assert record(tmp_path / "run")["low_precision"] is None
+    assert "is not measured, because the engine does not compute all layers" in (tmp_path / "run/log.txt").read_text()
+    build_tiny(tiny_phi3_config()).save_pretrained(tmp_path / "other")
+    states = states_in_4_bits(load_on_cpu(ModelSection(path=str(inputs / "base"))))
+    with pytest.raises(ModelError, match="under another name or in another shape"):
+        weights_from_disk(ModelSection(path=str(tmp_path / "other")), states).__enter__()
+    assert not any(hasattr(state, "widened") for state in states.values())
 
 
 @needs_bitsandbytes
@@ -250,6 +310,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path)
     train([*broken, "training.max_steps=4"])
     name = "adapter/adapter_model.safetensors"
     assert (tmp_path / "broken" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert record(tmp_path / "broken")["low_precision"] == record(tmp_path / "whole")["low_precision"] is not None
 
 
 @needs_bitsandbytes
@@ -277,8 +338,12 @@ def test_a_base_in_four_bits_is_shared_out(inputs, tmp_path):
     """In the engine, which reads the bits, and in the model's own forward, which calls bitsandbytes' layers."""
     cases = [Case(2, words=words) for words in ((), (REFERENCE, "training.precision=fp16"), (CHECKPOINTED,))]
     more = [f"model.path={inputs / 'base'}", "model.init=pretrained", "model.config=null", "checkpoint.save_every=2"]
+    errors = []
     for whole, shards in train_both_ways(tmp_path, cases, rows=more, recipe=[f"{__name__}:train_on_cpu"]):
         assert_same_bytes(whole, shards)
+        assert record(whole)["low_precision"] == record(shards)["low_precision"]
+        errors.append(record(shards)["low_precision"])
+    assert errors[0] == errors[2] != errors[1] is None, "only the engine measures it"
 
 
 @needs_bitsandbytes
