@@ -17,7 +17,7 @@ from finetune.engine.decoder import OFFLOADS, bare_model
 from finetune.engine.four_bits import full_shape
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting
-from finetune.model.from_hub import Part, hub_error, reading, repository_of, stored_types
+from finetune.model.from_hub import Part, hub_error, reading, repository_of, stored_weights
 from finetune.model.tokens import choose_pad_token
 from finetune.model.training_mode import route_by_score
 from finetune.model.variants import describe_split_copy, explain_missing, refuse_unsupported
@@ -258,7 +258,7 @@ def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) ->
     if config.dtype is not torch.float32:
         return "auto"
     names = {frozenset({"BF16"}): torch.bfloat16, frozenset({"F16"}): torch.float16}
-    return names.get(frozenset(stored_types(where, revision)), "auto")
+    return names.get(frozenset(weight.get_dtype() for weight in stored_weights(where, revision).values()), "auto")
 
 
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:

@@ -87,37 +87,26 @@ def missing_from_cache(repository: Repository, part: Part) -> str | None:
     return next((name for name in files if cached_file(repository, name) is None), None)
 
 
-def stored_types(where: str, revision: str | None) -> set[str]:
-    """Return the safetensors names of the types of a model's weights, such as `BF16`, from the headers of its files.
-
-    Empty if the files are not here yet or cannot be read.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        return {weight.get_dtype() for weight in stored_weights(where, revision).values()}
-    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
-        return set()
-
-
 def stored_weights(where: str, revision: str | None) -> dict[str, Any]:
     """Return a safetensors slice for each weight in a model's files, by name. `slice[:]` reads the weight.
 
-    Raises:
-        Exception: of many types, if the files are not here yet or cannot be read.
+    Empty if the files are not here yet or cannot be read.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     repository = repository_of(where, revision)
 
     def find(name: str) -> Path | None:
         return Path(where, name) if repository is None else cached_file(repository, name)
 
-    single, index = find(_WEIGHTS), find(_INDEX)
-    is_single = single is not None and single.is_file()
-    names = [_WEIGHTS] if is_single or index is None else _files_in(index)
-    files: list[Any] = [safe_open(find(name), framework="pt") for name in names]
-    return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+    try:
+        single, index = find(_WEIGHTS), find(_INDEX)
+        is_single = single is not None and single.is_file()
+        names = [_WEIGHTS] if is_single or index is None else _files_in(index)
+        files: list[Any] = [safe_open(find(name), framework="pt") for name in names]
+        return {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError, TypeError):
+        return {}
 
 
 def _files_in(index: Path) -> list[str]:

@@ -16,7 +16,7 @@ import torch
 
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import holds_nf4, in_4_bits_without_data
-from finetune.errors import ConfigError, ModelError, first_line
+from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model, locate_model
 from finetune.model.from_hub import stored_weights
 
@@ -92,34 +92,28 @@ def states_in_4_bits(model: Any) -> dict[str, Any]:
 def weights_from_disk(section: ModelSection, states: Mapping[str, Any]) -> Iterator[None]:
     """Within the block, let the engine read each weight from disk where it would dequantize it.
 
-    It holds one of them at a time, in the type that it had before quantization.
-
     Args:
         section: the base.
         states: see `states_in_4_bits`.
 
     Raises:
-        ModelError: the files cannot be read, or hold no weights of these names and shapes.
+        ModelError: the files hold no weights of these names and shapes.
     """
-    try:
-        stored = stored_weights(locate_model(section), section.revision)
-        shapes = {name: tuple(stored[name].get_shape()) for name in states if name in stored}
-    except Exception as error:  # see `stored_weights`
-        raise ModelError(f"the weights of {section.path} cannot be read: {first_line(error)}") from error
-    unlike = [name for name, state in states.items() if shapes.get(name) != tuple(state.shape)]
-    if unlike:
-        raise ModelError(f"the files of {section.path} hold {unlike[0]} under another name or in another shape")
+    stored = stored_weights(locate_model(section), section.revision)
     for name, state in states.items():
-        state.widened = partial(_read, stored[name], state.dtype)
+        if name not in stored or stored[name].get_shape() != list(state.shape):
+            raise ModelError(f"the files of {section.path} hold {name} under another name or in another shape")
+
+    def read(name: str, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return stored[name][:].to(device, dtype)  # type: ignore[no-any-return]
+
     try:
+        for name, state in states.items():
+            state.widened = partial(read, name, state.dtype)
         yield
     finally:
         for state in states.values():
             del state.widened
-
-
-def _read(weight: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return weight[:].to(device, dtype)  # type: ignore[no-any-return]
 
 
 def quantization() -> BitsAndBytesConfig:

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -95,8 +95,7 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
     Raises:
         ConfigError: no layer can be in fp8, or the difference is above its limit.
     """
-    rows = _rows(microbatch)
-    before = _loss_and_gradient(runtime, model, rows)
+    before = _measure(runtime, model, microbatch)
     layers = round_frozen_layers(model, config.model.fp8_layers)
     why = f"{len(layers.kept)} linear layers have sizes or heads that are not multiples of {MULTIPLE}"
     if not layers.rounded:
@@ -105,7 +104,7 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
         why = f"{why}: {', '.join(layers.kept)}"
         wanted, used = "all frozen linear layers in fp8", "some layers in bf16"
         runtime.fallbacks.take(Fallback(what="model.frozen_precision", wanted=wanted, used=used, why=why))
-    measured = _compare("fp8", len(layers.rounded), rows, before, _loss_and_gradient(runtime, model, rows))
+    measured = _compare("fp8", len(layers.rounded), before, _measure(runtime, model, microbatch))
     if not measured.is_accepted:
         fewer = ", or model.fp8_layers=upper_half, which rounds less" if config.model.fp8_layers == "all" else ""
         raise ConfigError(
@@ -121,8 +120,7 @@ def compare_nf4_with_disk(
 ) -> LowPrecisionError | None:
     """Compare loss and gradient of some rows with those of the weights on disk; return None if these do not fit.
 
-    The weights on disk are read layer by layer, in the forward and in the backward pass, so the whole base is never in
-    16 bits. Collective, if the model is sharded.
+    Only one weight at a time is in 16 bits: it is read where it is needed. Collective, if the model is sharded.
 
     Args:
         runtime: records a fallback if the difference is above its limit.
@@ -134,14 +132,13 @@ def compare_nf4_with_disk(
     Raises:
         ConfigError: the difference is above its limit, and the run is strict.
     """
-    rows = _rows(microbatch)
     try:
         with weights_from_disk(config.model, states):
-            before = _loss_and_gradient(runtime, model, rows)
+            before = _measure(runtime, model, microbatch)
     except ModelError as error:
         _log.warning("the error of a base in 4 bits is not measured: %s", error)
         return None
-    measured = _compare("nf4", len(states), rows, before, _loss_and_gradient(runtime, model, rows))
+    measured = _compare("nf4", len(states), before, _measure(runtime, model, microbatch))
     if not measured.is_accepted:
         why = (
             f"{measured}. The adapter learns to correct the rounding too, and its corrections are wrong on the base in "
@@ -153,42 +150,42 @@ def compare_nf4_with_disk(
     return measured
 
 
-def _rows(microbatch: Any) -> Any:
-    return microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
+class _Measured(NamedTuple):
+    loss: float
+    gradient: torch.Tensor
+    num_targets: int
 
 
 def _compare(
-    precision: Literal["fp8", "nf4"],
-    num_layers: int,
-    rows: Any,
-    before: tuple[float, torch.Tensor],
-    after: tuple[float, torch.Tensor],
+    precision: Literal["fp8", "nf4"], num_layers: int, before: _Measured, after: _Measured
 ) -> LowPrecisionError:
     measured = LowPrecisionError(
         precision=precision,
         num_layers=num_layers,
-        num_targets=rows.num_targets,
-        base_loss=before[0],
-        loss=after[0],
-        loss_limit=loss_limit(before[0]),
-        gradient_error=float((after[1] - before[1]).norm() / before[1].norm()),
+        num_targets=before.num_targets,
+        base_loss=before.loss,
+        loss=after.loss,
+        loss_limit=loss_limit(before.loss),
+        gradient_error=float((after.gradient - before.gradient).norm() / before.gradient.norm()),
     )
     _log.info("%d frozen linear layers are in %s: %s", num_layers, precision, measured)
     return measured
 
 
-def _loss_and_gradient(runtime: Runtime, model: Any, rows: Any) -> tuple[float, torch.Tensor]:
+def _measure(runtime: Runtime, model: Any, microbatch: Any) -> _Measured:
     """Return the loss per target and the gradient of their sum, flat in fp32, with the same dropout masks every time.
 
     The sum, because in fp16 the gradient of the mean would lose its small values.
     """
+    rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
     weights = trainable_parameters(model)
     devices = [runtime.device] if runtime.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _checkpointed(model):
         torch.manual_seed(0)
         loss = runtime.placement.forward(summed_cross_entropy, model, rows)
         gradients = torch.autograd.grad(loss, weights, materialize_grads=True)
-    return loss.item() / rows.num_targets, torch.cat([gradient.flatten() for gradient in gradients])
+    gradient = torch.cat([gradient.flatten() for gradient in gradients])
+    return _Measured(loss.item() / rows.num_targets, gradient, rows.num_targets)
 
 
 @contextmanager
