@@ -35,8 +35,13 @@ _SETTINGS = [
 ]
 
 
-def train(overrides: list[str]) -> None:
-    """Train as the recipes do. The recipe for NF4 would ask for a GPU."""
+def train(overrides: list[str]) -> float:
+    """Train as the recipes do, and return the adapter's validation loss on the base in fp32.
+
+    The recipe for NF4 would ask for a GPU.
+    """
+    import torch
+
     from finetune import (
         Trainer,
         add_lora,
@@ -47,6 +52,9 @@ def train(overrides: list[str]) -> None:
         load_config,
         load_examples,
     )
+    from finetune.data.batches import packer
+    from finetune.engine.loss import summed_cross_entropy
+    from finetune.model.lora import load_adapter
     from finetune.model.quantized import load_in_4_bits
 
     config = load_config(overrides, task="finetune_lora")
@@ -63,31 +71,39 @@ def train(overrides: list[str]) -> None:
         trainer = Trainer(runtime, config, add_lora(base, config.lora), tokenizer, splits)
         train_loader, val_loader, _ = trainer.prepare_dataloaders()
         trainer.run_training(train_loader, val_loader)
+    rows: Any = splits.validation
+    microbatch = packer(share_prefixes=True)([rows[index] for index in range(len(rows))])
+    model = load_adapter(build_base_model(config.model).float(), Path(config.output_dir) / "adapter").eval()
+    with torch.no_grad():
+        return summed_cross_entropy(model, microbatch).item() / microbatch.num_targets
 
 
-def row_of_table(precision: str, run: Path) -> str:
-    """Return the losses of the steps shown, the validation loss, and what was measured before step 1."""
+def row_of_table(precision: str, run: Path, on_base: float) -> str:
+    """Return what was measured before step 1, the losses of the steps shown, and the validation losses."""
     events: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = {event["step"]: event["loss"] for event in events if event["event"] == "step"}
     validation = next(event["loss"] for event in reversed(events) if event["event"] == "validation")
-    measured = json.loads((run / "run.json").read_text()).get("low_precision")
-    error = f"{measured['gradient_error']:.0%}" if measured else ""
-    cells = [precision, *(f"{losses[step]:.3f}" for step in SHOWN), f"{validation:.3f}", error]
-    return f"| {' | '.join(cells)} |"
+    measured = json.loads((run / "run.json").read_text())["low_precision"]
+    cells = ["", ""]
+    if measured is not None:
+        cells = [f"{measured['loss'] - measured['base_loss']:+.2f}", f"{measured['gradient_error']:.0%}"]
+    cells += [f"{loss:.3f}" for loss in (*(losses[step] for step in SHOWN), validation, on_base)]
+    return f"| {precision} | {' | '.join(cells)} |"
 
 
 def main(model: str, train_rows: str, validation_rows: str, *precisions: str) -> None:
     """Train once for each precision and print the table."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    sys.stdout.write(f"| base | {' | '.join(f'step {step}' for step in SHOWN)} | validation | gradient off by |\n")
-    sys.stdout.write("| --- " * (len(SHOWN) + 3) + "|\n")
+    steps = " | ".join(f"step {step}" for step in SHOWN)
+    sys.stdout.write(f"| base | loss | gradient | {steps} | validation | on the base in fp32 |\n")
+    sys.stdout.write("| --- " * (len(SHOWN) + 5) + "|\n")
     with tempfile.TemporaryDirectory() as folder:
         paths = [f"model.path={model}", f"data.train={train_rows}", f"data.validation={validation_rows}"]
         paths.append(f"data.cache_dir={folder}/cache")
         for precision in precisions or PRECISIONS:
             run = Path(folder) / precision.replace(", ", "-").replace(" ", "-")
-            train([*_SETTINGS, *paths, *PRECISIONS[precision], f"output_dir={run}"])
-            sys.stdout.write(row_of_table(precision, run) + "\n")
+            on_base = train([*_SETTINGS, *paths, *PRECISIONS[precision], f"output_dir={run}"])
+            sys.stdout.write(row_of_table(precision, run, on_base) + "\n")
             sys.stdout.flush()
 
 

@@ -141,9 +141,9 @@ def compare_nf4_with_disk(
     measured = _compare("nf4", len(states), before, _measure(runtime, model, microbatch))
     if not measured.is_accepted:
         why = (
-            f"{measured}. The adapter learns to correct the rounding too, and its corrections are wrong on the base in "
-            "16 bits. Set lora.quantize=none if memory allows; otherwise train longer or on more rows, try a larger "
-            "lora.r, and compare `finetune evaluate` with the losses of the run"
+            f"{measured}. The adapter also has to learn to correct the rounding. Set lora.quantize=none if memory "
+            "allows; otherwise train longer or on more rows, or try a larger lora.r, and measure the result with "
+            "`finetune evaluate`, which loads the base without quantizing it"
         )
         wanted, used = "weights in 4 bits that compute nearly as the base does", "weights that compute otherwise"
         runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=wanted, used=used, why=why))

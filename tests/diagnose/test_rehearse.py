@@ -146,6 +146,16 @@ def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_
         assert found["lora.quantize"].limit == "weights in 4 bits need CUDA and bitsandbytes"
 
 
+def test_a_strict_rehearsal_does_not_refuse_what_four_bits_change_in_random_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("finetune.diagnose.rehearsal_overrides.find_spec", lambda name: name)
+    words = ["training.device=cpu", "lora.quantize=nf4"]
+    assert changed(*words, "strict=true")["lora.quantize"] == "none"
+    assert "lora.quantize" not in changed(*words)
+
+
 def planned(tmp_path: Path, *words: str, device: Device | None = None, processes: int | None = None) -> Rehearsal:
     """Return a rehearsal after its first stage, whose plan has nothing to search for in memory."""
     given = ["training.batch_size=1", "training.gradient_checkpointing=true", f"data.cache_dir={tmp_path}", *words]
