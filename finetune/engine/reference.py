@@ -62,7 +62,7 @@ def nats_and_softmax(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """`functional.cross_entropy` of labels (rows, 1) without the error that `nats_and_softmax` describes."""
+    """`functional.cross_entropy`, with the probabilities of `nats_and_softmax`."""
 
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -87,9 +87,9 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
     The weights are never there twice: the rows are computed in bf16 first, and each layer is then rounded in its place.
 
     Args:
-        runtime: records a fallback if a layer stays in bf16.
+        runtime: records a fallback.
         config: the whole run.
-        model: placed, with an adapter; its steps are computed by the engine.
+        model: placed or sharded, with an adapter; the engine computes its steps.
         microbatch: as the run computes it.
 
     Raises:
@@ -120,14 +120,8 @@ def compare_nf4_with_disk(
 ) -> LowPrecisionError | None:
     """Compare loss and gradient of some rows with those of the weights on disk; return None if these do not fit.
 
-    Only one weight at a time is in 16 bits: it is read where it is needed. Collective, if the model is sharded.
-
-    Args:
-        runtime: records a fallback if the difference is above its limit.
-        config: the whole run.
-        model: placed or sharded, with an adapter; all of its linear layers are computed by the engine.
-        microbatch: as the run computes it.
-        states: see `finetune.model.quantized.states_in_4_bits`.
+    Only one weight at a time is in 16 bits: it is read where it is needed. For the arguments see `round_base_to_fp8`
+    and `weights_from_disk`. Too large a difference is a fallback. Collective, if the model is sharded.
 
     Raises:
         ConfigError: the difference is above its limit, and the run is strict.
@@ -145,7 +139,7 @@ def compare_nf4_with_disk(
             "allows; otherwise train longer or on more rows, or try a larger lora.r, and measure the result with "
             "`finetune evaluate`, which loads the base without quantizing it"
         )
-        wanted, used = "weights in 4 bits that compute nearly as the base does", "weights that compute otherwise"
+        wanted, used = "4 bits that compute nearly as the base does", "4 bits that do not"
         runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=wanted, used=used, why=why))
     return measured
 

@@ -233,7 +233,7 @@ def test_four_bits_that_change_too_much_are_a_fallback(inputs, tmp_path):
     assert taken["what"] == "lora.quantize"
     assert "the gradient differs by" in taken["why"]
     assert "Set lora.quantize=none" in taken["why"]
-    with pytest.raises(ConfigError, match=r"lora\.quantize: wanted weights in 4 bits .* The run is strict"):
+    with pytest.raises(ConfigError, match=r"lora\.quantize: wanted 4 bits that .* The run is strict"):
         train([*words, "strict=true", f"output_dir={tmp_path / 'strict'}"])
 
 
