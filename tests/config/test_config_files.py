@@ -14,6 +14,7 @@ SHIPPED = {
         *("phi1", "phi1_5", "phi2", "phi3_5_mini", "phi3_5_moe"),
         *("phi3_medium", "phi3_medium_128k", "phi3_mini", "phi3_mini_128k"),
         *("phi4", "phi4_mini", "phi4_mini_reasoning", "phi4_reasoning", "phi4_reasoning_plus", "phi_tiny"),
+        "smollm2_135m",
     ],
     "data": ["orders", "phi4"],
     "task": [

@@ -36,6 +36,7 @@ PARAMETERS = {
     "phi4_mini_reasoning": 3_836_021_760,
     "phi4_reasoning": 14_659_507_200,
     "phi4_reasoning_plus": 14_659_507_200,
+    "smollm2_135m": 134_515_008,
 }
 """Of the weights that are published: the hub's pages show these numbers, rounded."""
 
