@@ -1,6 +1,7 @@
 """Configure the package's logger: INFO and above on rank 0, WARNING and above on other ranks. Never the root logger.
 
-On an interactive terminal, only warnings and errors are shown. log.txt has all lines.
+On an interactive terminal, only warnings and errors are shown. log.txt has all lines. A slow task never leaves the log
+or the terminal without a line for long: see `waiting`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import logging
 import os
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, ClassVar, TextIO
 
 from finetune.signals import give_up_dead_screens
 from finetune.terminal import fold, visible
+from finetune.units import format_duration
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,8 +31,43 @@ _COLOURS = {"warning": "1;35", "error": "1;31", "critical": "1;31"}
 """Magenta and red are readable on light and on dark backgrounds; yellow is not."""
 
 _MOMENT_SECONDS = 0.3
+SILENCE_SECONDS = 10.0
+"""The log has a line at least this often while a slow task runs."""
 _one_line = threading.Lock()
-"""Held while `waiting` shows its line, so that a wait inside another wait shows no line."""
+"""Held by the outermost `waiting`, whose line shows the innermost task."""
+
+
+class _SlowTask:
+    """What a slow task does, and how far it has come."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.progress = what, ""
+        self._started = time.monotonic()
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (self.what, self.progress)))
+
+    def line(self) -> str:
+        """Return the line of the log."""
+        return f"{self} ({format_duration(time.monotonic() - self._started)} so far)"
+
+
+class _Innermost:
+    """The text of the innermost slow task at the moment."""
+
+    def __str__(self) -> str:
+        return visible(str(_State.tasks[-1]))
+
+
+class _State:
+    """What the threads of this process share."""
+
+    tasks: ClassVar[list[_SlowTask]] = []
+    """Slow tasks, the innermost last."""
+    last_line = 0.0
+    """When the log had its last line, by the monotonic clock."""
+    is_main = False
+    """The log is configured, and this is rank 0."""
 
 
 class _Early(logging.Handler):
@@ -117,6 +155,8 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_RankFormatter(rank))
     handler.set_name(_HANDLER_NAME)
+    handler.addFilter(_note_time)
+    _State.is_main = rank == 0
     logger.addHandler(handler)
     logger.addHandler(early)
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
@@ -182,21 +222,71 @@ def _is_not_on_view(record: logging.LogRecord) -> bool:
     return not getattr(record, "is_on_view", False)
 
 
+def _note_time(_: logging.LogRecord) -> bool:
+    _State.last_line = time.monotonic()
+    return True
+
+
 @contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """On an interactive terminal, show a line with a slow task and its time so far. The line disappears at the end."""
-    if not speaks_to_a_person() or not _one_line.acquire(blocking=False):
+    """Within the block, show that a slow task is running, and how far it has come (`report_progress`).
+
+    On an interactive terminal, this is a line with the time so far, which disappears at the end. Elsewhere, rank 0 logs
+    a line when nothing else was logged for 10 seconds. Inside another `waiting`, the line of that one tells of both.
+    """
+    task = _SlowTask(what)
+    _State.tasks.append(task)
+    try:
+        if not (_State.is_main and _one_line.acquire(blocking=False)):
+            yield
+            return
+        try:
+            with _waiting_line() if speaks_to_a_person() else _lines_in_silence():
+                yield
+        finally:
+            _one_line.release()
+    finally:
+        _State.tasks.remove(task)
+
+
+def report_progress(progress: str) -> None:
+    """Say how far the innermost task of `waiting` has come, for example `64 of 200 rows`."""
+    if _State.tasks:
+        _State.tasks[-1].progress = progress
+
+
+@contextmanager
+def _lines_in_silence() -> Iterator[None]:
+    """Log the innermost slow task whenever the log was silent for 10 seconds, whatever the level of the log."""
+    logger, is_over = logging.getLogger(PACKAGE), threading.Event()
+    _State.last_line = time.monotonic()
+
+    def log() -> None:
+        while not is_over.wait(_State.last_line + SILENCE_SECONDS - time.monotonic()):
+            if time.monotonic() >= _State.last_line + SILENCE_SECONDS:
+                name, text = __name__, _State.tasks[-1].line()
+                logger.handle(logger.makeRecord(name, logging.INFO, "", 0, "%s", (text,), None))
+
+    thread = threading.Thread(target=log, name="log", daemon=True)
+    thread.start()
+    try:
         yield
-        return
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextmanager
+def _waiting_line() -> Iterator[None]:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.table import Column
     from rich.theme import Theme
 
     console = Console(stderr=True, theme=Theme({"progress.elapsed": "", "progress.spinner": "green"}))
-    text = TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold"))
+    text = TextColumn("{task.fields[innermost]}", markup=False, table_column=Column(overflow="fold"))
     line = Progress(SpinnerColumn(), text, TimeElapsedColumn(), console=console, transient=True, redirect_stdout=False)
-    line.add_task(visible(what), total=None)
+    line.add_task("", total=None, innermost=_Innermost())
     start = threading.Timer(_MOMENT_SECONDS, line.start)
     start.start()
     try:
@@ -207,7 +297,6 @@ def waiting(what: str) -> Iterator[None]:
         start.join()
         give_up_dead_screens()
         line.stop()
-        _one_line.release()
 
 
 def log_to_file(path: Path) -> logging.Handler:

@@ -19,6 +19,7 @@ from finetune.engine.products import unchanged_weights
 from finetune.engine.reference import in_float64
 from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
+from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode, longrope_boundary, max_context
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ def sample_answers(
     is_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[SampledAnswer]:
     """Continue each prompt like `generate_answers`, and measure -log p of each sampled token. Collective like it."""
-    answers = [SampledAnswer([], []) for _ in prompts]
+    answers, num_answered = [SampledAnswer([], []) for _ in prompts], 0
     batches = group_prompts(model, prompts, batch_size=batch_size, max_new_tokens=decoding.max_new_tokens)
     for rows, is_mine in _in_even_rounds(runtime, batches):
         if is_to_stop():
@@ -119,6 +120,8 @@ def sample_answers(
         if is_mine:
             for row, answer in zip(rows, tokens, strict=True):
                 answers[row] = _until_stop(answer, decoding)
+            num_answered += len(rows)
+        report_progress(f"{num_answered:,} answers")
     return answers if runtime is None else _shared(runtime, answers, decoding.max_new_tokens)
 
 

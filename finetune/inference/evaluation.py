@@ -26,7 +26,7 @@ from finetune.inference.answer_reader import AnswerReader
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
 from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, Scores
-from finetune.logs import waiting
+from finetune.logs import report_progress, waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key
 from finetune.runs.model_files import has_adapter
@@ -49,7 +49,6 @@ def run_test_phase(
     return replace(found, answers=found.answers[: section.num_samples])
 
 
-@waiting("measuring the model on its rows")
 def evaluate_model(
     runtime: Runtime,
     model: Any,
@@ -78,7 +77,8 @@ def evaluate_model(
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
-        with model.disable_adapter() if name == "base" else nullcontext():
+        without = model.disable_adapter() if name == "base" else nullcontext()
+        with without, waiting(f"measuring the {name} model on {len(examples):,} rows"):
             losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
             ids = generate_answers(
                 model,
@@ -204,7 +204,12 @@ class Dialogues:
         end = start = ends[-1] if ends else len(prompt)
         while start > 0 and prompt[start - 1] not in self._tokens.special_ids:
             start -= 1
-        return str(self._tokens.tokenizer.decode(prompt[start:end], skip_special_tokens=True)).strip()
+        turn, header = (
+            str(self._tokens.tokenizer.decode(ids, skip_special_tokens=True))
+            for ids in (prompt[start:end], prompt[end:])
+        )
+        # ChatML begins a turn with its role as plain text, which the header of the answer shows.
+        return (turn.removeprefix("user\n") if header.endswith("assistant\n") else turn).strip()
 
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:
@@ -215,6 +220,7 @@ def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_sh
             found = measure_losses(runtime, model, microbatch)
             if rows is not None:
                 mine[:, rows] = torch.stack([found.nats, found.num_targets.double()]).cpu()
+                report_progress(f"the loss of {int(mine[1].count_nonzero()):,}")
     if not is_shared:
         return mine
     return torch.tensor(runtime.sum(mine.flatten().tolist()), dtype=torch.float64).view_as(mine)

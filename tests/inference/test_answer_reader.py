@@ -91,9 +91,18 @@ def test_rows_are_scored_after_the_thinking():
     assert expected == [answer_text(row.messages[1]) for row in rows]
 
 
-@pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4", "chatml"])
 def test_a_row_is_shown_by_its_last_turn_before_the_answer(style):
-    tokens = AnswerTokens(tiny_tokenizer(style))
+    tokenizer = tiny_tokenizer("phi4" if style == "chatml" else style)
+    if style == "chatml":
+        tokenizer.chat_template = CHATML
+    tokens = AnswerTokens(tokenizer)
     turns = [{"role": "system", "content": "Be brief."}, QUESTION, {"role": "assistant", "content": "yes"}]
     row = parse_row({"messages": [*turns, {**QUESTION, "content": "And now?"}, turns[-1]]}, FORMATS["messages"], {})
     (encoded,) = encode_batch([row], tokens, "all")

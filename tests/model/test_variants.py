@@ -330,4 +330,6 @@ def test_the_page_has_these_variants_and_no_empty_cell() -> None:
         assert list(cells) == list(COLUMNS), name
         assert all(cells.values()), f"{name}: {cells}"
     presets = {path.stem for path in (REPOSITORY / "configs" / "model").glob("*.yaml")}
-    assert {f"`{preset}`" for preset in presets - {"phi_tiny", "smollm2_135m"}} == {cells[Fact.PRESET] for cells in page.values()}
+    assert {f"`{preset}`" for preset in presets - {"phi_tiny", "smollm2_135m"}} == {
+        cells[Fact.PRESET] for cells in page.values()
+    }

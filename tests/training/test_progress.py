@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -42,7 +43,7 @@ def test_without_a_terminal_the_log_gets_a_line_now_and_then(package_log, capsys
 
 def test_time_left_counts_the_steps_of_this_start_only(package_log, monkeypatch):
     clock = iter([0.0, 0.0, 200.0])
-    monkeypatch.setattr("time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("finetune.training.reporting.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
     run(TrainingProgress(130, first_step=100, log_every=10), [110])
     assert package_log.messages == ["step 110/130 · epoch 1 · loss 1.2346 · 1,900 tokens/s · 6 min 40 s left"]
 

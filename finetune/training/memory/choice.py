@@ -19,6 +19,7 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import full_shape
 from finetune.errors import first_line
+from finetune.logs import waiting
 from finetune.model.base import checkpoint_gradients
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.forecast import (
@@ -165,6 +166,7 @@ class MemoryChoice:
         )
 
 
+@waiting("predicting the memory of a step")
 def choose(
     config: Config,
     model: Any,

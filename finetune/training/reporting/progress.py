@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from finetune.logs import log_above
+from finetune.logs import log_above, report_progress, waiting
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
 from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show, give_up_dead_screens
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingProgress:
-    """Show the progress of training: a live view on a terminal, elsewhere a log line every `log_every` steps.
+    """Show the progress of training: a live view on a terminal, elsewhere log lines, one every `log_every` steps.
 
     Args:
         total_steps: optimizer steps of the whole run.
@@ -58,6 +58,7 @@ class TrainingProgress:
         if event["event"] == "step":
             step = self._view.step
             self._view.seconds_left = self._seconds_left(step)
+            report_progress(self._view.line())
             if step % self._log_every == 0 or step == self._total:
                 _log.info("%s", self._view.line(), extra={"is_on_view": True})
 
@@ -69,6 +70,8 @@ class TrainingProgress:
             console = self._console or Console(stderr=True)
             if console.is_terminal:
                 self._show_view(console)
+                return self
+        self._shown.enter_context(waiting("training"))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,0 +1,56 @@
+"""No slow task leaves the log silent for long."""
+
+import io
+import logging
+import re
+import time
+
+import pytest
+
+from finetune.logs import configure_logs, report_progress, waiting
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """What a process that is no interactive terminal prints, and how soon it breaks a silence."""
+    monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [])
+    monkeypatch.setattr("finetune.logs.SILENCE_SECONDS", 0.05)
+    return io.StringIO()
+
+
+def configure(rank: int, log: io.StringIO, **level: int) -> None:
+    configure_logs(rank, **level)
+    logging.getLogger("finetune").handlers[0].setStream(log)
+
+
+def wait_for_a_line(log: io.StringIO) -> str:
+    before, end = log.getvalue(), time.monotonic() + 30
+    while log.getvalue() == before or not log.getvalue().endswith("\n"):
+        assert time.monotonic() < end, "the log is silent"
+        time.sleep(0.01)
+    return log.getvalue()[len(before) :].splitlines()[-1]
+
+
+@pytest.mark.parametrize("level", [logging.INFO, logging.ERROR], ids=["INFO", "ERROR"])
+def test_a_slow_task_breaks_the_silence_of_a_log_whatever_its_level(log, level):
+    configure(0, log, level=level)
+    with waiting("merging"):
+        assert re.search(r" INFO finetune.logs: merging \(0.\d+ s so far\)$", wait_for_a_line(log))
+        with waiting("loading the model"):
+            report_progress("3 of 9 files")
+            wait_for_a_line(log)  # may have been on its way
+            assert ": loading the model, 3 of 9 files (0." in wait_for_a_line(log)
+        wait_for_a_line(log)
+        assert ": merging (0." in wait_for_a_line(log)
+
+
+def test_another_rank_or_a_log_that_has_lines_is_left_alone(log, monkeypatch):
+    configure(1, log)
+    with waiting("merging"):
+        time.sleep(0.2)
+    assert log.getvalue() == ""
+    configure(0, log)
+    monkeypatch.setattr("finetune.logs.SILENCE_SECONDS", 30.0)
+    with waiting("merging"):
+        logging.getLogger("finetune.export").info("written")
+    assert len(log.getvalue().splitlines()) == 1
