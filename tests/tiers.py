@@ -5,6 +5,7 @@
     pytest --everything    all tests
     pytest --rest          what `pytest` left out, for CI; of a sampled sweep only the sample
     pytest --beyond-ci     the cases that CI's samples leave out
+    pytest --real          only the tests of a real model, which is made from a package on PyPI first
     pytest --llama-cpp     only the tests that run llama.cpp, which they build first; no other command runs them
 
 Tests that are named (a file, `-k`, `-m`) run whatever their tier.
@@ -24,7 +25,7 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-LONG = {"launch", "llama_cpp", "needs", "slow", "slurm", "sweep"}
+LONG = {"launch", "llama_cpp", "needs", "real", "slow", "slurm", "sweep"}
 """Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
 SAMPLE_SEED = 25
 """CI runs the same cases of a sampled sweep each time."""
@@ -34,6 +35,7 @@ _running: list[pytest.Item] = []
 _ran: list[str] = []
 """Tests that ran, and after a tab why one was skipped. With FINETUNE_TESTS_RUN a session appends them to that file."""
 _LEFT_OUT = pytest.StashKey[int]()
+_REAL = pytest.StashKey[int]()
 _BEYOND_CI = pytest.StashKey[int]()
 _MOST_WORKERS = 4
 
@@ -43,6 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--everything", action="store_true", help="run all tests, also those that start many processes")
     group.addoption("--rest", action="store_true", help="run only the tests that `pytest` alone leaves out")
     group.addoption("--beyond-ci", action="store_true", help="run only the cases that the samples of CI leave out")
+    group.addoption("--real", action="store_true", help="run only the tests of a real model")
     group.addoption("--llama-cpp", action="store_true", help="run only the tests that build and run llama.cpp")
 
 
@@ -69,6 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("llama_cpp"):
             item.add_marker(pytest.mark.skip(reason="builds llama.cpp, for 5 minutes: pytest --llama-cpp"))
+    real = [item for item in items if item.get_closest_marker("real")]
+    if config.option.real:
+        _keep(config, items, real)
+        return
     beyond = cases_beyond_ci(items)
     if config.option.beyond_ci:
         _keep(config, items, [item for item in items if item in beyond])
@@ -76,6 +83,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.everything or _is_named(config):
         return
     rest = config.option.rest
+    config.stash[_REAL] = len(real)
+    _keep(config, items, [item for item in items if item not in set(real)])
     config.stash[_LEFT_OUT] = sum(is_left_out(item) != rest for item in items if item not in beyond)
     config.stash[_BEYOND_CI] = len(beyond)
     _keep(config, items, [item for item in items if is_left_out(item) == rest and item not in beyond])
@@ -128,6 +137,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
             file.writelines(f"{test}\n" for test in _ran)
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+        session.config.workeroutput["real"] = session.config.stash.get(_REAL, 0)
         session.config.workeroutput["beyond_ci"] = session.config.stash.get(_BEYOND_CI, 0)
 
 
@@ -136,6 +146,7 @@ def pytest_testnodedown(node: object, error: object) -> None:
     """Each worker collects all tests: one number is enough."""
     output = getattr(node, "workeroutput", {})
     node.config.stash[_LEFT_OUT] = output.get("left_out", 0)  # type: ignore[attr-defined]
+    node.config.stash[_REAL] = output.get("real", 0)  # type: ignore[attr-defined]
     node.config.stash[_BEYOND_CI] = output.get("beyond_ci", 0)  # type: ignore[attr-defined]
 
 
@@ -145,6 +156,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     if left_out:
         which = "are run by `pytest` alone" if config.option.rest else "are left to `pytest --rest`"
         terminalreporter.write_line(f"{left_out} tests {which}")
+    if real := config.stash.get(_REAL, 0):
+        terminalreporter.write_line(f"{real} tests of a real model are left to `pytest --real`")
     if beyond := config.stash.get(_BEYOND_CI, 0):
         terminalreporter.write_line(f"{beyond} cases of sampled sweeps are left to `pytest --beyond-ci`")
 
