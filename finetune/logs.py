@@ -161,6 +161,9 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
     logger.addHandler(early)
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
     logger.propagate = False
+    # When PEFT imports bitsandbytes on a CPU with bf16, it warns of a missing kernel for products in 4 bits. Runs in
+    # 4 bits need CUDA.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def is_configured() -> bool:
