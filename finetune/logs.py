@@ -1,7 +1,7 @@
 """Configure the package's logger: INFO and above on rank 0, WARNING and above on other ranks. Never the root logger.
 
-On an interactive terminal, only warnings and errors are shown. log.txt has all lines. A slow task never leaves the log
-or the terminal without a line for long: see `waiting`.
+On an interactive terminal, only warnings and errors are shown. log.txt has all lines. `waiting` breaks the silence of
+slow tasks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from finetune.signals import give_up_dead_screens
 from finetune.terminal import fold, visible
@@ -37,37 +37,19 @@ _one_line = threading.Lock()
 """Held by the outermost `waiting`, whose line shows the innermost task."""
 
 
-class _SlowTask:
-    """What a slow task does, and how far it has come."""
-
-    def __init__(self, what: str) -> None:
-        self.what, self.progress = what, ""
-        self._started = time.monotonic()
-
-    def __str__(self) -> str:
-        return ", ".join(filter(None, (self.what, self.progress)))
-
-    def line(self) -> str:
-        """Return the line of the log."""
-        return f"{self} ({format_duration(time.monotonic() - self._started)} so far)"
+_tasks: list[list[str]] = []
+"""Slow tasks, the innermost last: what each does, and how far it has come."""
+_last_line = 0.0
+"""When the log had its last line, by the monotonic clock."""
+_is_main = False
+"""The log is configured, and this is rank 0."""
 
 
 class _Innermost:
-    """The text of the innermost slow task at the moment."""
+    """The text of the innermost slow task, at any moment."""
 
     def __str__(self) -> str:
-        return visible(str(_State.tasks[-1]))
-
-
-class _State:
-    """What the threads of this process share."""
-
-    tasks: ClassVar[list[_SlowTask]] = []
-    """Slow tasks, the innermost last."""
-    last_line = 0.0
-    """When the log had its last line, by the monotonic clock."""
-    is_main = False
-    """The log is configured, and this is rank 0."""
+        return visible(", ".join(filter(None, _tasks[-1])))
 
 
 class _Early(logging.Handler):
@@ -145,6 +127,7 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
         num_processes: processes of the launch. A single process on an interactive terminal shows only warnings and
             errors, unless the level is DEBUG.
     """
+    global _is_main
     logger = logging.getLogger(PACKAGE)
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
     for former in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
@@ -156,7 +139,7 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
         handler.setFormatter(_RankFormatter(rank))
     handler.set_name(_HANDLER_NAME)
     handler.addFilter(_note_time)
-    _State.is_main = rank == 0
+    _is_main = rank == 0
     logger.addHandler(handler)
     logger.addHandler(early)
     logger.setLevel(level if rank == 0 else max(level, logging.WARNING))
@@ -226,7 +209,8 @@ def _is_not_on_view(record: logging.LogRecord) -> bool:
 
 
 def _note_time(_: logging.LogRecord) -> bool:
-    _State.last_line = time.monotonic()
+    global _last_line
+    _last_line = time.monotonic()
     return True
 
 
@@ -237,38 +221,37 @@ def waiting(what: str) -> Iterator[None]:
     On an interactive terminal, this is a line with the time so far, which disappears at the end. Elsewhere, rank 0 logs
     a line when nothing else was logged for 10 seconds. Inside another `waiting`, the line of that one tells of both.
     """
-    task = _SlowTask(what)
-    _State.tasks.append(task)
+    task = [what, ""]
+    _tasks.append(task)
+    is_outermost = _is_main and _one_line.acquire(blocking=False)
+    shown = _waiting_line if speaks_to_a_person() else _lines_in_silence
     try:
-        if not (_State.is_main and _one_line.acquire(blocking=False)):
+        with shown() if is_outermost else nullcontext():
             yield
-            return
-        try:
-            with _waiting_line() if speaks_to_a_person() else _lines_in_silence():
-                yield
-        finally:
-            _one_line.release()
     finally:
-        _State.tasks.remove(task)
+        if is_outermost:
+            _one_line.release()
+        _tasks.remove(task)
 
 
 def report_progress(progress: str) -> None:
-    """Say how far the innermost task of `waiting` has come, for example `64 of 200 rows`."""
-    if _State.tasks:
-        _State.tasks[-1].progress = progress
+    """Say how far the innermost task of `waiting` has come, for example `64 answers`."""
+    if _tasks:
+        _tasks[-1][1] = progress
 
 
 @contextmanager
 def _lines_in_silence() -> Iterator[None]:
     """Log the innermost slow task whenever the log was silent for 10 seconds, whatever the level of the log."""
-    logger, is_over = logging.getLogger(PACKAGE), threading.Event()
-    _State.last_line = time.monotonic()
+    global _last_line
+    logger, is_over, start = logging.getLogger(PACKAGE), threading.Event(), time.monotonic()
+    _last_line = start
 
     def log() -> None:
-        while not is_over.wait(_State.last_line + SILENCE_SECONDS - time.monotonic()):
-            if time.monotonic() >= _State.last_line + SILENCE_SECONDS:
-                name, text = __name__, _State.tasks[-1].line()
-                logger.handle(logger.makeRecord(name, logging.INFO, "", 0, "%s", (text,), None))
+        while not is_over.wait(_last_line + SILENCE_SECONDS - time.monotonic()):
+            if time.monotonic() >= _last_line + SILENCE_SECONDS:
+                text = f"{_Innermost()} ({format_duration(time.monotonic() - start)} so far)"
+                logger.handle(logger.makeRecord(__name__, logging.INFO, "", 0, "%s", (text,), None))
 
     thread = threading.Thread(target=log, name="log", daemon=True)
     thread.start()
