@@ -111,17 +111,17 @@ def sample_answers(
     is_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[SampledAnswer]:
     """Continue each prompt like `generate_answers`, and measure -log p of each sampled token. Collective like it."""
-    answers, num_answered = [SampledAnswer([], []) for _ in prompts], 0
+    answers, num_begun = [SampledAnswer([], []) for _ in prompts], 0
     batches = group_prompts(model, prompts, batch_size=batch_size, max_new_tokens=decoding.max_new_tokens)
     for rows, is_mine in _in_even_rounds(runtime, batches):
         if is_to_stop():
             break
+        report_progress(f"answers {num_begun + 1:,} to {num_begun + len(rows):,}")
+        num_begun += len(rows)
         tokens = _generate(model, prompts, rows, decoding, runtime=runtime)
         if is_mine:
             for row, answer in zip(rows, tokens, strict=True):
                 answers[row] = _until_stop(answer, decoding)
-            num_answered += len(rows)
-        report_progress(f"{num_answered:,} answers")
     return answers if runtime is None else _shared(runtime, answers, decoding.max_new_tokens)
 
 

@@ -14,6 +14,7 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import cross_entropy_per_target
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.reference import in_float64
+from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key
 
@@ -117,6 +118,7 @@ def sum_losses(
             means = nats[counts > 0] / counts[counts > 0]
             batch = (total, counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
             totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
+            report_progress(f"validation, {totals[2]:.0f} rows")
             if len(subsets) and rows is not None:
                 subsets.index_add_(0, examples.rows.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
     of_subsets = (LossSums(*sums) for sums in subsets.tolist())
