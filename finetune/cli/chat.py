@@ -89,7 +89,7 @@ class ChatSession:
         from finetune.inference.conversation import Command, read_line
 
         tools = f" tools: {self._conversation.tools}." if self._conversation.tools else ""
-        self._note(f"system: {self._conversation.system or 'none'}.{tools} /help lists commands; Ctrl-D leaves.")
+        self._note(f"{_describe_system(self._conversation.system)}{tools} /help lists commands; Ctrl-D leaves.")
         for line in self._lines():
             said = read_line(line)
             if said == Command("/exit"):
@@ -158,7 +158,7 @@ class ChatSession:
             if command.text:
                 talk.system = None if command.text == "-" else command.text
                 talk.reset()
-            self._note(f"system: {talk.system or 'none'}.")
+            self._note(_describe_system(talk.system))
         elif command.name == "/tool":
             if talk.waits_for_tool:
                 talk.tell(command.text)
@@ -190,3 +190,7 @@ class ChatSession:
         sys.stdout.flush()
         sys.stderr.write(f"{fold(visible(text), sys.stderr, indent='  ')}\n")
         sys.stderr.flush()
+
+
+def _describe_system(system: str | None) -> str:
+    return f"system: {system or 'none'}" + ("" if (system or "").endswith((".", "!", "?")) else ".")

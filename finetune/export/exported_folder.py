@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from transformers import AutoTokenizer
 from finetune.errors import CheckpointError, ConfigError
 from finetune.export.gguf import Gguf, GgufType, convert, keys_for_llama_cpp, refuse_other_tokens, stops_left_out
 from finetune.export.gguf_file import with_keys
-from finetune.export.gguf_served import MODEL_FILE, GgufFiles, check_in_llama_cpp, installed_version
+from finetune.export.gguf_served import MODEL_FILE, ROUNDING_KEY, GgufFiles, check_in_llama_cpp, installed_version
 from finetune.export.gguf_tokens import Reading, find_rules, refuse_other_ids
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
-from finetune.export.vectors import copy_vectors
+from finetune.export.rounding import measure_folder
+from finetune.export.vectors import VECTORS_FILE, copy_vectors, read_vectors
 from finetune.runs.durable import FolderWriter
 
 _log = logging.getLogger(__name__)
@@ -64,13 +66,14 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     if gguf is None and not with_modelfile:
         raise ConfigError("there is nothing to export: add --gguf, or leave out --no-modelfile.")
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    measure = partial(measure_folder, model, read_vectors(model)) if (model / VECTORS_FILE).is_file() else None
     stops = stored_stop_ids(model) or [it for it in [tokenizer.eos_token_id] if it is not None]
     named = f"./{MODEL_FILE}" if gguf else str(model)
     text = modelfile(tokenizer, named, stops) if with_modelfile else None
     exported = Exported()
     with new_folder(out, gguf_bytes(model, gguf.weight_type) if gguf else 0) as writer:
         if gguf is not None:
-            exported = write_gguf(model, writer, MODEL_FILE, gguf, tokenizer, stops)
+            exported = write_gguf(model, writer, MODEL_FILE, gguf, tokenizer, stops, measure)
         if text is not None:
             writer.write("Modelfile", [text.encode()])
         copy_vectors(model, writer)
@@ -83,11 +86,18 @@ def gguf_bytes(model: Path, weight_type: GgufType) -> int:
 
 
 def write_gguf(
-    model: Path, writer: FolderWriter, name: str, gguf: Gguf, tokenizer: Any, stop_ids: Sequence[int]
+    model: Path,
+    writer: FolderWriter,
+    name: str,
+    gguf: Gguf,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    measure: Callable[[int], float] | None,
 ) -> Exported:
     """Convert a model into a folder, so that llama.cpp reads chats as the tokenizer does.
 
-    If llama-cpp-python is installed, load the file there, and compare how it encodes the same chats.
+    If llama-cpp-python is installed, load the file there, and compare how it encodes the same chats. `measure` is
+    `measure_rounding` of what is served, by file type; None if it has no test vectors.
 
     Raises:
         ModelError: llama.cpp does not support the model, or would read chats as other tokens.
@@ -99,7 +109,10 @@ def write_gguf(
         made = Path(aside, name)
         header = convert(model, made, gguf, reading.rules)
         refuse_other_tokens(header, tokenizer)
-        writer.write(name, with_keys(made, header, keys_for_llama_cpp(reading.rules, header, stop_ids)))
+        keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
+        if measure is not None:
+            keys[ROUNDING_KEY] = measure(header.keys["general.file_type"])
+        writer.write(name, with_keys(made, header, keys))
     if others := [*reading.plain, *reading.edges]:
         causes = "; ".join(reading.causes) or "not known"
         message = "llama.cpp reads %d of %d texts as other tokens than training did. The first: %s. Cause: %s"

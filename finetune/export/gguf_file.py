@@ -15,7 +15,7 @@ from finetune.errors import RunFailedError
 from finetune.export.out_folder import read_on
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_INT, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
+_INT, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ def read_header(path: Path) -> Header:
     return Header(version=version, num_tensors=num_tensors, keys=keys, spans=spans, tensors=places)
 
 
-def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Iterator[bytes]:
+def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int | float]) -> Iterator[bytes]:
     """Yield the bytes of the file with these keys set. They replace keys of the same names."""
     alignment = int(header.keys.get("general.alignment", 32))
     kept = [span for name, span in header.spans.items() if name not in keys]
@@ -73,9 +73,9 @@ def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int]) -> Ite
         yield from read_on(file)
 
 
-def _encode(name: str, value: bool | int) -> bytes:
+def _encode(name: str, value: bool | int | float) -> bytes:
     text = name.encode()
-    value_type = _BOOL if isinstance(value, bool) else _INT
+    value_type = {bool: _BOOL, int: _INT, float: _FLOAT}[type(value)]
     return struct.pack(f"<Q{len(text)}sI{_NUMBERS[value_type]}", len(text), text, value_type, value)
 
 

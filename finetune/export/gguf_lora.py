@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from finetune.export.digests import digest_tensors
 from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
 from finetune.export.gguf import Gguf, read_written
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
+from finetune.export.merged_folder import load_tuned_model
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
+from finetune.export.rounding import measure_rounding
 from finetune.export.vectors import write_vectors
 from finetune.export.verifying import vectors_of_run
 from finetune.inference.finished_run import FinishedRun
@@ -62,12 +65,14 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
     size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.weight_type) if with_base else 0)
     with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
         num_tensors = _write_adapter(run.weights, base, writer, Path(aside), gguf)
-        write_vectors(writer, replace(vectors_of_run(run), trained=digest_tensors(run.weights)))
+        vectors = replace(vectors_of_run(run), trained=digest_tensors(run.weights))
+        write_vectors(writer, vectors)
         if not with_base:
             return Exported(num_tensors=num_tensors)
         ends = stop_ids(tokenizer, stored_stop_ids(base))
         model = _with_tokenizer_of_run(base, tokenizer, Path(aside))
-        exported = write_gguf(model, writer, BASE_FILE, gguf, tokenizer, ends)
+        measure = partial(measure_rounding, load_tuned_model(run), vectors)
+        exported = write_gguf(model, writer, BASE_FILE, gguf, tokenizer, ends, measure)
         if with_modelfile:
             text = modelfile(tokenizer, f"./{BASE_FILE}\nADAPTER ./{ADAPTER_FILE}", ends)
             writer.write("Modelfile", [text.encode()])

@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.errors import ConfigError, ModelError
+from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.export.gguf_file import read_header
 from finetune.export.gguf_tokens import OtherIds, Reading
 from finetune.export.served_model import Rendered, Turns
 
 PACKAGE = "llama-cpp-python"
 MODEL_FILE, BASE_FILE, ADAPTER_FILE = "model.gguf", "base.gguf", "adapter.gguf"
-_BOUNDS = {0: 2e-3, 1: 3e-3, 32: 2e-2, 7: 8e-2}
-"""The largest relative difference of logits by `general.file_type`: f32, f16, bf16 and q8_0. llama.cpp keeps keys and
-values in 16 bits whatever the weights are, and computes with 8-bit activations where weights have 8 bits."""
+ROUNDING_KEY = "finetune.rounding"
+"""The key in a GGUF file with the result of `measure_rounding`."""
+_LEAST_BOUND = 2**-9
+"""Two steps of f16 at 1, whatever the type: llama.cpp looks GELU up in a table of 16-bit numbers, and rounds the
+softmax of attention to 16 bits. `measure_rounding` does neither."""
 MOST_TOKENS = 2048
 """The most tokens of a prompt with its answer: llama-cpp-python keeps the logits of this many positions."""
 
@@ -56,10 +58,23 @@ def installed_version() -> str | None:
 
 
 def gguf_bound(folder: Path) -> float:
-    """Return the largest relative difference of logits that llama.cpp's arithmetic and the type explain."""
+    """Return twice what the rounding of the type was measured to move logits by, and at least `_LEAST_BOUND`.
+
+    llama.cpp adds in another order, so its error is as large as the measured one, but not the same.
+
+    Raises:
+        CheckpointError: it was not measured.
+        RunFailedError: the file is damaged.
+    """
     files = find_gguf(folder)
-    file_type = None if files is None else read_header(files.model).keys.get("general.file_type")
-    return _BOUNDS.get(file_type if isinstance(file_type, int) else -1, max(_BOUNDS.values()))
+    measured = None if files is None else read_header(files.model).keys.get(ROUNDING_KEY)
+    if measured is None:
+        raise CheckpointError(
+            f"no GGUF file in {folder} says how far the rounding of its type moves this model's logits "
+            f"({ROUNDING_KEY}): an earlier version of finetune wrote it, or another program. Export it again, or set a "
+            "bound with --max-difference."
+        )
+    return max(_LEAST_BOUND, 2 * float(measured))
 
 
 def load_gguf(folder: Path) -> LlamaCpp:

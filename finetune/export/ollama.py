@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,9 +37,13 @@ class TurnPieces:
     """The text after the content of a turn, by role."""
     answer: str
     """The text after the last turn, where the answer begins."""
+    default_system: str | None = None
+    """The system turn that the template adds to a conversation that begins with another turn; None if it adds none."""
 
     def render(self, turns: Turns) -> str:
         """Render a conversation with the header of its next answer."""
+        if self.default_system is not None and turns[0]["role"] != "system":
+            turns = [{"role": "system", "content": self.default_system}, *turns]
         kept = [turn for turn in turns if turn["role"] in self.before]
         rendered = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in kept]
         return self.opening + "".join(rendered) + self.answer
@@ -61,15 +66,11 @@ def read_pieces(tokenizer: Any) -> TurnPieces:
         ModelError: the template does more than put text around turns.
     """
     try:
-        pieces = _take_apart(tokenizer)
-        for roles in _CHECKED:
-            # White space at the ends, which Ollama passes on as it is, shows a template that strips contents.
-            turns = [{"role": role, "content": f" {role} says {number}.\n"} for number, role in enumerate(roles)]
-            if (expected := _render(tokenizer, turns)) != (found := pieces.render(turns)):
-                raise ValueError(f"for {', '.join(roles)} it renders {expected!r}, its pieces give {found!r}")
+        return _checked(tokenizer, _take_apart(tokenizer, "user"))
     except ValueError as error:
+        with suppress(ValueError):
+            return _checked(tokenizer, _take_apart(tokenizer, "system"))
         raise ModelError(_refusal(str(error))) from error
-    return pieces
 
 
 def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
@@ -80,33 +81,58 @@ def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
     Raises:
         ModelError: the chat template cannot be written as Ollama's, see `read_pieces`.
     """
-    template = "{{ .Prompt }}" if tokenizer.chat_template is None else read_pieces(tokenizer).as_go_template()
+    template, system = "{{ .Prompt }}", None
+    if tokenizer.chat_template is not None:
+        pieces = read_pieces(tokenizer)
+        template, system = pieces.as_go_template(), pieces.default_system
     stops = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in stop_ids]
     lines = [f"FROM {model}", f'TEMPLATE """{template}"""']
+    if system is not None:
+        lines.append(f'SYSTEM """{_refuse_signs(system)}"""')
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
     return "\n".join(lines) + "\n"
 
 
-def _take_apart(tokenizer: Any) -> TurnPieces:
-    """Read the pieces from short conversations; `read_pieces` checks them.
+def _take_apart(tokenizer: Any, first: str) -> TurnPieces:
+    """Read the pieces from short conversations; `_checked` checks them.
 
     The text between two turns ends the first turn and begins the second. The part that it has in common with the
     beginning of a conversation begins a turn. A ValueError says why the template is not a sequence of turns.
+
+    Args:
+        tokenizer: has the chat template.
+        first: the role of the first turn in these conversations: user, or system for a template that adds a system
+            turn to conversations without one.
     """
-    start, end = _gaps(tokenizer, "user")
-    _, between, _ = _gaps(tokenizer, "user", "user")
-    opening, before_user = _without_common_end(start, between)
-    after_user = between.removesuffix(before_user)
+    roles = dict.fromkeys((first, "user"))
+    start, *_, end = _gaps(tokenizer, *roles)
+    _, between, _ = _gaps(tokenizer, "user", first)
+    opening, before_first = _without_common_end(start, between)
+    after_user = between.removesuffix(before_first)
     if not end.startswith(after_user):
         raise ValueError(f"the last turn ends in {end!r}, one before it in {after_user!r}")
-    _, assistant_start, assistant_end, _ = _gaps(tokenizer, "user", "assistant", "user")
+    *_, assistant_start, assistant_end, to_user, _ = _gaps(tokenizer, *roles, "assistant", "user", "user")
+    before_user = to_user.removeprefix(after_user)
     before = {"user": before_user, "assistant": assistant_start.removeprefix(after_user)}
     after = {"user": after_user, "assistant": assistant_end.removesuffix(before_user)}
+    default = None
     if not _leaves_system_out(tokenizer):
         system_start, system_end, _ = _gaps(tokenizer, "system", "user")
         before = {"system": system_start.removeprefix(opening), **before}
         after = {"system": system_end.removesuffix(before_user), **after}
-    return TurnPieces(opening, before, after, answer=end.removeprefix(after_user))
+        if first == "system":
+            default = _gaps(tokenizer, "user")[0].removeprefix(system_start).removesuffix(system_end)
+    return TurnPieces(opening, before, after, end.removeprefix(after_user), default)
+
+
+def _checked(tokenizer: Any, pieces: TurnPieces) -> TurnPieces:
+    """Return the pieces. A ValueError says which conversation they render in another way than the template."""
+    for roles in _CHECKED:
+        # White space at the ends, which Ollama passes on as it is, shows a template that strips contents.
+        turns = [{"role": role, "content": f" {role} says {number}.\n"} for number, role in enumerate(roles)]
+        if (expected := _render(tokenizer, turns)) != (found := pieces.render(turns)):
+            raise ValueError(f"for {', '.join(roles)} it renders {expected!r}, its pieces give {found!r}")
+    return pieces
 
 
 def _leaves_system_out(tokenizer: Any) -> bool:
@@ -146,12 +172,16 @@ def _without_common_end(text: str, other: str) -> tuple[str, str]:
 
 def _literal(text: str) -> str:
     """Write a text for a Go template, with white space at its end in quotes, because an editor could trim it."""
-    if "{{" in text or "}}" in text or '"""' in text:
+    bare = _refuse_signs(text, "{{", "}}").rstrip()
+    return bare + (f"{{{{ {json.dumps(text[len(bare) :])} }}}}" if bare != text else "")
+
+
+def _refuse_signs(text: str, *signs: str) -> str:
+    if any(sign in text for sign in (*signs, '"""')):
         raise ModelError(
             f"the chat template contains {text!r}, which a Modelfile cannot hold. Write the Modelfile by hand."
         )
-    bare = text.rstrip()
-    return bare + (f"{{{{ {json.dumps(text[len(bare) :])} }}}}" if bare != text else "")
+    return text
 
 
 def _refusal(why: str) -> str:

@@ -19,6 +19,7 @@ from finetune.export.digests import CERTIFICATE
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.onnx_served import OnnxType, load_onnx, onnx_bound, refuse_missing_packages
 from finetune.export.out_folder import new_folder, read_on
+from finetune.export.rounding import Q8_0, measure_folder
 from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.vectors import copy_vectors, read_vectors
 
@@ -67,7 +68,7 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:
             bound = onnx_bound(writer.path) + vectors.merge_bound
         comparison = _compare_elsewhere(writer.path, bound)
         if comparison.mismatches and not onnx.allows_differences:
-            raise RunFailedError(_refusal(comparison.mismatches, model))
+            raise RunFailedError(_refusal(comparison.mismatches, model, onnx.weight_type))
     out = out.expanduser().absolute()
     verified = Verified(folder=out, source="base and adapter", vectors=vectors, comparison=comparison)
     write_certificate(out / CERTIFICATE, verified)
@@ -103,17 +104,17 @@ def _compare_here(folder: Path, bound: float) -> ServedComparison:
     return compare(load_onnx(folder), read_vectors(folder), bound=bound)
 
 
-def _refusal(mismatches: Sequence[str], model: Path) -> str:
+def _refusal(mismatches: Sequence[str], model: Path, weight_type: OnnxType) -> str:
     """Write the message of a refusal: the first difference, and what to do about it."""
     more = f"; and {len(mismatches) - 1} more" if len(mismatches) > 1 else ""
     return (
         f"the ONNX model does not answer like base and adapter: {mismatches[0]}{more}. Nothing was written. "
-        f"{_what_to_do(mismatches[0], model)}. --allow-differences keeps the model all the same, and its certificate "
-        "lists all differences."
+        f"{_what_to_do(mismatches[0], model, weight_type)}. --allow-differences keeps the model all the same, and its "
+        "certificate lists all differences."
     )
 
 
-def _what_to_do(mismatch: str, model: Path) -> str:
+def _what_to_do(mismatch: str, model: Path, weight_type: OnnxType) -> str:
     if "of the prompt is" in mismatch and (tokens := _stripped_before(model)):
         return (
             f"The tokenizer drops white space before {', '.join(tokens[:3])}, and the runtime keeps it: cut white "
@@ -126,7 +127,13 @@ def _what_to_do(mismatch: str, model: Path) -> str:
         )
     if "it stops at" in mismatch:
         return "The runtime stops where eos_token_id in its genai_config.json says"
-    return "Export with --type f32, or set another bound with --max-difference"
+    if weight_type == "int4":
+        return (
+            "int4 is too coarse for this model. Export with --type f32, which rounds nothing. If it must be small, use "
+            "finetune export MODEL OUT --gguf --type q8_0 for llama.cpp: 8 bits were measured to move this model's "
+            f"logits by {measure_folder(model, read_vectors(model), Q8_0):.2g} of their norm"
+        )
+    return "Set another bound with --max-difference, or serve the merged folder"
 
 
 def _stripped_before(model: Path) -> list[str]:

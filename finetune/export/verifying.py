@@ -139,7 +139,7 @@ def verify_run(
     unknown = "no intact checkpoint holds another copy of these weights, so their bytes were compared with nothing"
     return Verified(
         folder=run.weights,
-        source=str(vectors) if vectors else "the engine that trained it",
+        source=str(vectors) if vectors else "the forward pass that trained it",
         vectors=known,
         comparison=found,
         notes=(*(() if recorded.tensors else (unknown,)), *(() if run.is_full else limits_of_adapter(run.weights))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 
@@ -12,6 +13,7 @@ import pytest
 from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import ModelError
 from finetune.export.ollama import modelfile, read_pieces
+from finetune.export.system_turn import with_default_system
 from tests.export.go_templates import render_go
 from tests.model.variants import VARIANTS
 from tests.tiny import tiny_tokenizer
@@ -26,11 +28,33 @@ PHI2 = (
     "{%- elif message['role'] == 'assistant' -%}{{- ' ' + message['content'] + eos_token -}}"
     "{%- else -%}{{- message['content'] -}}{%- endif -%}{%- endfor -%}"
 )
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    + CHATML.removeprefix("{% for message in messages %}")
+)
+QWEN25 = (
+    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
+    "{%- else %}{{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>"
+    "\n' }}{%- endif %}{%- for message in messages %}{%- if message.role == 'user' or message.role == 'assistant' or "
+    "(message.role == 'system' and not loop.first) %}{{- '<|im_start|>' + message.role + '\n' + message.content + "
+    "'<|im_end|>\n' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
+)
 TEMPLATES = {
     **{name: variant.template for name, variant in VARIANTS.items() if variant.template},
     "chatml": CHATML,
     "with a beginning of its own": "{{ '<s>' }}" + CHATML,
 }
+ADDED = 'Say "it".\n\nIn {{ two }} lines \U0001f642.\n'
+DEFAULTS = {
+    "SmolLM2": (SMOLLM2, "You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+    "Qwen2.5": (QWEN25, "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+    "--add-system": (with_default_system(CHATML, ADDED), ADDED),
+    "--add-system, with a beginning": (with_default_system("{{ '<s>' }}" + CHATML, ADDED), ADDED),
+    "--add-system, phi-4": (with_default_system(TEMPLATES["phi-4"], ADDED), ADDED),
+}
+"""Templates that add a system turn, and its text."""
 TALK = [
     ("user", "Hi"),
     ("assistant", "yes"),
@@ -77,6 +101,27 @@ def test_the_go_template_renders_what_the_chat_template_does(name, conversation)
     tokenizer = tokenizer_with(TEMPLATES[name])
     meant = tokenizer.apply_chat_template(turns(conversation), tokenize=False, add_generation_prompt=True)
     assert render_go(read_pieces(tokenizer).as_go_template(), turns(conversation)) == meant
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_system_turn_that_the_template_adds_is_the_modelfile_s(name):
+    """Ollama puts SYSTEM before a conversation that begins with another turn (server/routes.go, ChatHandler)."""
+    template, default = DEFAULTS[name]
+    tokenizer = tokenizer_with(template)
+    written = modelfile(tokenizer, "./model.gguf", [])
+    parts = re.fullmatch(r'FROM \./model\.gguf\nTEMPLATE """(.*)"""\nSYSTEM """(.*)"""\n', written, re.DOTALL)
+    assert parts is not None
+    assert parts[2] == default
+    for conversation in CONVERSATIONS:
+        sent = turns(conversation)
+        meant = tokenizer.apply_chat_template(sent, tokenize=False, add_generation_prompt=True)
+        received = sent if sent[0]["role"] == "system" else [{"role": "system", "content": parts[2]}, *sent]
+        assert render_go(parts[1], received) == meant
+
+
+def test_a_system_turn_that_a_modelfile_cannot_hold_is_refused():
+    with pytest.raises(ModelError, match="which a Modelfile cannot hold"):
+        modelfile(tokenizer_with(with_default_system(CHATML, 'Say """it""".')), "./model.gguf", [])
 
 
 @pytest.mark.slow
@@ -157,6 +202,8 @@ def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
         ("{{ raise_exception('no') }}", "refuses the turns user"),
         (CHATML.replace("message['content']", "message['content'] | trim"), r"it renders '.*user\\nuser says 0\.<"),
         (CHATML.replace("message['content']", "message['content'].strip()"), r"it renders '.*user\\nuser says 0\.<"),
+        (SMOLLM2.replace("message['content']", "message['content'] | trim"), r"it renders '.*user\\nuser says 0\.<"),
+        (SMOLLM2.replace("SmolLM", "' ~ messages | length ~ '"), "it renders .*named [13],"),
     ],
 )
 def test_a_template_that_is_more_than_pieces_is_refused_with_a_way_out(template, reason):
