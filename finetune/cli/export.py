@@ -264,6 +264,7 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
         say(f"The GGUF file holds {exported.num_tensors} tensors.")
     if is_gguf:
         say(exported.token_ids)
+        say(f"Next: finetune verify {out}")
     if (out.expanduser() / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
 

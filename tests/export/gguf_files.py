@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_gguf(path: Path, keys: Mapping[str, bool | int | str | list[str]], data: bytes = bytes(32)) -> Path:
+def write_gguf(path: Path, keys: Mapping[str, bool | float | str | list[str]], data: bytes = bytes(32)) -> Path:
     """A file with one tensor of bytes."""
     content = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys))
     for name, value in keys.items():
@@ -17,11 +17,13 @@ def write_gguf(path: Path, keys: Mapping[str, bool | int | str | list[str]], dat
     return path
 
 
-def _value(value: bool | int | str | list[str]) -> bytes:
+def _value(value: bool | float | str | list[str]) -> bytes:
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, int):
         return struct.pack("<II", 4, value)
+    if isinstance(value, float):
+        return struct.pack("<If", 6, value)
     if isinstance(value, str):
         return struct.pack("<I", 8) + _text(value)
     return struct.pack("<IIQ", 9, 8, len(value)) + b"".join(map(_text, value))

@@ -86,7 +86,7 @@ def test_keys_are_set_and_the_rest_of_the_file_stays(tmp_path):
     before = {"general.name": "a", "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eos_token_id": 3}
     path = write_gguf(tmp_path / "a.gguf", {**before, "tokenizer.ggml.tokens": ["a", "é", "▁b"]}, data=b"\1" * 96)
     header = read_header(path)
-    keys = keys_for_llama_cpp(SPACE_AND_STRIP, header, [5, 3, 7])
+    keys = {**keys_for_llama_cpp(SPACE_AND_STRIP, header, [5, 3, 7]), "a number": 0.375}
     made = tmp_path / "b.gguf"
     made.write_bytes(b"".join(with_keys(path, header, keys)))
     after = read_header(made)
@@ -96,6 +96,7 @@ def test_keys_are_set_and_the_rest_of_the_file_stays(tmp_path):
         "tokenizer.ggml.add_space_prefix": True,
         "tokenizer.ggml.eot_token_id": 5,
         "tokenizer.ggml.eom_token_id": 7,
+        "a number": 0.375,
     }
     assert after.num_tensors == 1
     at = after.tensors[1] + -after.tensors[1] % 32

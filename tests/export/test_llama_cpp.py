@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ from finetune.errors import ModelError
 from finetune.export import exported_folder
 from finetune.export.exported_folder import export_model
 from finetune.export.gguf import Gguf
+from finetune.export.gguf_file import read_header
 from finetune.export.gguf_lora import export_lora
 from finetune.export.gguf_served import MODEL_FILE, gguf_bound, load_gguf
 from finetune.export.gguf_tokens import TokenRules, find_rules
@@ -136,7 +138,7 @@ def encode(tokenizer, turns) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0"])
 def test_a_merged_model_is_served_as_it_was_trained(llama_cpp, model, tmp_path, kind):
     exported = export_model(model.merged, tmp_path / "out", gguf=settings(llama_cpp, model, kind))
     assert exported.runtime is not None
@@ -148,6 +150,19 @@ def test_a_merged_model_is_served_as_it_was_trained(llama_cpp, model, tmp_path, 
     assert set(served.ends) == {*read_vectors(tmp_path / "out").stop_ids, 2}
     record(f"merged, `--type {kind}`", served, model)
     served.close()
+    damage(tmp_path / "out" / MODEL_FILE)
+    served = load_gguf(tmp_path / "out")
+    assert compare(served, read_vectors(tmp_path / "out"), bound=gguf_bound(tmp_path / "out")).mismatches
+    served.close()
+
+
+def damage(file: Path) -> None:
+    """Set a tenth of the file to zero, in the middle of its tensors."""
+    content = bytearray(file.read_bytes())
+    begin = read_header(file).tensors[1] + len(content) // 2
+    length = len(content) // 10
+    content[begin : begin + length] = bytes(length)
+    file.write_bytes(content)
 
 
 def test_an_answer_ends_where_the_models_answer_ends(exported, model):
@@ -174,11 +189,23 @@ def test_an_adapter_beside_its_base_answers_like_peft(llama_cpp, model, tmp_path
     record("base and adapter (`--lora`)" + (", rsLoRA" if adapter else ""), served, model)
     served.close()
     assert (out / "Modelfile").read_text().startswith("FROM ./base.gguf\nADAPTER ./adapter.gguf\n")
+    rescale(out / "adapter.gguf", 1.05)
+    wrong = load_gguf(out)
+    assert compare(wrong, read_vectors(out), bound=gguf_bound(out)).mismatches, "a scale that is 5 % too large"
+    wrong.close()
     out.joinpath("adapter.gguf").unlink()
     shutil.move(out / "base.gguf", out / MODEL_FILE)
     alone = load_gguf(out)
     assert compare(alone, read_vectors(model.merged), bound=gguf_bound(out)).mismatches, "the adapter changes nothing"
     alone.close()
+
+
+def rescale(adapter: Path, factor: float) -> None:
+    """Multiply alpha in a GGUF LoRA."""
+    header, content = read_header(adapter), bytearray(adapter.read_bytes())
+    _, end = header.spans["adapter.lora.alpha"]
+    content[end - 4 : end] = struct.pack("<f", factor * header.keys["adapter.lora.alpha"])
+    adapter.write_bytes(content)
 
 
 def test_a_space_before_the_first_piece_only_is_read_so_in_llama_cpp(llama_cpp, model, tmp_path, monkeypatch):
@@ -286,7 +313,7 @@ def ask(
 
 def test_the_figures_of_the_page_are_those_of_a_run(llama_cpp):
     """The last test of the file: the others have made the rows."""
-    if len(_rows) < 7:
+    if len(_rows) < 8:
         pytest.skip("the table needs all tests of this file")
     import llama_cpp as library
 
