@@ -20,7 +20,7 @@ from finetune.export.gguf_served import MODEL_FILE, ROUNDING_KEY, GgufFiles, che
 from finetune.export.gguf_tokens import Reading, find_rules, refuse_other_ids
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
-from finetune.export.rounding import measure_folder
+from finetune.export.rounding import ROUNDED, measure_folder
 from finetune.export.vectors import VECTORS_FILE, copy_vectors, read_vectors
 from finetune.runs.durable import FolderWriter
 
@@ -101,6 +101,7 @@ def write_gguf(
 
     Raises:
         ModelError: llama.cpp does not support the model, or would read chats as other tokens.
+        RunFailedError: numbers of the model are too large for the type.
     """
     reading = find_rules(tokenizer)
     if not gguf.allows_differences:
@@ -110,8 +111,8 @@ def write_gguf(
         header = convert(model, made, gguf, reading.rules)
         refuse_other_tokens(header, tokenizer)
         keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
-        if measure is not None:
-            keys[ROUNDING_KEY] = measure(header.keys["general.file_type"])
+        if measure is not None and (file_type := header.keys.get("general.file_type")) in ROUNDED:
+            keys[ROUNDING_KEY] = measure(file_type)
         writer.write(name, with_keys(made, header, keys))
     if others := [*reading.plain, *reading.edges]:
         causes = "; ".join(reading.causes) or "not known"

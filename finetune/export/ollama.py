@@ -42,7 +42,7 @@ class TurnPieces:
 
     def render(self, turns: Turns) -> str:
         """Render a conversation with the header of its next answer."""
-        if self.default_system is not None and turns[0]["role"] != "system":
+        if self.default_system and turns[0]["role"] != "system":  # Ollama does not add an empty one
             turns = [{"role": "system", "content": self.default_system}, *turns]
         kept = [turn for turn in turns if turn["role"] in self.before]
         rendered = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in kept]
@@ -87,7 +87,7 @@ def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
         template, system = pieces.as_go_template(), pieces.default_system
     stops = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in stop_ids]
     lines = [f"FROM {model}", f'TEMPLATE """{template}"""']
-    if system is not None:
+    if system:
         lines.append(f'SYSTEM """{_refuse_signs(system)}"""')
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
     return "\n".join(lines) + "\n"

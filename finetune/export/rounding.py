@@ -6,6 +6,7 @@ src/ggml-quants.c (`quantize_row_q8_0_ref`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
+from finetune.errors import RunFailedError
 from finetune.export.logits import relative_by_position
 from finetune.export.plain_reload import weights_in_fp32
 from finetune.export.vectors import Vectors
@@ -32,7 +34,7 @@ def _q8_0(values: torch.Tensor) -> torch.Tensor:
     return blocks.div(scale.clamp_min(torch.finfo(values.dtype).tiny)).round_().mul_(_float16(scale)).view_as(values)
 
 
-_ROUND: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
+ROUNDED: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
     0: torch.clone,
     1: _float16,
     32: lambda values: values.bfloat16().to(values.dtype),
@@ -50,7 +52,7 @@ class _Rounded(TorchFunctionMode):
 
     def __init__(self, file_type: int, exact: set[int]) -> None:
         super().__init__()
-        self._round, self._exact = _ROUND[file_type], exact
+        self._round, self._exact = ROUNDED[file_type], exact
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -68,6 +70,9 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
 
     Both logits come from this model, a transformers or PEFT model on the CPU, so damage to it does not widen a bound.
     LoRA weights are not rounded.
+
+    Raises:
+        RunFailedError: the rounded logits are not finite.
     """
     prompts = pad_sequence([torch.tensor(vector.token_ids) for vector in vectors.vectors], batch_first=True)
     places = [(row, place) for row, vector in enumerate(vectors.vectors) for place in vector.positions]
@@ -83,7 +88,13 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
     with torch.no_grad(), weights_in_fp32(model):
         own = logits()
         with _Rounded(file_type, exact):
-            return float(relative_by_position(logits(), own).max())
+            relative = float(relative_by_position(logits(), own).max())
+    if not math.isfinite(relative):
+        raise RunFailedError(
+            "numbers of this model are too large for f16, so llama.cpp computes no logits. Export with --type bf16; if "
+            "that is refused too, its keys and values do not fit f16, and llama.cpp cannot serve it."
+        )
+    return relative
 
 
 def measure_folder(folder: Path, vectors: Vectors, file_type: int) -> float:

@@ -41,9 +41,15 @@ QWEN25 = (
     "'<|im_end|>\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
 )
+LLAMA3 = (
+    "{% set given = messages[0].content if messages[0].role == 'system' else '' %}{{ '<|header|>system\nDate: today\n' "
+    "+ given + '<|eot|>' }}{% for m in messages %}{% if m.role != 'system' %}{{ '<|header|>' + m.role "
+    "+ '\n' + m.content + '<|eot|>' }}{% endif %}{% endfor %}{{ '<|header|>assistant\n' }}"
+)
 TEMPLATES = {
     **{name: variant.template for name, variant in VARIANTS.items() if variant.template},
     "chatml": CHATML,
+    "a system turn that is always there, as Llama 3's": LLAMA3,
     "with a beginning of its own": "{{ '<s>' }}" + CHATML,
 }
 ADDED = 'Say "it".\n\nIn {{ two }} lines \U0001f642.\n'

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from finetune.errors import CheckpointError
+from finetune.errors import CheckpointError, RunFailedError
 from finetune.export.gguf_served import _LEAST_BOUND, MODEL_FILE, ROUNDING_KEY, gguf_bound
 from finetune.export.logits import relative_by_position
-from finetune.export.rounding import _ROUND, Q8_0, measure_rounding
+from finetune.export.rounding import Q8_0, ROUNDED, measure_rounding
 from tests.export.finished_runs import add_drawn_adapter, build_base
 from tests.export.gguf_files import write_gguf
 
@@ -43,7 +43,7 @@ def stored(model, file_type):
     rounded = copy.deepcopy(model)
     for name, weight in rounded.named_parameters():
         if weight.ndim > 1 and "lora_" not in name:
-            weight.data = _ROUND[file_type](weight.data)
+            weight.data = ROUNDED[file_type](weight.data)
     return rounded
 
 
@@ -51,13 +51,13 @@ def test_q8_0_is_ggml_s():
     """A block of 32 has a scale in f16, and 8-bit integers. One value is half a step off an integer, and is rounded."""
     block = torch.zeros(64)
     block[:4] = torch.tensor([-127.0, 1.0, 2.4, 0.2])
-    assert _ROUND[Q8_0](block)[:4].tolist() == [-127.0, 1.0, 2.0, 0.0]
-    assert torch.equal(_ROUND[Q8_0](block * 2**-9), _ROUND[Q8_0](block) * 2**-9)
+    assert ROUNDED[Q8_0](block)[:4].tolist() == [-127.0, 1.0, 2.0, 0.0]
+    assert torch.equal(ROUNDED[Q8_0](block * 2**-9), ROUNDED[Q8_0](block) * 2**-9)
     values = torch.randn(5, 320, generator=torch.Generator().manual_seed(0))
     steps = values.view(-1, 32).abs().amax(-1, keepdim=True) / 127
-    apart = (_ROUND[Q8_0](values) - values).view(-1, 32).abs() / steps
+    apart = (ROUNDED[Q8_0](values) - values).view(-1, 32).abs() / steps
     assert 0.45 < float(apart.max()) < 0.5 + 127 * 2**-11
-    assert torch.equal(_ROUND[Q8_0](values[:, :33]), values[:, :33].half().float()), (
+    assert torch.equal(ROUNDED[Q8_0](values[:, :33]), values[:, :33].half().float()), (
         "no blocks of 32: as the converter does"
     )
 
@@ -94,6 +94,14 @@ def test_16_bit_weights_are_compared_with_themselves_in_fp32():
     wide = copy.deepcopy(tuned).float()
     assert measure_rounding(tuned, VECTORS, F16) == measure_rounding(wide, VECTORS, F16)
     assert all(weight.dtype == torch.bfloat16 for weight in tuned.parameters())
+
+
+def test_numbers_that_do_not_fit_f16_are_refused():
+    """Otherwise the bound would be infinite, and everything equal."""
+    model = changed(build_base().eval(), "layers.0.mlp.down_proj", 1e6)
+    assert measure_rounding(model, VECTORS, BF16) < 1
+    with pytest.raises(RunFailedError, match="too large for f16"):
+        measure_rounding(changed(model, "layers.1.mlp.gate_up_proj", 1e6), VECTORS, F16)
 
 
 def test_a_file_says_how_far_its_rounding_goes_or_is_refused(tmp_path):
