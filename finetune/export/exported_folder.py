@@ -111,7 +111,8 @@ def write_gguf(
         header = convert(model, made, gguf, reading.rules)
         refuse_other_tokens(header, tokenizer)
         keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
-        if measure is not None and (file_type := header.keys.get("general.file_type")) in ROUNDED:
+        file_type = header.keys.get("general.file_type", -1)
+        if measure is not None and file_type in ROUNDED:
             keys[ROUNDING_KEY] = measure(file_type)
         writer.write(name, with_keys(made, header, keys))
     if others := [*reading.plain, *reading.edges]:
