@@ -105,7 +105,7 @@ def test_the_first_loss_is_the_cross_entropy_of_transformers(runs, whole):
 
 def test_the_engine_computes_what_the_models_own_forward_does(runs):
     """With SGD, what B has learnt is a sum of gradients. Adam would enlarge the roundings of small ones."""
-    sgd = ["optim.optimizer=sgd", "optim.learning_rate=0.1", "training.max_steps=2"]
+    sgd = ["optim.optimizer=torch.optim.SGD", "optim.learning_rate=0.1", "training.max_steps=2"]
     engine, reference = runs.make("engine", *sgd), runs.make("reference", *sgd, "training.kernels=reference")
     assert losses(engine) == pytest.approx(losses(reference), rel=1e-6, abs=1e-6)
     ones, others = (
