@@ -235,5 +235,15 @@ def test_white_space_that_the_tokenizer_drops_is_named_as_the_cause(tmp_path):
     assert "drops white space before <|im_end|>, and the runtime keeps it" in said
 
 
+@pytest.mark.slow
+@pytest.mark.trains
+def test_a_type_that_is_too_coarse_names_one_that_is_not_with_its_measured_difference(merged):
+    said = onnx._refusal(['prompt "one turn": logits at position 9 differ by 0.6 of their norm'], merged, "int4")
+    assert "Export with --type f32, which rounds nothing." in said
+    found = re.search(r"--gguf --type q8_0 for llama\.cpp: .* by (\d\.\d+) of their norm", said)
+    assert found is not None
+    assert 0.001 < float(found[1]) < 0.5
+
+
 def _die(folder, bound):
     os._exit(134)

@@ -99,7 +99,11 @@ def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, adapter_run, an
     assert shown.endswith(end)
     second = shown.removeprefix(f"{usual}\n").removesuffix(end)
     assert second not in ("", usual), "the turns before take part"
-    for part in ("system: Extract the order as JSON.", "/nonsense is not a command", "not sent: the conversation: "):
+    for part in (
+        "system: Extract the order as JSON. /help",
+        "/nonsense is not a command",
+        "not sent: the conversation: ",
+    ):
         assert part in notes
     assert "never read" not in notes
 
