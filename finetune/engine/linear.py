@@ -323,11 +323,12 @@ class _LayerGradients:
         assert layer.lora_a is not None
         assert layer.lora_b is not None
         if self._wants_a:
-            self._a = plus_product(self._a, d_low_rank.t(), x, wide_type(layer.lora_a))
+            of_a = product(d_low_rank.t(), x.t()).to(wide_type(layer.lora_a))
+            self._a = of_a if self._a is None else self._a.add_(of_a)
         if self._wants_b:
             low_rank = scaled_product(x, cast(layer.lora_a, x.dtype), layer.scale)
-            made = product(low_rank.t(), dy.t()).to(wide_type(layer.lora_b))
-            self._b_transposed = made if self._b_transposed is None else self._b_transposed.add_(made)
+            of_b = product(low_rank.t(), dy.t()).to(wide_type(layer.lora_b))
+            self._b_transposed = of_b if self._b_transposed is None else self._b_transposed.add_(of_b)
 
     def finish(self) -> tuple[torch.Tensor | None, ...]:
         b = None if self._b_transposed is None else self._b_transposed.t()

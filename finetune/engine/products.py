@@ -123,9 +123,7 @@ def plus_product(
 ) -> torch.Tensor:
     """Compute `sums + left @ right` in place, in a dtype at least as wide as theirs; without sums, start from zeros."""
     if sums is None:
-        return product(left, right.t()).to(dtype)
-    if _is_for_onednn(left):
-        return sums.add_(product(left, right.t()))
+        return (left @ right).to(dtype)
     return sums.addmm_(left, right) if dtype == left.dtype else sums.add_(left @ right)
 
 
