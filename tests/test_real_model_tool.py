@@ -21,14 +21,17 @@ def test_a_complete_folder_is_left_as_it_is(tmp_path):
     assert real_model(tmp_path / "model") == tmp_path / "model"
 
 
-def test_a_damaged_folder_or_another_one_is_refused(tmp_path):
+def test_a_damaged_folder_is_refused(tmp_path):
     write_folder(tmp_path / "model")
     (tmp_path / "model/config.json").write_bytes(b"{ ")
     with pytest.raises(CheckpointError, match=r"is damaged: config.json.* Remove the folder"):
         real_model(tmp_path / "model")
+
+
+@pytest.mark.needs("gguf")
+def test_a_folder_with_something_else_is_refused(tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").touch()
-    pytest.importorskip("gguf", reason="gguf: not installed (test-everything)")
     with pytest.raises(CheckpointError, match="already exists and is not an empty folder"):
         real_model(tmp_path / "other")
 
