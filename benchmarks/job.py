@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 Precision = Literal["fp32", "bf16"]
-Family = Literal["phi3", "phi", "llama", "qwen2"]
+Family = Literal["phi3", "phi", "llama"]
 LORA_RANK = 16
 LORA_ALPHA = 32
 LEARNING_RATE = 2e-4
@@ -21,12 +21,10 @@ MAX_GRAD_NORM = 1.0
 FIRST_TEXT_ID = 16
 """Ids below it belong to the tokenizer's special tokens."""
 SHARED_PROMPT_TOKENS = 150
-_SEPARATE = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LORA_TARGETS: dict[str, tuple[str, ...]] = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
-    "llama": _SEPARATE,
-    "qwen2": _SEPARATE,
+    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 _PUBLISHED = Path(__file__).resolve().parent.parent / "finetune" / "model" / "published.yaml"
 
@@ -198,12 +196,12 @@ SIZES: dict[str, Size] = {
         tied=True,
         partial_rotary=0.75,
     ),
-    # Separate projections, as in phi-2 (whose heads have a key each, and no gate) as in Qwen2.5 (whose MLP is wider).
+    # Separate projections: the heads of phi-2 have a key each, and it has no gate; the MLP of Qwen2.5 is wider.
     "phi2": Size(
         hidden=512, intermediate=2048, layers=8, heads=8, kv_heads=8, vocabulary=8192, partial_rotary=0.5, family="phi"
     ),
     "qwen2": Size(
-        hidden=512, intermediate=2752, layers=8, heads=8, kv_heads=2, vocabulary=8192, tied=True, family="qwen2"
+        hidden=512, intermediate=2752, layers=8, heads=8, kv_heads=2, vocabulary=8192, tied=True, family="llama"
     ),
     "smollm2": Size(
         hidden=576,
