@@ -34,7 +34,7 @@ _MOMENT_SECONDS = 0.3
 SILENCE_SECONDS = 10.0
 """The log has a line at least this often while a slow task runs."""
 _one_line = threading.Lock()
-"""Held by the outermost `waiting`, whose line shows the innermost task."""
+"""The outermost `waiting` holds this lock. Its line shows the innermost task."""
 
 
 _tasks: list[list[str]] = []

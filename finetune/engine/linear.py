@@ -83,9 +83,9 @@ def fold(layers: Sequence[Linear], x: torch.Tensor) -> list[Linear]:
 def merge(layers: Sequence[Linear], dtype: torch.dtype) -> list[Linear]:
     """Add adapters to copies of the weights of layers with one input, where that is exact for an input of this dtype.
 
-    The copies lie side by side, so the result is one layer with the output columns of all. One large product is faster
-    than several small ones. It is not exact with dropout, or if the sum would be rounded to 16 bits. Without adapters,
-    and where it is not exact, the layers themselves are returned.
+    The copies lie side by side, so the result is one layer with the output columns of all layers. One large product is
+    faster than several small ones. Merging is not exact with dropout, or if the sum would be rounded to 16 bits. Then,
+    or if no layer has an adapter, the layers themselves are returned.
     """
     has_adapter = any(layer.lora_a is not None for layer in layers)
     if not has_adapter or not all(layer.is_mergeable(dtype) for layer in layers):
@@ -264,7 +264,7 @@ class LinearGradients:
 
 
 class _LayerGradients:
-    """The gradients of one layer, of which `folded` is the form that `fold` returned."""
+    """Compute the gradients of one layer. `folded` is the layer in the form that `fold` returned."""
 
     def __init__(self, layer: Linear, folded: Linear, wanted: Sequence[bool]) -> None:
         self.layer = layer

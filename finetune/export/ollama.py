@@ -128,7 +128,7 @@ def _take_apart(tokenizer: Any, first: str) -> TurnPieces:
 def _checked(tokenizer: Any, pieces: TurnPieces) -> TurnPieces:
     """Return the pieces. A ValueError says which conversation they render in another way than the template."""
     for roles in _CHECKED:
-        # White space at the ends, which Ollama passes on as it is, shows a template that strips contents.
+        # Ollama does not strip contents. The white space at their ends shows whether the template strips them.
         turns = [{"role": role, "content": f" {role} says {number}.\n"} for number, role in enumerate(roles)]
         if (expected := _render(tokenizer, turns)) != (found := pieces.render(turns)):
             raise ValueError(f"for {', '.join(roles)} it renders {expected!r}, its pieces give {found!r}")

@@ -118,9 +118,10 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
 def compare_nf4_with_disk(
     runtime: Runtime, config: Config, model: Any, microbatch: Any, states: Mapping[str, Any]
 ) -> LowPrecisionError | None:
-    """Compare loss and gradient of some rows with those of the weights on disk; return None if these do not fit.
+    """Compare a base in NF4 with its weights on disk, by loss and gradient of some rows.
 
-    Only one weight at a time is in 16 bits: it is read where it is needed. For the arguments see `round_base_to_fp8`
+    Return None if the files hold other weights. Each weight is read where it is needed, so only one at a time is in 16
+    bits. For the arguments see `round_base_to_fp8`
     and `weights_from_disk`. Too large a difference is a fallback. Collective, if the model is sharded.
 
     Raises:

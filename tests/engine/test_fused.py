@@ -155,7 +155,6 @@ import sys, torch
 from pathlib import Path
 from torch._dynamo.utils import counters
 from finetune.engine import fused
-from finetune.engine.loss_head import _loss_and_gradient
 from finetune.engine.mlp import _gated
 with fused.kernels_kept_in(Path(sys.argv[1])), fused.fused_or_not(True):
     _gated(torch.randn(5, 64))
