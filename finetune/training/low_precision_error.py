@@ -121,8 +121,8 @@ def compare_nf4_with_disk(
     """Compare a base in NF4 with its weights on disk, by loss and gradient of some rows.
 
     Return None if the files hold other weights. Each weight is read where it is needed, so only one at a time is in 16
-    bits. For the arguments see `round_base_to_fp8`
-    and `weights_from_disk`. Too large a difference is a fallback. Collective, if the model is sharded.
+    bits. For the arguments see `round_base_to_fp8` and `weights_from_disk`. Too large a difference is a fallback.
+    Collective, if the model is sharded.
 
     Raises:
         ConfigError: the difference is above its limit, and the run is strict.
