@@ -136,13 +136,15 @@ def _head(preview: Preview) -> Iterator[str]:
     context = "" if preview.context is None else f"; the model's context is {preview.context:,}"
     facts = {
         "data": preview.data,
+        "read as": "\n".join(preview.read_as),
         "tokenizer": preview.tokenizer,
         "chat template": "found" if preview.has_chat_template else "none",
         "end of turn": f"{on_one_line(end_text)} ({end_id})",
         "rows end at": f"{preview.max_length:,} tokens (data.max_length){context}",
     }
     for name, value in facts.items():
-        yield f"{name + ':':<15}{value}"
+        for number, line in enumerate(value.split("\n")):
+            yield f"{name + ':' if number == 0 else '':<15}{line}"
 
 
 def _split_table(preview: Preview) -> Table:

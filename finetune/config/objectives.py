@@ -32,7 +32,12 @@ class Objective:
     formula: str
     paper: str = ""
 
-    def reads(self, key: str) -> bool:
+    @property
+    def reads(self) -> Literal["answers", "chosen", "labelled", "prompts"]:
+        """What is read of a row first; the rejected side of a pair is read after the chosen one."""
+        return "chosen" if self.rows == "pairs" else self.rows
+
+    def reads_key(self, key: str) -> bool:
         """Return whether the objective reads a key, for example `preference.beta`."""
         is_of_some = key.partition(".")[0] in SECTIONS
         return not is_of_some or any(key == own or key.startswith(f"{own}.") for own in self.keys)

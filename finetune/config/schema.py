@@ -157,7 +157,7 @@ OnRow = Literal["refuse", "drop", "warn"]
 
 ROW_COLUMNS = (
     *("messages", "conversations", "prompt", "completion", "instruction", "input", "output"),
-    *("system", "history", "tools", "text", "label"),
+    *("system", "history", "tools", "text", "label", "chosen", "rejected"),
 )
 """The columns that rows are read from, which are the keys of `data.columns`."""
 
@@ -196,6 +196,8 @@ class DataSection(Section):
     """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None
     """Use only this many rows of each split, from the first on. Of a hub data set, only these are downloaded."""
+    on_bad_row: RowKey[Literal["refuse", "drop"]] = "refuse"
+    """Rows that cannot be used, for example because an answer is blank or a role is unknown."""
     on_long_row: RowKey[OnRow] = "warn"
     """Rows longer than `max_length`: refuse them, drop them, or cut them and warn."""
     on_no_target: RowKey[OnRow] = "refuse"

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 8
+ENCODING_VERSION = 9
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 
@@ -38,7 +38,8 @@ def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection
         "version": ENCODING_VERSION,
         "libraries": [version("transformers"), version("tokenizers")],
         "rows": examples.source.digest(),
-        "format": [examples.format, sorted(examples.columns.items())],
+        "format": [examples.reads, examples.format, sorted(examples.columns.items())],
+        "drops": examples.drops,
         "train_on": section.train_on,
         "max_rows": examples.max_rows,
         "max_length": section.max_length,

@@ -13,7 +13,7 @@ from finetune.data.cache import encoding_key, load_or_encode
 from finetune.data.chat_template import ChatTemplate, describe_key, use_chat_template
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
-from finetune.data.formats import Example
+from finetune.data.formats import Example, RowType, as_messages
 from finetune.data.parallel import (
     PAYS_FROM_CHARACTERS,
     ROWS_AT_ONCE,
@@ -118,14 +118,23 @@ def encode_rows(
     train_on: TrainOn = "last" if section.train_on == "last" else "all"
     num_processes = choose_processes(seen.num_to_encode, seen.characters, section.num_processes)
 
-    def write(encoded: Iterable[Encoded]) -> None:
-        problems = _write_rows(encoded, writer, section.max_length)
+    facts = seen.facts
+
+    def batches() -> Iterator[list[Example]]:
+        return _batches(examples, section.train_on, facts.row_type)
+
+    def write(encoded: Iterable[Encoded]) -> RowProblems:
+        # Each side of a pair is encoded separately: left out of one alone, a row would pair with another.
+        can_drop = examples.reads not in ("chosen", "rejected")
+        problems = RowProblems(drops=examples.drops and can_drop, can_drop=can_drop)
+        _write_rows(encoded, writer, section.max_length, problems)
         problems.raise_if_any(examples.label, seen.num_rows)
+        return problems
 
     try:
         if num_processes > 1:
             with encode_in_processes(tokens, train_on, num_processes) as encode:
-                write(encode(_batches(examples, section.train_on)))
+                problems = write(encode(batches()))
     except WorkerLostError as error:
         wanted = f"{num_processes} processes that encode {examples.label}"
         used = "this process alone"
@@ -133,14 +142,15 @@ def encode_rows(
         num_processes = 1
         writer.restart()
     if num_processes == 1:
-        write((batch, encode_batch(batch, tokens, train_on)) for batch in _batches(examples, section.train_on))
+        problems = write((batch, encode_batch(batch, tokens, train_on)) for batch in batches())
     if not any(writer.num_targets):
         raise DataError(
             f"{examples.label}: none of its {seen.num_rows:,} rows has a target token within "
             f"data.max_length={section.max_length}; the longest row has {max(writer.full_lengths)} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
-    return seen.facts
+    num_dropped = facts.num_dropped + problems.count
+    return facts._replace(read_as=facts.read_as + problems.describe(), num_dropped=num_dropped)
 
 
 class _Seen(NamedTuple):
@@ -155,22 +165,24 @@ class _Seen(NamedTuple):
 
 def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> _Seen:
     """Read and check all rows of a source."""
-    row_type = ""
+    types: set[RowType] = set()
     num_rows = num_to_encode = characters = 0
     ignored: dict[str, tuple[int, int]] = {}
     for example in examples:
-        row_type = example.row_type
+        types.add(example.row_type)
         num_rows += 1
         for row in _to_encode(example, train_on):
             num_to_encode += 1
             if characters < PAYS_FROM_CHARACTERS:
                 characters += sum(map(len, row.contents))
-        if row_type == "messages":
+        if example.row_type == "messages":
             for key in template.ignored(Dialogue(example.messages, example.learnt, example.tools)):
                 count, first = ignored.get(describe_key(key), (0, example.number))
                 ignored[describe_key(key)] = count + 1, first
     keys = [(key, *where) for key, where in sorted(ignored.items())]
-    return _Seen(num_rows, num_to_encode, characters, RowFacts(row_type, examples.read_as, keys))
+    row_type = "messages" if "messages" in types else types.pop()
+    facts = RowFacts(row_type, examples.read_as, keys, examples.unread, examples.num_dropped)
+    return _Seen(num_rows, num_to_encode, characters, facts)
 
 
 def _to_encode(row: Example, train_on: str) -> Iterable[Example]:
@@ -191,6 +203,10 @@ def _encode_source(
         fallbacks,
         whole.label,
     )
+    if rows.unread:
+        wanted, used = f"the columns {', '.join(rows.unread)} of {whole.label}", "the other columns"
+        why = f"rows of this format have no place for them (data.columns.{rows.unread[0]}=none says that this is meant)"
+        fallbacks.take(Fallback(what="the prompt", wanted=wanted, used=used, why=why))
     return EncodedExamples([rows], tokens.end_id_of(rows.row_type), whole.source.place)
 
 
@@ -201,15 +217,15 @@ def _part_of(encoded: EncodedExamples, part: Examples) -> Part:
     return Part(encoded, part.label, part.weight, part.name)
 
 
-def _batches(examples: Examples, train_on: str) -> Iterator[list[Example]]:
-    remaining = (row for example in examples for row in _to_encode(example, train_on))
+def _batches(examples: Examples, train_on: str, row_type: str) -> Iterator[list[Example]]:
+    alike = (as_messages(example) if row_type == "messages" else example for example in examples)
+    remaining = (row for example in alike for row in _to_encode(example, train_on))
     while batch := list(islice(remaining, ROWS_AT_ONCE)):
         yield batch
 
 
-def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int) -> RowProblems:
+def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int, problems: RowProblems) -> None:
     """Write the rows that could be encoded, and note the problems of the others."""
-    problems = RowProblems()
     bad = -1  # the answers of a conversation count as one row
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
@@ -219,7 +235,6 @@ def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int) 
             if example.number != bad:
                 problems.add(example.source, str(row))
             bad = example.number
-    return problems
 
 
 def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:

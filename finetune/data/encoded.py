@@ -274,6 +274,16 @@ class EncodedExamples(Dataset[EncodedExample]):
         return is_talk & (self.num_targets > 0)
 
     @property
+    def read_as(self) -> list[str]:
+        """Descriptions of the sources of the rows: their format, and the columns that are read and not read."""
+        return list(dict.fromkeys(source.read_as for source in self.sources if source.read_as))
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows of the sources that were left out because they cannot be used."""
+        return sum(source.num_dropped for source in self.sources)
+
+    @property
     def ignored_keys(self) -> list[tuple[str, int, int]]:
         """See `EncodedRows`."""
         return [key for source in self.sources for key in source.ignored_keys]

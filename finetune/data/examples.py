@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from finetune.config.schema import DataSection
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
+from finetune.data.formats import Reads
 from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
@@ -64,8 +65,10 @@ class _Splits:
 
 
 @waiting("looking for the data")
-def load_examples(section: DataSection) -> ExampleSplits:
+def load_examples(section: DataSection, reads: Reads = "answers") -> ExampleSplits:
     """Find the splits of a run. Local files are read later, on first use: cached data needs no parsing.
+
+    `reads` is what the objective needs of a row: answers to learn, or something else.
 
     Raises:
         ConfigError: neither `data.path`, `data.mixture` nor `data.train` is set, or two of them name the training rows.
@@ -73,8 +76,8 @@ def load_examples(section: DataSection) -> ExampleSplits:
             for, or the hub does not answer.
     """
     if section.mixture:
-        return _load_mixture(section)
-    return ExampleSplits(**_load_source(section))
+        return _load_mixture(section, reads)
+    return ExampleSplits(**_load_source(section, reads))
 
 
 def missing_here(section: DataSection) -> list[str]:
@@ -91,10 +94,10 @@ def missing_here(section: DataSection) -> list[str]:
     return list(dict.fromkeys(missing))
 
 
-def check_local_rows(section: DataSection, *, has_format: bool) -> None:
+def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
     """Refuse files that are not there or cannot be read, before anything is downloaded. The hub is not asked.
 
-    With `has_format`, the first row of a JSON file must also have the columns of a known format.
+    With `reads`, the first row of a JSON file must also have the columns of a format that this objective reads.
 
     Raises:
         ConfigError: see `load_examples`.
@@ -106,8 +109,8 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         for rows in _find_sources(source).sources.values():
             if isinstance(rows, (FileRows, RemoteRows)):
                 rows.check()
-            if has_format and isinstance(rows, FileRows) and suffix_of(rows.path) in (".jsonl", ".json"):
-                _as_examples(rows, source).check_format()
+            if reads is not None and isinstance(rows, FileRows) and suffix_of(rows.path) in (".jsonl", ".json"):
+                _as_examples(rows, source, reads).check_format()
 
 
 def _sources_of(section: DataSection) -> list[DataSection]:
@@ -141,7 +144,7 @@ def is_hub_id(path: str) -> bool:
     return not _is_here(path) and suffix_of(path) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
 
 
-def _load_mixture(section: DataSection) -> ExampleSplits:
+def _load_mixture(section: DataSection, reads: Reads) -> ExampleSplits:
     """Load each source. A file in `data.validation` or `data.test` belongs to all of them and is read once."""
     if section.path is not None:
         raise ConfigError(f"data.path is {section.path} and data.mixture is set: both name the data. Keep one of them.")
@@ -149,10 +152,10 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
     for split in ("validation", "test"):
         wanted = getattr(section, split)
         if wanted is not None and suffix_of(wanted) in SUFFIXES:
-            parts[split] = [_as_examples(_named_split(split, wanted, None, section.cache_dir), section)]
+            parts[split] = [_as_examples(_named_split(split, wanted, None, section.cache_dir), section, reads)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
-        of_source = _load_source(_section_of(section, source_keys), without=named_for_all)
+        of_source = _load_source(_section_of(section, source_keys), reads, without=named_for_all)
         of_source["train"].weight = float(source_keys.get("weight", 1.0))
         for split, examples in of_source.items():
             examples.name = name
@@ -170,13 +173,13 @@ def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
     return section.model_copy(update={**keys, "mixture": []})
 
 
-def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[str, Examples]:
+def _load_source(section: DataSection, reads: Reads, without: Collection[str] = ()) -> dict[str, Examples]:
     """Load the splits of one source, except those in `without`."""
     at_path, sizes, sources = _find_sources(section, without)
     for split, source in sources.items():
         if source is None:
             _log.info("%s is off: %s", split, _why_off(split, at_path))
-    found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
+    found = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
     return _hold_out(found, sizes, section.split_seed) if sizes else found
 
 
@@ -208,8 +211,9 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
     return _Sources(at_path, sizes, sources)
 
 
-def _as_examples(source: RowSource, section: DataSection) -> Examples:
-    return Examples(source, section.format, section.columns, section.max_rows)
+def _as_examples(source: RowSource, section: DataSection, reads: Reads) -> Examples:
+    drops = section.on_bad_row == "drop"
+    return Examples(source, section.format, section.columns, section.max_rows, reads=reads, drops=drops)
 
 
 def _size_of(split: str, text: str | None, at_path: _Splits | None) -> SplitSize | None:

@@ -2,7 +2,8 @@
 
 Columns and roles have their usual names: `messages` with role and content, and `prompt` with `completion` (TRL's
 dataset formats); `conversations` with from and value (ShareGPT, as FastChat and LLaMA-Factory read it); `instruction`,
-`input`, `output` (Stanford Alpaca).
+`input`, `output` (Stanford Alpaca). All objectives read prompts and answers alike: a pair has two answers instead of
+one, and a labelled row has a label beside its answer.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
-from finetune.data.turns import Dialogue, Turn, dialogue_of, parse_tools, parse_turns, text_turn
+from finetune.data.columns import BAD_LABEL, Cells, find_columns
+from finetune.data.turns import Dialogue, Turn, dialogue_of, is_transcript, parse_tools, parse_turns, text_turn
 from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, refuse_blank
 
 RowType = Literal["messages", "prompt_completion", "text"]
+Reads = Literal["answers", "chosen", "rejected", "labelled", "prompts"]
+"""What an objective reads of a row: answers to learn, one side of a pair, a labelled answer, or a prompt."""
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -37,6 +42,8 @@ class Example(NamedTuple):
     """The line or row in the source."""
     is_good: bool = True
     """False for an answer that its row labels as bad."""
+    is_of_texts: bool = False
+    """Whether prompt and answer are texts in the row, also if a system turn or earlier turns made them messages."""
     columns: Mapping[str, Any] | None = None
     """The whole row, for functions that reward answers; None for other objectives."""
 
@@ -64,121 +71,255 @@ class Format:
     name: str
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
-    parse: Callable[[Mapping[str, Any]], Example]
+    parse: Callable[[Cells], Example]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """All columns that are read."""
+        return (*self.needs, *self.may_have)
 
 
-def parse_row(row: object, known: Format, columns: Mapping[str, str]) -> Example:
-    """Make an example from a row as it was read. `columns` maps our names of columns to theirs, if they differ.
+def parse_row(row: object, known: Format, renamed: Mapping[str, str]) -> Example:
+    """Make an example from a row as it was read. `renamed` maps our names of columns to theirs, if they differ.
 
     Raises:
         BadRowError: the row cannot be used.
     """
     if not isinstance(row, Mapping):
-        needed = " and ".join(columns.get(name, name) for name in known.needs)
-        raise BadRowError(f"got {quote(row)}; expected an object with {needed}")
+        needed = " and ".join(renamed.get(name, name) for name in known.needs)
+        raise BadRowError(f"got {quote(row)}; expected an object with {needed or 'prompt or messages'}")
+    cells = Cells(row, find_columns(row, renamed))
     for name in known.needs:
-        if columns.get(name, name) not in row:
+        if name not in cells:
             found = ", ".join(map(str, row)) or "none"
-            raise BadRowError(f"no column {columns.get(name, name)}; it has {found}")
-    names = (*known.needs, *known.may_have)
-    return known.parse({name: row[columns.get(name, name)] for name in names if columns.get(name, name) in row})
+            raise BadRowError(f"no column {renamed.get(name, name)}; it has {found}")
+    return known.parse(cells)
 
 
-def detect_format(row: Mapping[str, Any], columns: Mapping[str, str]) -> Format | None:
+def detect_format(row: Mapping[str, Any], renamed: Mapping[str, str], reads: Reads = "answers") -> Format | None:
     """Return the first format whose required columns a row has, or None."""
-    for known in FORMATS.values():
-        if all(columns.get(name, name) in row for name in known.needs):
-            return known
-    return None
+    found = find_columns(row, renamed)
+    return next((known for known in FORMATS_OF[reads].values() if all(name in found for name in known.needs)), None)
 
 
-def _parse_messages(row: Mapping[str, Any]) -> Example:
-    return _conversation(parse_turns(row["messages"], "messages", row.get("tools")))
+def _parse_turns(column: str, cells: Cells) -> Example:
+    return _conversation(_with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells))
 
 
-def _parse_conversations(row: Mapping[str, Any]) -> Example:
-    return _conversation(_with_system(parse_turns(row["conversations"], "conversations", row.get("tools")), row))
+def _parse_plain_text(cells: Cells) -> Example:
+    name = cells.name("text")
+    return Example("text", text=refuse_blank(parse_text(cells["text"], name), name))
 
 
-def _parse_prompt_completion(row: Mapping[str, Any]) -> Example:
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, list) or isinstance(completion, list):
-        given = _as_turns(prompt, "prompt", "user", row.get("tools"))
-        answers = _as_turns(completion, "completion", "assistant")
-        if given.tools and answers.tools and json.loads(given.tools) != json.loads(answers.tools):
-            raise BadRowError("prompt and completion offer tools that differ; expected them in the prompt alone")
-        return _conversation(answers._replace(tools=given.tools or answers.tools), given.turns)
-    if parse_tools(row.get("tools")):
-        raise BadRowError("there is a column tools, but prompt and completion are text; expected lists of turns")
-    completion = refuse_blank(parse_text(completion, "completion"), "completion")
-    return Example("prompt_completion", prompt=parse_text(prompt, "prompt"), completion=completion)
+def _parse_answered(column: str, answer: str, cells: Cells) -> Example:
+    """Read a prompt in one column and the answer to it in another."""
+    return _answered(_prompt(cells, column), _answer(cells, answer), cells, answer)
 
 
-def _parse_labelled(row: Mapping[str, Any]) -> Example:
-    label = row["label"]
+def _prompt(cells: Cells, column: str) -> str | Dialogue:
+    """Read a prompt: text, or turns. A system turn, earlier turns or tools beside text make it turns."""
+    name, value = cells.name(column), list_in_cell(cells[column])
+    if isinstance(value, (list, Mapping)) or (isinstance(value, str) and is_transcript(value)):
+        return _with_system(parse_turns(value, name, cells.get("tools"))._replace(learnt=()), cells)
+    question = parse_text(value, name)
+    if cells.has("input") and (column == "instruction" or "instruction" not in cells):
+        addition = parse_text(cells["input"], cells.name("input"))
+        question = f"{question}\n\n{addition}" if question.strip() else addition
+    if column == "instruction" and not question.strip():
+        raise BadRowError(f"{name} and input are blank; expected text that says what to do")
+    earlier = _history(cells) if cells.has("history") else []
+    tools = parse_tools(cells.get("tools"), cells.name("tools"))
+    if column == "prompt" and not (earlier or tools or cells.has("system")):
+        return question
+    turns = dialogue_of([*earlier, text_turn("user", question)])._replace(tools=tools)
+    return _with_system(turns, cells)
+
+
+def _history(cells: Cells) -> list[Turn]:
+    """Read earlier questions and answers: a list of pairs."""
+    name, history = cells.name("history"), list_in_cell(cells["history"])
+    if not isinstance(history, list):
+        raise BadRowError(f"{name} is {quote(history)}; expected a list of earlier questions and answers")
+    return [turn for k, pair in enumerate(history) for turn in _parse_exchange(pair, f"{name}[{k}]")]
+
+
+def _parse_exchange(pair: object, where: str) -> list[Turn]:
+    if not isinstance(pair, list) or len(pair) != 2:
+        raise BadRowError(f"{where} is {quote(pair)}; expected a list with a question and its answer")
+    question, answer = (refuse_blank(parse_text(text, f"{where}[{k}]"), f"{where}[{k}]") for k, text in enumerate(pair))
+    return [text_turn("user", question), text_turn("assistant", answer)]
+
+
+def _answer(cells: Cells, column: str) -> str | Dialogue:
+    """Read an answer: text, one turn, turns, or a conversation that begins with the prompt."""
+    name, value = cells.name(column), list_in_cell(cells[column])
+    if isinstance(value, (list, Mapping)) or (isinstance(value, str) and is_transcript(value)):
+        return parse_turns(value, name)
+    return refuse_blank(parse_text(value, name), name)
+
+
+def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, column: str) -> Example:
+    """Join a prompt and its answer."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return Example("prompt_completion", prompt=prompt, completion=answer, is_of_texts=True)
+    is_of_texts = isinstance(answer, str) and isinstance(cells.get("prompt"), str)
+    # LLaMA-Factory learns the answers of a history too.
+    earlier = prompt.learnt if isinstance(prompt, Dialogue) and column in ("completion", "output") else ()
+    if isinstance(prompt, str):
+        prompt = dialogue_of([text_turn("user", refuse_blank(prompt, cells.name("prompt")))])
+    if isinstance(answer, str):
+        answer = dialogue_of([text_turn("assistant", answer)])
+    given, answer = _without_prompt(prompt.turns, answer, cells, column)
+    if prompt.tools and answer.tools and json.loads(prompt.tools) != json.loads(answer.tools):
+        raise BadRowError(f"prompt and {cells.name(column)} offer tools that differ; expected them in the prompt alone")
+    answer = answer._replace(tools=prompt.tools or answer.tools)
+    example = _conversation(answer, given)
+    return example._replace(is_of_texts=is_of_texts, learnt=(*earlier, *example.learnt))
+
+
+def _without_prompt(
+    prompt: tuple[Turn, ...], whole: Dialogue, cells: Cells, column: str
+) -> tuple[tuple[Turn, ...], Dialogue]:
+    """Return the turns before an answer, and the answer. An answer may be a whole conversation that repeats the prompt.
+
+    TRL reads such rows so too (`maybe_extract_prompt`).
+    """
+    if whole.turns[0]["role"] == "assistant":
+        return prompt, whole
+    system, asked = _split_system(prompt)
+    own_system, said = _split_system(whole.turns)
+    wanted = [_said(turn) for turn in asked]
+    ends = range(len(asked), len(said) + 1)
+    end = next((end for end in ends if [_said(turn) for turn in said[end - len(asked) : end]] == wanted), 0)
+    if not end or (system and own_system and _said(system[0]) != _said(own_system[0])):
+        first = whole.turns[0]
+        raise BadRowError(
+            f"{cells.name(column)} begins with a turn of the {first['role']} ({quote(first['content'])}), which is not "
+            f"the prompt ({quote(prompt[-1]['content'])}); expected the answer alone, or the same prompt and the answer"
+        )
+    given = (*(own_system or system), *said[:end])
+    return given, _after(whole, len(own_system) + end, cells.name(column))
+
+
+def _after(whole: Dialogue, start: int, name: str) -> Dialogue:
+    """Return the turns of a conversation from `start` on, which are an answer."""
+    turns = whole.turns[start:]
+    if not turns or turns[0]["role"] != "assistant":
+        got = f"a turn of the {turns[0]['role']}" if turns else "nothing"
+        raise BadRowError(f"{name} has {got} after the prompt; expected an answer of the assistant")
+    return whole._replace(turns=turns, learnt=tuple(k - start for k in whole.learnt if k >= start))
+
+
+def _said(turn: Turn) -> Turn:
+    return {**turn, "content": turn["content"].strip()}
+
+
+def _split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn, ...]]:
+    count = 1 if turns and turns[0]["role"] in ("system", "developer") else 0
+    return turns[:count], turns[count:]
+
+
+def _parse_pair(side: str, cells: Cells) -> Example:
+    """Read one side of a pair. Both sides are checked, so that readings of either refuse the same rows."""
+    prompt, answers = _pair(cells)
+    sides = {name: _answered(prompt, answer, cells, name) for name, answer in answers.items()}
+    chosen, rejected = sides.values()
+    names = " and ".join(cells.name(name) for name in sides)
+    if (chosen.messages, chosen.completion) == (rejected.messages, rejected.completion):
+        raise BadRowError(f"{names} are equal; expected two answers that differ")
+    starts = [side.messages[: side.learnt[0]] for side in (chosen, rejected) if side.learnt]
+    if starts[1:] and starts[0] != starts[1]:
+        raise BadRowError(f"{names} answer prompts that differ; expected the same prompt in both")
+    return sides[side]
+
+
+def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
+    """Return the prompt of a pair, and its two answers.
+
+    The prompt stands in a column of its own; or it is the turns that both sides begin with, as in TRL; or the turns
+    before the last answer, where `messages` has the chosen answer, as in ms-swift.
+    """
+    answers = {name: _answer(cells, name) for name in ("chosen", "rejected") if name in cells}
+    for column in ("prompt", "instruction"):
+        if column in cells:
+            return _prompt(cells, column), answers
+    if isinstance(cells.get("input"), Mapping):  # OpenAI's preference format
+        asked = cells["input"]
+        return parse_turns(asked.get("messages"), f"{cells.name('input')}.messages", asked.get("tools")), answers
+    column = next((name for name in ("conversations", "messages") if name in cells), "")
+    if column:
+        context = parse_turns(cells[column], cells.name(column), cells.get("tools"))
+        if "chosen" not in answers:
+            last = context.turns[-1]
+            if last["role"] != "assistant":
+                raise BadRowError(
+                    f"{cells.name(column)} ends with a turn of the {last['role']}; expected the chosen answer"
+                )
+            answers = {"chosen": dialogue_of([last]), **answers}
+            context = context._replace(turns=context.turns[:-1])
+        if not (isinstance(answers["chosen"], Dialogue) and answers["chosen"].turns[0]["role"] != "assistant"):
+            return _with_system(context, cells), answers
+    prompt, answers = _common_prompt(answers, cells)
+    return _with_system(prompt, cells), answers
+
+
+def _common_prompt(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple[Dialogue, dict[str, str | Dialogue]]:
+    """Split two conversations into the turns that both begin with, and the rest of each."""
+    sides = {name: answer for name, answer in answers.items() if isinstance(answer, Dialogue)}
+    names = " and ".join(cells.name(name) for name in answers)
+    if len(sides) < 2:
+        raise BadRowError(f"no column prompt, and {names} are texts; expected a prompt, or turns that begin with it")
+    chosen, rejected = (side.turns for side in sides.values())
+    count = next((k for k, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), None)
+    if count is None:
+        raise BadRowError(f"{names} are equal, or one begins with the other; expected two answers that differ")
+    prompt = Dialogue(chosen[:count], (), sides["chosen"].tools or parse_tools(cells.get("tools")))
+    if not count:
+        raise BadRowError(
+            f"no column prompt, and {names} begin with turns that differ; expected the same prompt in both"
+        )
+    return prompt, {name: _after(side, count, cells.name(name)) for name, side in sides.items()}
+
+
+def _parse_labelled(known: Format, cells: Cells) -> Example:
+    """Read an answer and its label. In a conversation, the last answer is the one that is labelled."""
+    name, label = cells.name("label"), cells["label"]
     word = str(label).strip().lower()
     if word not in _LABELS:
-        raise BadRowError(f"label is {quote(label)}; expected true for a good answer or false for a bad one")
-    return _parse_prompt_completion(row)._replace(is_good=_LABELS[word])
+        raise BadRowError(f"{name} is {quote(label)}; expected true for a good answer or false for a bad one")
+    example = known.parse(cells)
+    if known.name in ("messages", "conversations") or cells.has("history"):
+        example = _until_last_answer(example)._replace(learnt=example.learnt[-1:])
+    return example._replace(is_good=_LABELS[word] is not (name == BAD_LABEL))
 
 
-def _parse_instruction(row: Mapping[str, Any]) -> Example:
-    history = list_in_cell(row.get("history") or [])
-    if not isinstance(history, list):
-        raise BadRowError(f"history is {quote(history)}; expected a list of earlier questions and answers")
-    earlier = [turn for k, pair in enumerate(history) for turn in _parse_pair(pair, f"history[{k}]")]
-    parts = [parse_text(row["instruction"], "instruction"), _optional_text(row, "input")]
-    question = "\n\n".join(part for part in parts if part.strip())
-    if not question:
-        raise BadRowError("instruction and input are blank; expected text that says what to do")
-    answer = refuse_blank(parse_text(row["output"], "output"), "output")
-    turns = [*earlier, text_turn("user", question), text_turn("assistant", answer)]
-    return _conversation(_with_system(dialogue_of(turns), row))
-
-
-def _parse_plain_text(row: Mapping[str, Any]) -> Example:
-    return Example("text", text=refuse_blank(parse_text(row["text"], "text"), "text"))
-
-
-FORMATS = {
-    known.name: known
-    for known in (
-        Format("messages", ("messages",), ("tools",), _parse_messages),
-        Format("conversations", ("conversations",), ("system", "tools"), _parse_conversations),
-        Format("prompt_completion", ("prompt", "completion"), ("tools",), _parse_prompt_completion),
-        Format("instruction", ("instruction", "output"), ("input", "system", "history"), _parse_instruction),
-        Format("text", ("text",), (), _parse_plain_text),
-    )
-}
-"""The formats by name, in the order in which they are tried."""
-
-LABELLED = Format("labelled", ("prompt", "completion", "label"), ("tools",), _parse_labelled)
-"""The format of rows for `training.objective=kto`. It is never guessed: other objectives refuse labels."""
-
-
-def _parse_prompts(row: Mapping[str, Any]) -> Example:
+def _parse_prompts(cells: Cells) -> Example:
     """Read a prompt with or without an expected answer. Without one, the answer is empty."""
-    known = detect_format(row, {})
+    known = next((known for known in FORMATS.values() if all(name in cells for name in known.needs)), None)
     if known is not None and known.name in ("prompt_completion", "instruction"):
-        return _until_last_answer(known.parse(row))
+        return _until_last_answer(known.parse(cells))
     column = known.name if known is not None and known.name != "text" else "prompt"
-    if column not in row:
-        found = ", ".join(map(str, row)) or "none that is read"
+    if column not in cells:
+        found = ", ".join(map(str, cells.row)) or "none"
         raise BadRowError(f"no column prompt or messages; it has {found}. data.columns can name them")
-    if column == "prompt" and isinstance(row["prompt"], str):
-        if parse_tools(row.get("tools")):
-            raise BadRowError("there is a column tools, but the prompt is text; expected a list of turns")
-        return Example("prompt_completion", prompt=refuse_blank(parse_text(row["prompt"], "prompt"), "prompt"))
-    given = _as_turns(row[column], column, "user", row.get("tools"))
-    given = _with_system(given, row) if column == "conversations" else given
+    if column == "prompt":
+        prompt = _prompt(cells, column)
+        if isinstance(prompt, str):
+            return Example("prompt_completion", prompt=refuse_blank(prompt, cells.name("prompt")), is_of_texts=True)
+        given = prompt
+    else:
+        given = _with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells)
     if given.turns[-1]["role"] != "assistant":
         turns = (*given.turns, text_turn("assistant", ""))
-        return Example("messages", messages=turns, learnt=(len(given.turns),), tools=given.tools)
+        is_of_texts = column == "prompt" and isinstance(cells["prompt"], str)
+        return Example(
+            "messages", messages=turns, learnt=(len(given.turns),), tools=given.tools, is_of_texts=is_of_texts
+        )
     if column != "prompt":
         return _until_last_answer(_conversation(given))
     raise BadRowError(
-        "prompt ends with a turn of the assistant, so there is nothing to answer; expected that turn in a column "
-        "completion, or all turns in a column messages"
+        f"{cells.name('prompt')} ends with a turn of the assistant, so there is nothing to answer; expected that turn "
+        "in a column completion, or all turns in a column messages"
     )
 
 
@@ -189,14 +330,12 @@ def _until_last_answer(example: Example) -> Example:
     return example._replace(messages=example.messages[: example.learnt[-1] + 1])
 
 
-PROMPTS = Format(
-    "prompts",
-    (),
-    tuple(dict.fromkeys(name for known in FORMATS.values() for name in (*known.needs, *known.may_have))),
-    _parse_prompts,
-)
-"""The format of rows for `training.objective=grpo`: a prompt alone, or a row of another format, whose last answer is
-the expected one. It is never guessed."""
+def as_messages(example: Example) -> Example:
+    """Return a row of prompt and completion as turns."""
+    if example.row_type != "prompt_completion":
+        return example
+    turns = (text_turn("user", example.prompt), text_turn("assistant", example.completion))
+    return example._replace(row_type="messages", messages=turns, learnt=(1,), prompt="", completion="")
 
 
 def _conversation(dialogue: Dialogue, given: tuple[Turn, ...] = ()) -> Example:
@@ -219,30 +358,65 @@ def _following(given: tuple[Turn, ...], dialogue: Dialogue) -> Dialogue:
     )
 
 
-def _as_turns(value: object, column: str, role: str, tools: object = None) -> Dialogue:
-    """Read a list of turns, or text that is one turn."""
-    if not isinstance(value, str):
-        return parse_turns(value, column, tools)
-    turn = text_turn(role, refuse_blank(parse_text(value, column), column))
-    return dialogue_of([turn])._replace(tools=parse_tools(tools))
-
-
-def _parse_pair(pair: object, where: str) -> list[Turn]:
-    if not isinstance(pair, list) or len(pair) != 2:
-        raise BadRowError(f"{where} is {quote(pair)}; expected a list with a question and its answer")
-    question, answer = (refuse_blank(parse_text(text, f"{where}[{k}]"), f"{where}[{k}]") for k, text in enumerate(pair))
-    return [text_turn("user", question), text_turn("assistant", answer)]
-
-
-def _with_system(dialogue: Dialogue, row: Mapping[str, Any]) -> Dialogue:
-    system = _optional_text(row, "system")
-    if not system.strip():
+def _with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
+    """Put the text of the column `system` before a conversation."""
+    if not cells.has("system"):
         return dialogue
-    if dialogue.turns[0]["role"] == "system":
-        raise BadRowError("there is a column system and a system turn too; expected one of them")
-    return _following((text_turn("system", system),), dialogue)
+    system = text_turn("system", parse_text(cells["system"], cells.name("system")))
+    own, _ = _split_system(dialogue.turns)
+    if own and _said(own[0]) != _said(system):
+        raise BadRowError(f"there is a column {cells.name('system')} and a system turn too; expected one of them")
+    return dialogue if own else _following((system,), dialogue)
 
 
-def _optional_text(row: Mapping[str, Any], column: str) -> str:
-    value = row.get(column)
-    return "" if value is None else parse_text(value, column)
+_BESIDE = ("system", "tools")
+_OF_PROMPT = ("input", "system", "history", "tools")
+
+FORMATS = {
+    known.name: known
+    for known in (
+        Format("messages", ("messages",), _BESIDE, partial(_parse_turns, "messages")),
+        Format("conversations", ("conversations",), _BESIDE, partial(_parse_turns, "conversations")),
+        Format(
+            "prompt_completion", ("prompt", "completion"), _OF_PROMPT, partial(_parse_answered, "prompt", "completion")
+        ),
+        Format("instruction", ("instruction", "output"), _OF_PROMPT, partial(_parse_answered, "instruction", "output")),
+        Format("text", ("text",), (), _parse_plain_text),
+    )
+}
+"""The formats of supervised training by name, in the order in which they are tried."""
+
+
+def _pairs(side: str) -> dict[str, Format]:
+    """Return the formats of pairs: the ways to write their prompts, in the order in which they are tried."""
+    read = partial(_parse_pair, side)
+    both = ("chosen", "rejected")
+    return {
+        "prompt_completion": Format("pairs", ("prompt", *both), _OF_PROMPT, read),
+        "instruction": Format("pairs", ("instruction", *both), _OF_PROMPT, read),
+        "conversations": Format("pairs", ("conversations", *both), _BESIDE, read),
+        "input": Format("pairs", ("input", *both), _BESIDE, read),
+        "pairs": Format("pairs", both, ("messages", *_BESIDE), read),
+        "messages": Format("pairs", ("messages", "rejected"), _BESIDE, read),
+    }
+
+
+FORMATS_OF: Mapping[Reads, Mapping[str, Format]] = {
+    "answers": FORMATS,
+    "chosen": _pairs("chosen"),
+    "rejected": _pairs("rejected"),
+    "labelled": {
+        known.name: Format(known.name, (*known.needs, "label"), known.may_have, partial(_parse_labelled, known))
+        for known in FORMATS.values()
+        if known.name != "text"
+    },
+    "prompts": {
+        "prompts": Format(
+            "prompts",
+            (),
+            tuple(dict.fromkeys(name for known in FORMATS.values() for name in known.columns)),
+            _parse_prompts,
+        )
+    },
+}
+"""The formats that each objective reads."""

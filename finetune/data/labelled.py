@@ -18,8 +18,7 @@ from torch.utils.data import Dataset
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExample, EncodedExamples, SplitsOf, digest_tensors
 from finetune.data.examples import load_examples
-from finetune.data.formats import LABELLED
-from finetune.data.preferences import reading_as, refuse_each_turn
+from finetune.data.preferences import refuse_each_turn
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class EncodedLabelled(Dataset[LabelledExample]):
         DataError: there is one row only, or a row has no target left.
     """
 
-    row_type = LABELLED.name
+    row_type = "labelled"
 
     def __init__(self, answers: EncodedExamples, label: str, *, max_length: int) -> None:
         self.answers = answers
@@ -126,8 +125,7 @@ def encode_labelled(
         DataError: a row cannot be used.
     """
     refuse_each_turn(section)
-    section = rows_with_labels(section)
-    examples = load_examples(section)
+    examples = load_examples(section, "labelled")
     encoded = encode_examples(examples, tokenizer, section, fallbacks=fallbacks, is_checked=is_checked)
     train = EncodedLabelled(encoded.train, examples.train.label, max_length=section.max_length)
     num_good = int(train.is_good.sum())
@@ -136,11 +134,6 @@ def encode_labelled(
         return EncodedLabelledSplits(train=train)
     validation = EncodedLabelled(encoded.validation, "validation", max_length=section.max_length)
     return EncodedLabelledSplits(train=train, validation=validation)
-
-
-def rows_with_labels(section: DataSection) -> DataSection:
-    """Return a section that reads rows with labels."""
-    return reading_as(section, LABELLED.name, ("prompt", "completion", "label", "tools"))
 
 
 def _prompt_length(is_target: torch.Tensor) -> int:

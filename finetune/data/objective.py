@@ -8,14 +8,13 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
-from finetune.data.formats import PROMPTS
 from finetune.data.labelled import EncodedLabelledSplits, encode_labelled
-from finetune.data.preferences import EncodedPairSplits, encode_preferences, reading_as, refuse_each_turn
+from finetune.data.preferences import EncodedPairSplits, encode_preferences, refuse_each_turn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from finetune.config.schema import Config, DataSection
+    from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
 
 AnySplits: TypeAlias = EncodedSplits | EncodedPairSplits | EncodedLabelledSplits
@@ -36,13 +35,7 @@ def encode_for_objective(
         return encode_preferences(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
     if rows == "labelled":
         return encode_labelled(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
-    section = config.data
     if rows == "prompts":
-        refuse_each_turn(section)
-        section = rows_with_prompts(section)
-    return encode_examples(load_examples(section), tokenizer, section, fallbacks=fallbacks, is_checked=is_checked)
-
-
-def rows_with_prompts(section: DataSection) -> DataSection:
-    """Return a section that reads prompts, with or without expected answers."""
-    return reading_as(section, PROMPTS.name, PROMPTS.may_have)
+        refuse_each_turn(config.data)
+    examples = load_examples(config.data, rows)
+    return encode_examples(examples, tokenizer, config.data, fallbacks=fallbacks, is_checked=is_checked)

@@ -6,9 +6,8 @@ completion, like every other row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy
 import torch
@@ -87,29 +86,6 @@ class EncodedPairSplits(SplitsOf[EncodedPairs]):
     """The encoded pairs of a run. There is no test phase for pairs: `test` is always None."""
 
 
-def side_of_pairs(section: DataSection, side: Literal["chosen", "rejected"]) -> DataSection:
-    """Return a section that reads one side of each pair as prompt and completion."""
-    return reading_as(section, "prompt_completion", ("prompt", "label", "tools"), {"completion": side})
-
-
-def reading_as(
-    section: DataSection, format_name: str, names: Collection[str], fixed: Mapping[str, str] | None = None
-) -> DataSection:
-    """Return a section that reads all rows in one format, whatever the section and the sources of its mixture name.
-
-    `names` are our names of the columns that may have other names in the rows. `fixed` maps further ones to theirs.
-    """
-
-    def mapped(columns: Mapping[str, str]) -> dict[str, str]:
-        return {name: columns[name] for name in names if name in columns} | dict(fixed or {})
-
-    mixture = [
-        {key: mapped(value) if key == "columns" else value for key, value in source.items() if key != "format"}
-        for source in section.mixture
-    ]
-    return section.model_copy(update={"format": format_name, "columns": mapped(section.columns), "mixture": mixture})
-
-
 def refuse_each_turn(section: DataSection) -> None:
     """Raise a ConfigError for `data.train_on=each_turn`, which has no meaning for answers that are compared."""
     if section.train_on == "each_turn":
@@ -141,8 +117,7 @@ def encode_preferences(
 ) -> EncodedPairSplits:
     """Read and encode the pairs of the training and the validation split.
 
-    Of the section's `columns`, only `prompt`, `label` and `tools` are used. See `encode_examples` for the
-    arguments.
+    See `encode_examples` for the arguments.
 
     Raises:
         DataError: a row cannot be used.
@@ -152,9 +127,9 @@ def encode_preferences(
     if is_checked:
         _refuse_drops(section)
     sides = []
-    for of_side in (side_of_pairs(section, "chosen"), side_of_pairs(section, "rejected")):
-        examples = load_examples(of_side)
-        sides.append(encode_examples(examples, tokenizer, of_side, fallbacks=fallbacks, is_checked=is_checked))
+    for side in ("chosen", "rejected"):
+        examples = load_examples(section, side)
+        sides.append(encode_examples(examples, tokenizer, section, fallbacks=fallbacks, is_checked=is_checked))
     chosen, rejected = sides
     train = EncodedPairs(chosen.train, rejected.train, examples.train.label)
     if chosen.validation is None or rejected.validation is None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _MAX_NAMED = 3
+_FEW_DROPPED = 0.01
 _RAISE_LENGTH = "Raise data.max_length (the longest has {longest:,} tokens)"
 _OR_KEEP = ", or =warn to keep them"
 
@@ -108,6 +109,7 @@ def check_rows(
     for check in ROW_CHECKS:
         for split in passed:
             passed[split] = _apply(check, split, passed[split], section, bos_id, refused)
+    _check_dropped(parts)
     _check_keys(parts, section, template, refused)
     _check_overlap(passed, section, refused)
     _check_end_of_turn(passed.get("train", []), section, refused)
@@ -156,6 +158,18 @@ def _warn_or_refuse(action: str, message: str, refused: list[str], or_warn: str 
         _log.warning("%s.", message)
     else:
         refused.append(f"{message}{or_warn}.")
+
+
+def _check_dropped(parts: Mapping[str, Sequence[Part]]) -> None:
+    """Warn if more than one row in a hundred was left out because it cannot be used."""
+    for label, examples in {part.label: part.examples for of_split in parts.values() for part in of_split}.items():
+        num_rows = examples.num_dropped + sum(len(set(source.numbers.tolist())) for source in examples.sources)
+        if examples.num_dropped > _FEW_DROPPED * num_rows:
+            _log.warning(
+                "%s: %s of %s rows cannot be used and are left out (data.on_bad_row=drop). Look at the reasons in the "
+                "description of the rows, and correct the file",
+                *(label, f"{examples.num_dropped:,}", f"{num_rows:,}"),
+            )
 
 
 def _check_keys(parts: Mapping[str, Sequence[Part]], section: DataSection, template: str, refused: list[str]) -> None:

@@ -51,6 +51,10 @@ class EncodedRows(NamedTuple):
     ignored_keys: Sequence[tuple[str, int, int]] = ()
     """The keys that the chat template does not render: each with the number of rows of the source that have it, and the
     number of the first of them."""
+    unread: Sequence[str] = ()
+    """Columns that hold a part of the prompt and are not read."""
+    num_dropped: int = 0
+    """Rows that were left out because they cannot be used."""
 
 
 class RowFacts(NamedTuple):
@@ -59,6 +63,8 @@ class RowFacts(NamedTuple):
     row_type: str = "text"
     read_as: str = ""
     ignored_keys: Sequence[tuple[str, int, int]] = ()
+    unread: Sequence[str] = ()
+    num_dropped: int = 0
 
 
 Encode: TypeAlias = "Callable[[RowWriter], RowFacts]"

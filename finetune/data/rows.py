@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
+from typing import Any
 
-from finetune.data.formats import FORMATS, LABELLED, PROMPTS, Example, Format, RowType, detect_format, parse_row
+from finetune.data.columns import CONTEXT, OTHER_NAMES, find_columns, propose_columns
+from finetune.data.formats import (
+    FORMATS_OF,
+    Example,
+    Format,
+    Reads,
+    detect_format,
+    parse_row,
+)
 from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
 from finetune.data.values import BadRowError
@@ -30,25 +39,47 @@ _LABEL_WORDS = ("true", "false", "0", "1", "0.0", "1.0")
 
 
 class RowProblems:
-    """The rows of a split that cannot be used: all are counted, the first few are shown."""
+    """The rows of a source that cannot be used: all are counted, the first few are shown.
 
-    def __init__(self) -> None:
+    Args:
+        drops: leave them out (`data.on_bad_row=drop`) instead of refusing the source.
+        can_drop: whether that setting would leave such rows out.
+    """
+
+    def __init__(self, *, drops: bool = False, can_drop: bool = True) -> None:
         self.count = 0
+        self._drops, self._can_drop = drops, can_drop
         self._shown: list[str] = []
+        self._reasons: Counter[str] = Counter()
+        self._first: dict[str, str] = {}
 
     def add(self, place: str, problem: str) -> None:
         """Note a row."""
         self.count += 1
         if self.count <= _MAX_SHOWN:
             self._shown.append(f"  {place}: {problem}")
+        reason = problem.rpartition("; ")[2]  # after the value that was found, which differs from row to row
+        self._reasons[reason] += 1
+        self._first.setdefault(reason, place)
 
     def raise_if_any(self, label: str, num_rows: int) -> None:
-        """Raise a DataError if a row was noted."""
-        if not self.count:
+        """Raise a DataError if a row was noted that is not dropped."""
+        if not self.count or (self._drops and self.count < num_rows):
             return
         more = [f"  and {self.count - _MAX_SHOWN} more"] if self.count > _MAX_SHOWN else []
         head = f"{label}: {self.count} of {num_rows} rows cannot be used:"
-        raise DataError("\n".join([head, *self._shown, *more, "Correct or remove them, then start again."]))
+        advice = "Correct or remove them, then start again"
+        advice += ", or set data.on_bad_row=drop to leave them out." if self._can_drop and not self._drops else "."
+        raise DataError("\n".join([head, *self._shown, *more, advice]))
+
+    def describe(self) -> str:
+        """Describe the rows that were left out: how many for each reason, and the first of each."""
+        if not self.count:
+            return ""
+        reasons = (
+            f"{count:,} ({reason}; first {self._first[reason]})" for reason, count in self._reasons.most_common()
+        )
+        return f"; left out (data.on_bad_row=drop): {', '.join(islice(reasons, _MAX_SHOWN))}"
 
 
 class _OfRows:
@@ -77,6 +108,8 @@ class Examples(_OfRows):
         format: the name of a format; `auto` looks at the columns of the first row.
         columns: our names of columns to theirs, if they differ.
         max_rows: use only this many rows, from the first on.
+        reads: what the objective reads of a row.
+        drops: leave out rows that cannot be used, see `RowProblems`.
 
     Attributes:
         weight: the number of times that each row comes in an epoch of a mixture.
@@ -84,6 +117,8 @@ class Examples(_OfRows):
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
         choose: returns the indices of this split's rows, given the number of rows in `whole`; None: all rows.
         read_as: a description of the format and the columns; empty until the rows are read.
+        unread: columns that belong to the prompt but are not read; empty until the rows are read.
+        num_dropped: rows that were left out because they cannot be used; 0 until the rows are read.
     """
 
     def __init__(
@@ -92,20 +127,27 @@ class Examples(_OfRows):
         format: str = "auto",
         columns: Mapping[str, str] | None = None,
         max_rows: int | None = None,
+        *,
+        reads: Reads = "answers",
+        drops: bool = False,
     ) -> None:
         self.source = source
         self.format = format
         self.columns = columns or {}
         self.max_rows = max_rows
+        self.reads = reads
+        self.drops = drops
         self.weight = 1.0
         self.name = ""
         self.whole: Examples = self
         self.choose: Callable[[int], list[int]] | None = None
         self.read_as = ""
+        self.unread: list[str] = []
+        self.num_dropped = 0
 
     def taking(self, choose: Callable[[int], list[int]]) -> Examples:
         """Return a split with some of these rows. The source is read once for all its splits."""
-        part = Examples(self.source, self.format, self.columns, self.max_rows)
+        part = Examples(self.source, self.format, self.columns, self.max_rows, reads=self.reads, drops=self.drops)
         part.whole, part.choose = self.whole, choose
         return part
 
@@ -122,7 +164,7 @@ class Examples(_OfRows):
     def check_format(self) -> None:
         """Raise a DataError if the first row that can be read has columns of no known format. Read no other row."""
         if self.format == "auto":
-            _detect(self.source.rows(), self)
+            _detect(iter(self.source.rows()), self)
 
     def read(self) -> Iterator[Example]:
         """Read and check the rows of the whole source one by one, without keeping them.
@@ -135,9 +177,9 @@ class Examples(_OfRows):
         if first is None:
             raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
         raw = chain([first], raw)
-        if self.format != "auto":
-            known = {LABELLED.name: LABELLED, PROMPTS.name: PROMPTS, **FORMATS}[self.format]
-            return _read_examples(raw, known, self)
+        named = FORMATS_OF[self.reads].get(self.format)  # pairs and prompts have no formats of these names
+        if named is not None and self.reads in ("answers", "labelled"):
+            return _read_examples(raw, named, self)
         known, leading = _detect(raw, self)
         return _read_examples(chain(leading, raw), known, self)
 
@@ -176,63 +218,132 @@ def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[Raw
     for row in raw:
         leading.append(row)
         if isinstance(row.value, Mapping):
-            known = detect_format(row.value, examples.columns)
+            known = detect_format(row.value, examples.columns, examples.reads)
+            if examples.reads == "answers":
+                _refuse_pair(row, examples)
             if known is not None:
                 return known, leading
             raise DataError(_unknown_columns(row, examples))
-    return FORMATS["messages"], leading  # no row could be read: each is reported with its own problem
+    first = next(iter(FORMATS_OF[examples.reads].values()))
+    return first, leading  # no row could be read: each is reported with its own problem
+
+
+def _refuse_pair(row: RawRow, examples: Examples) -> None:
+    """Refuse rows of two answers: supervised training would learn neither of them, or turns that are no answers."""
+    found = find_columns(row.value, examples.columns)
+    if "rejected" in found and ("chosen" in found or found["rejected"] in OTHER_NAMES["rejected"]):
+        names = " and ".join(found[side] for side in ("chosen", "rejected") if side in found)
+        alone = (
+            f"; or set data.columns.completion={found['chosen']} data.columns.rejected=none to learn the chosen answers"
+            if {"prompt", "chosen"} <= found.keys()
+            else ""
+        )
+        raise DataError(
+            f"{examples.source.place(row.number)} has {names}: a pair of answers to compare, which supervised training "
+            f"does not read. Set training.objective=dpo (or orpo, simpo) to learn from both{alone}."
+        )
 
 
 def _unknown_columns(row: RawRow, examples: Examples) -> str:
-    found = list(map(str, row.value))
-    expected = "; ".join(f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS.items())
-    example = f"data.columns.prompt={found[0]}" if found else "data.columns.prompt=question"
+    names = list(map(str, row.value))
+    formats = FORMATS_OF[examples.reads].values()
+    expected = "; ".join(dict.fromkeys(f"{known.name}: {' and '.join(known.needs)}" for known in formats))
+    proposals = (propose_columns(names, known.needs) for known in formats)
+    proposal = next((f", for example {proposal}" for proposal in proposals if proposal), "")
     return (
-        f"{examples.source.place(row.number)} has the columns {', '.join(found) or 'none'}. Expected those of one "
-        f"format ({expected}). Rename the columns, or name them in data.columns, for example {example}."
+        f"{examples.source.place(row.number)} has the columns {', '.join(names) or 'none'}. Expected those of one "
+        f"format ({expected}). Rename the columns, or name them in data.columns{proposal}."
     )
 
 
 def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> Iterator[Example]:
-    source, columns = examples.source, examples.columns
-    labels = _Labels(columns.get("label", "label"))
-    problems = RowProblems()
-    seen: dict[str, None] = {}
+    source = examples.source
+    columns = _Columns(known, examples)
+    problems, broken = RowProblems(drops=examples.drops), RowProblems(can_drop=False)
     first: Example | None = None
     count = 0
     for row in raw:
         place = source.place(row.number)
+        if row.problem is not None:
+            broken.add(place, row.problem)
+            continue
         try:
-            if row.problem is not None:
-                raise BadRowError(row.problem)
-            example = parse_row(row.value, known, columns)._replace(source=place, number=row.number)
-            if known is PROMPTS:
+            example = parse_row(row.value, known, examples.columns)._replace(source=place, number=row.number)
+            if examples.reads == "prompts":
                 example = example._replace(columns=row.value)
             first = first or example
-            if example.row_type != first.row_type:
+            if example.is_of_texts != first.is_of_texts:
                 raise BadRowError(
-                    f"prompt or completion is {_how_written(example.row_type)}, while {first.source} has it as "
-                    f"{_how_written(first.row_type)}; expected all rows alike"
+                    f"prompt or completion is {_how_written(example)}, while {first.source} has it as "
+                    f"{_how_written(first)}; expected all rows alike"
                 )
         except BadRowError as error:
             problems.add(place, str(error))
             continue
         count += 1
-        labels.add(row.value.get(labels.column), place)
-        seen.update(dict.fromkeys(row.value))
+        columns.add(row.value, place)
+        columns.has_turns |= example.row_type == "messages"
         yield example
+    broken.raise_if_any(source.label, count + problems.count + broken.count)
     problems.raise_if_any(source.label, count + problems.count)
-    assert first is not None  # there is a row, and none has a problem
-    is_read = labels.column in (columns.get(name, name) for name in (*known.needs, *known.may_have))
-    note = labels.check(examples.label, count) if labels.column in seen and not is_read else ""
+    assert first is not None  # there is a row, and not all have a problem
+    note = columns.check(examples.label, count)
     if not examples.read_as:
-        examples.read_as = _describe(known, columns, f"{count} rows of {ROW_TYPE_NAMES[first.row_type]}", seen) + note
+        row_type = "messages" if columns.has_turns else first.row_type
+        examples.read_as = columns.describe(f"{count} rows of {ROW_TYPE_NAMES[row_type]}") + note + problems.describe()
+        examples.unread, examples.num_dropped = columns.unread(), problems.count
         _log.info("%s: %s", examples.label, examples.read_as)
-        if "system" in seen and known.name == "messages":
-            _log.warning(
-                "%s: the column system is not used, because rows with messages have their system turn among them",
-                examples.label,
-            )
+
+
+class _Columns:
+    """The columns of a source: which are read, and which are not."""
+
+    def __init__(self, known: Format, examples: Examples) -> None:
+        self._known, self._renamed, self._reads = known, examples.columns, examples.reads
+        self._names: dict[str, str] = {}
+        self._seen: dict[str, bool] = {}  # whether a cell of the column holds something
+        self._booleans: dict[str, None] = {}
+        self._labels: dict[str, _Labels] = {}
+        self.has_turns = False
+
+    def add(self, row: Mapping[str, Any], place: str) -> None:
+        """Note the columns of a row."""
+        found = find_columns(row, self._renamed)
+        self._names |= {ours: theirs for ours, theirs in found.items() if ours in self._known.columns}
+        for name, value in row.items():
+            self._seen[name] = self._seen.get(name, False) or bool(value)
+            if isinstance(value, bool):
+                self._booleans[name] = None
+        if "label" in found and "label" not in self._known.columns and self._reads != "prompts":
+            name = found["label"]
+            self._labels.setdefault(name, _Labels(name)).add(row[name], place)
+
+    def check(self, label: str, num_rows: int) -> str:
+        """Refuse rows with labels that are not read, see `_Labels.check`."""
+        return "".join(labels.check(label, num_rows) for labels in self._labels.values())
+
+    def unread(self) -> list[str]:
+        """Return the columns that hold a part of a prompt and are not read."""
+        if self._known.name == "text" or self._reads == "prompts":
+            return []
+        return [name for name in CONTEXT if self._seen.get(name) and name not in self._used()]
+
+    def describe(self, rows: str) -> str:
+        """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
+        used = [name if ours == name else f"{name} as {ours}" for name, ours in self._used().items()]
+        others = [name for name in self._seen if name not in self._used()]
+        what = "columns for reward functions" if self._reads == "prompts" else "columns not used"
+        described = ", ".join(map(self._describe_unused, others))
+        note = f"; {what}: {described}" if others else ""
+        return f"{rows} (format {self._known.name}, columns {', '.join(used)}){note}"
+
+    def _describe_unused(self, name: str) -> str:
+        is_no_label = name not in self._booleans or name in self._labels or self._reads not in ("answers", "chosen")
+        return name if is_no_label else f"{name} (true or false; data.columns.label={name} makes it the label)"
+
+    def _used(self) -> dict[str, str]:
+        """Our name of each column that is read, by its name in the rows."""
+        return {theirs: ours for ours, theirs in self._names.items()}
 
 
 class _Labels:
@@ -281,15 +392,5 @@ class _Labels:
         return f" ({column} is 0 or 1, which is not read as bad or good: every row is used)" if is_number else ""
 
 
-def _how_written(row_type: RowType) -> str:
-    return "a list of turns" if row_type == "messages" else "text"
-
-
-def _describe(known: Format, columns: Mapping[str, str], rows: str, seen: Collection[str]) -> str:
-    """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
-    theirs = {columns.get(name, name): name for name in (*known.needs, *known.may_have)}
-    used = [name if theirs[name] == name else f"{name} as {theirs[name]}" for name in theirs if name in seen]
-    others = [str(name) for name in seen if name not in theirs]
-    what = "columns for reward functions" if known is PROMPTS else "columns not used"
-    note = f"; {what}: {', '.join(others)}" if others else ""
-    return f"{rows} (format {known.name}, columns {', '.join(used)}){note}"
+def _how_written(example: Example) -> str:
+    return "text" if example.is_of_texts else "a list of turns"

@@ -9,10 +9,20 @@ https://huggingface.co/docs/transformers/chat_extras (in templates, the argument
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from finetune.data.values import BadRowError, as_json, list_in_cell, parse_text, quote, refuse_blank, without_nulls
+from finetune.data.values import (
+    BadRowError,
+    as_json,
+    json_in_cell,
+    list_in_cell,
+    parse_text,
+    quote,
+    refuse_blank,
+    without_nulls,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "thinking")
@@ -21,23 +31,40 @@ REASONING_KEYS = ("reasoning_content", "thinking")
 Turn = dict[str, Any]
 
 
+_OTHER_ROLES = {
+    **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"},
+    **{
+        "observation": "tool",
+        "function": "tool",
+        "tool_response": "tool",
+        "function_response": "tool",
+        "ipython": "tool",
+    },
+}
+"""Our role for the roles of other files: ShareGPT's, Vertex AI's, OpenAI's older ones, ms-swift's and Llama 3's."""
+_CALL_ROLES = ("function_call", "tool_call")
+"""Roles of turns whose text is a tool call as JSON: LLaMA-Factory's and ms-swift's."""
+_MASKS = ("weight", "loss", "train", "training")
+"""Keys that say whether an answer carries loss: OpenAI's, ms-swift's, and two of axolotl's."""
+_SPAN_MASKS = ("train_detail", "training_detail")
+_TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of text parts in OpenAI's two interfaces, Chat Completions and Responses."""
+
+
 class _TurnKeys(NamedTuple):
-    """The keys of a turn's role and text, and our role for each of theirs."""
+    """The keys of a turn's role and text, and the usual roles, for messages."""
 
     role: str
     content: str
-    roles: Mapping[str, str]
+    roles: tuple[str, ...]
 
 
-_ROLE_AND_CONTENT = _TurnKeys("role", "content", {role: role for role in ROLES})
+_ROLE_AND_CONTENT = _TurnKeys("role", "content", ROLES)
 _FROM_AND_VALUE = _TurnKeys(
-    "from",
-    "value",
-    {
-        **{"system": "system", "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant"},
-        **{"assistant": "assistant", "tool": "tool", "observation": "tool"},
-    },
+    "from", "value", ("system", "human", "user", "gpt", "assistant", "function_call", "observation", "tool")
 )
+_TRANSCRIPT = re.compile(r"(?:^|\n\n)(Human|Assistant):[^\S\n]?")
+"""The speakers in texts such as Anthropic's hh-rlhf: `\\n\\nHuman: Hi\\n\\nAssistant: Hello`."""
 
 
 class Dialogue(NamedTuple):
@@ -69,12 +96,20 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
         BadRowError: it cannot be used.
     """
     turns = list_in_cell(value)
+    if isinstance(turns, str) and is_transcript(turns):
+        turns = _turns_of_transcript(turns)
+    if isinstance(turns, Mapping):
+        turns = [turns]
     keys = _turn_keys(turns)
     if not isinstance(turns, list):
         raise BadRowError(f"{column} is {quote(value)}; expected a list of objects with {keys.role} and {keys.content}")
     if not turns:
         raise BadRowError(f"{column} is empty; expected a user's turn and the assistant's answer")
-    parsed = [_parse_turn(turn, f"{column}[{number}]", keys) for number, turn in enumerate(turns)]
+    parsed: list[Turn] = []
+    for number, turn in enumerate(_turns_of_exchanges(turns)):
+        parsed.append(_parse_turn(turn, f"{column}[{number}]", keys))
+        if str(turn.get(keys.role)).lower() in _CALL_ROLES:
+            _join_calls(parsed)
     weights = [turn.pop("weight", 1) for turn in parsed]
     offered = [turn.pop("tools") for turn in parsed if "tools" in turn]
     of_row = parse_tools(tools)
@@ -116,13 +151,15 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
         raise BadRowError(f"{where} is {quote(turn)}; expected an object with {keys.role} and {keys.content}")
     # A table has every key in every turn, with null for those that are absent.
     present = {str(key): value for key, value in turn.items() if value is not None}
-    role = present.pop(keys.role, None)
-    if not isinstance(role, str) or role not in keys.roles:
+    written = present.pop(keys.role, None)
+    lower = written.lower() if isinstance(written, str) else ""
+    role = "assistant" if lower in _CALL_ROLES else _OTHER_ROLES.get(lower, lower)
+    if role not in ROLES:
         *others, last = keys.roles
-        raise BadRowError(f"{where}.{keys.role} is {quote(role)}; expected {', '.join(others)} or {last}")
-    role = keys.roles[role]
+        raise BadRowError(f"{where}.{keys.role} is {quote(written)}; expected {', '.join(others)} or {last}")
     thinking = _only_reasoning(present, where)
-    calls = _parse_calls(present.pop("tool_calls", None), f"{where}.tool_calls")
+    calls = _parse_calls(_take_calls(present, keys, lower, where), f"{where}.tool_calls")
+    weight = _take_weight(present, role, where)
     says_more = role == "assistant" and bool(thinking or calls)
     content = _parse_content(turn, present.pop(keys.content, None), f"{where}.{keys.content}", keys, says_more)
     parsed = text_turn(role, content)
@@ -131,8 +168,7 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     if (calls or thinking) and role != "assistant":
         key = "tool_calls" if calls else "reasoning_content"
         raise BadRowError(f"{where} has {key}, but its role is {role}; expected them in turns of the assistant")
-    if "weight" in present:
-        parsed["weight"] = _parse_weight(present.pop("weight"), role, where)
+    parsed |= {} if weight is None else {"weight": weight}
     if "tools" in present and (tools := parse_tools(present.pop("tools"), f"{where}.tools")):
         parsed["tools"] = tools
     for key in ("role", "content"):
@@ -166,7 +202,7 @@ def _parse_content(turn: Mapping[Any, Any], content: object, where: str, keys: _
         return parse_text(content, where)
     parts = [without_nulls(part) for part in content]
     for number, part in enumerate(parts):
-        if not isinstance(part, Mapping) or part.get("type", "text") != "text" or "text" not in part:
+        if not isinstance(part, Mapping) or part.get("type", "text") not in _TEXT_PARTS or "text" not in part:
             raise BadRowError(
                 f"{where}[{number}] is {quote(part)}; expected a part of text: "
                 '{"type": "text", "text": …}, since only text can be trained on'
@@ -208,15 +244,81 @@ def _parse_call(call: object, where: str) -> dict[str, Any]:
     return {"type": "function", **identity, "function": {"name": name, "arguments": arguments or {}}}
 
 
+def _take_calls(present: dict[str, Any], keys: _TurnKeys, role: str, where: str) -> object:
+    """Take the tool calls out of a turn: `tool_calls`, OpenAI's older `function_call`, or a turn that is a call."""
+    if role in _CALL_ROLES:
+        written = present.pop(keys.content, None)
+        calls = json_in_cell(written)
+        calls = calls if isinstance(calls, list) else [calls]
+        if not all(isinstance(call, Mapping) and "name" in call for call in calls):
+            raise BadRowError(
+                f'{where}.{keys.content} is {quote(written)}; expected a call as JSON: {{"name": …, "arguments": …}}'
+            )
+        return [{"function": call} for call in calls]
+    older = present.pop("function_call", None)
+    calls = present.pop("tool_calls", None)
+    if older is not None and calls:
+        raise BadRowError(f"{where} has tool_calls and function_call; expected one of them")
+    return calls if older is None else [{"function": older}]
+
+
+def _join_calls(turns: list[Turn]) -> None:
+    """Join the last turn, which is tool calls, to a turn of the assistant just before it."""
+    *_, before, last = [text_turn("user", ""), *turns]
+    if before["role"] == "assistant" and before.get("weight", 1) == last.get("weight", 1):
+        before["tool_calls"] = [*before.get("tool_calls", ()), *last["tool_calls"]]
+        turns.pop()
+
+
+def _take_weight(present: dict[str, Any], role: str, where: str) -> int | None:
+    """Take the keys that mask an answer out of a turn: 0 or 1; None if it has none of them."""
+    spans = [key for key in _SPAN_MASKS if key in present]
+    if spans:
+        raise BadRowError(
+            f"{where} has {spans[0]}, which masks parts of its text; expected turns that carry loss as a whole, or "
+            "weight: 0 for a turn without loss"
+        )
+    masks = {key: _parse_weight(present.pop(key), role, f"{where}.{key}") for key in _MASKS if key in present}
+    if len(set(masks.values())) > 1:
+        raise BadRowError(f"{where} has {' and '.join(masks)} that differ; expected one of them")
+    return next(iter(masks.values()), None)
+
+
 def _parse_weight(weight: object, role: str, where: str) -> int:
-    if isinstance(weight, bool) or weight not in (0, 1):
-        raise BadRowError(f"{where}.weight is {quote(weight)}; expected 0 (context without loss) or 1")
+    if weight not in (0, 1) or (isinstance(weight, bool) and where.endswith(".weight")):
+        raise BadRowError(f"{where} is {quote(weight)}; expected 0 (context without loss) or 1")
     if weight and role != "assistant":
         raise BadRowError(
-            f"{where}.weight is 1, but its role is {role}; expected a weight in turns of the assistant, the only ones "
-            "that carry loss"
+            f"{where} is {json.dumps(weight)}, but its role is {role}; expected a weight in turns of the assistant, "
+            "the only ones that carry loss"
         )
     return int(weight)
+
+
+def is_transcript(text: str) -> bool:
+    """Return whether a text begins with `Human:` and has a paragraph that begins with `Assistant:`."""
+    start = text.lstrip()
+    return start.startswith("Human:") and "\n\nAssistant:" in start
+
+
+def _turns_of_transcript(text: str) -> list[Turn]:
+    """Return the turns of a transcript. A last `Assistant:` without text only asks for the answer."""
+    pieces = _TRANSCRIPT.split("\n\n" + text.strip())
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = [text_turn(roles[speaker], said) for speaker, said in zip(pieces[1::2], pieces[2::2], strict=True)]
+    return turns[:-1] if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip() else turns
+
+
+def _turns_of_exchanges(turns: Sequence[Any]) -> list[Any]:
+    """Return turns, each exchange `{"human": …, "assistant": …}` of ms-swift's as two of them."""
+    if not (isinstance(turns[0], Mapping) and {"human", "assistant"} <= turns[0].keys()):
+        return list(turns)
+    speakers = (("human", "user"), ("assistant", "assistant"))
+    return [
+        {"role": role, "content": turn.get(speaker) if isinstance(turn, Mapping) else turn}
+        for turn in turns
+        for speaker, role in speakers
+    ]
 
 
 def _check_links(turns: Sequence[Turn], column: str) -> None:

@@ -40,13 +40,16 @@ def refuse_blank(value: str, where: str) -> str:
 
 
 def list_in_cell(value: object) -> object:
-    """Parse JSON in a cell of a CSV file. Other text stays as it is, and is refused later."""
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    """Parse a JSON list in a cell of a CSV file. Other text stays as it is, and is refused later."""
+    return json_in_cell(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+
+def json_in_cell(value: object) -> object:
+    """Parse JSON text. Other text stays as it is, and is refused later."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def without_nulls(value: object) -> object:

@@ -99,7 +99,7 @@ def _check_rows(section: DataSection) -> list[Finding]:
     if not (section.path or section.mixture or section.train):
         return []
     try:
-        check_local_rows(section, has_format=False)
+        check_local_rows(section)
     except FinetuneError as error:
         return [problem(AREA, *what_and_fix(str(error), page="docs/data.md"))]
     return []

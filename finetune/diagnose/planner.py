@@ -208,7 +208,7 @@ class Planner:
             self.findings.append(warning("Data", f"no data is given, so {assumed}", fix))
             return None
         try:
-            check_local_rows(data, has_format=False)
+            check_local_rows(data)
             tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._sizes}))
             splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
             if learns_prompts and isinstance(splits.train, EncodedExamples):

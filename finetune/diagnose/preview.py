@@ -101,6 +101,8 @@ class Preview:
     """The result of `finetune preview`. Names and locations in it are safe to print; the text of rows is not."""
 
     data: str
+    read_as: list[str]
+    """The format of the rows of each source, and the columns that are read and not read."""
     objective: str
     max_length: int
     tokenizer: str
@@ -122,6 +124,7 @@ class Preview:
             "version": SCHEMA_VERSION,
             "exit_code": exit_code(self.findings, strict=strict),
             "data": self.data,
+            "read_as": self.read_as,
             "objective": self.objective,
             "max_length": self.max_length,
             "tokenizer": self.tokenizer,
@@ -163,6 +166,9 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
     reader = _RowReader(split, found[split], digests[split], set(() if split == "train" else digests["train"]), tokens)
     return Preview(
         data=on_one_line(_describe_data(config.data)),
+        read_as=[
+            on_one_line(text) for text in dict.fromkeys(t for rows in found.values() for t in rows.sides[0].read_as)
+        ],
         objective=config.training.objective,
         max_length=config.data.max_length,
         tokenizer=on_one_line(config.model.tokenizer or config.model.path or ""),

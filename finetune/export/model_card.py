@@ -128,7 +128,7 @@ def _settings(config: Config) -> str:
     values = config.model_dump()
     if config.training.method == "full":
         values.pop("lora")
-    reads = OBJECTIVES[config.training.objective].reads
+    reads = OBJECTIVES[config.training.objective].reads_key
     kept = {}
     for section in (name for name in _SETTINGS if name in values):
         keys = [key for key in values[section] if key not in _LEFT_OUT and reads(f"{section}.{key}")]

@@ -175,7 +175,7 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
         config["revision"] = None  # it is a commit of another repository
     config["base_model_name_or_path"] = found
     files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    files[_CARD] = _with_certificate(adapter_card(run, found, usual_system(run.config.data)), run.weights).encode()
+    files[_CARD] = _with_certificate(adapter_card(run, found, usual_system(run.config)), run.weights).encode()
     return Package(form="adapter", base=found, files=files)
 
 

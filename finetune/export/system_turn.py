@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.values import quote
 from finetune.errors import ConfigError
@@ -14,18 +15,19 @@ from finetune.export.model_card import hub_id
 from finetune.inference.prompts import usual_opening
 
 if TYPE_CHECKING:
-    from finetune.config.schema import DataSection
+    from finetune.config.schema import Config
 
 _log = logging.getLogger(__name__)
 
 
-def usual_system(section: DataSection) -> str | None:
+def usual_system(config: Config) -> str | None:
     """Return the system turn that `finetune generate` adds; None if rows have none or cannot be read."""
+    section = config.data
     sources = section.mixture or [{"path": section.path or section.train}]
     paths = [str(source.get("path") or source.get("train") or "") for source in sources]
     # Of a data set on the hub only the first rows are read. Other rows that are elsewhere would be copied as a whole.
     if all(path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists() or hub_id(path) for path in paths):
-        return usual_opening(section).system
+        return usual_opening(section, OBJECTIVES[config.training.objective].reads).system
     _log.info("the training rows are not on this machine, so it is not known whether they have a system turn")
     return None
 

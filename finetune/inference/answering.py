@@ -73,9 +73,6 @@ class Answering:
     """
 
     def __init__(self, runtime: Runtime, loaded: LoadedRun, run: FinishedRun, settings: AnswerSettings) -> None:
-        from finetune.data.labelled import rows_with_labels
-        from finetune.data.objective import rows_with_prompts
-        from finetune.data.preferences import side_of_pairs
         from finetune.data.templates import AnswerTokens, stop_ids
         from finetune.inference.answer_reader import AnswerReader
 
@@ -86,13 +83,7 @@ class Answering:
         self._reader = AnswerReader(self._tokens)
         self._settings = settings
         self._data = run.config.data
-        rows = OBJECTIVES[run.config.training.objective].rows
-        if rows == "pairs":
-            self._data = side_of_pairs(self._data, "chosen")
-        elif rows == "labelled":
-            self._data = rows_with_labels(self._data)
-        elif rows == "prompts":
-            self._data = rows_with_prompts(self._data)
+        self._reads = OBJECTIVES[run.config.training.objective].reads
 
     @property
     def has_base(self) -> bool:
@@ -120,7 +111,7 @@ class Answering:
 
         system, tools = self._settings.system, self._settings.tools
         is_known = (system is not None and tools is not None) or self.tokenizer.chat_template is None
-        usual = Opening() if is_known else usual_opening(self._data)
+        usual = Opening() if is_known else usual_opening(self._data, self._reads)
         return Opening(usual.system if system is None else system or None, usual.tools if tools is None else tools)
 
     @contextmanager

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.data.chat_template import describe_key
 from finetune.data.compressed import suffix_of
-from finetune.data.formats import Example, detect_format, parse_row
+from finetune.data.formats import Example, Reads, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
@@ -140,7 +140,7 @@ def read_tools(path: Path) -> str:
         raise DataError(f"--tools: {error}.") from None
 
 
-def usual_opening(section: DataSection) -> Opening:
+def usual_opening(section: DataSection, reads: Reads = "answers") -> Opening:
     """Return the most frequent system turn and tools of the first training rows: like them, prompts work best."""
     from finetune.data.examples import load_examples
 
@@ -148,7 +148,7 @@ def usual_opening(section: DataSection) -> Opening:
         # Splits of so few rows could leave none for training.
         only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
         mixture = [{key: value for key, value in source.items() if key not in only_a_few} for source in section.mixture]
-        rows = load_examples(section.model_copy(update={**only_a_few, "mixture": mixture})).train
+        rows = load_examples(section.model_copy(update={**only_a_few, "mixture": mixture}), reads).train
         openings = Counter(Opening(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT))
     except DataError as error:
         _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)

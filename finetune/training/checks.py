@@ -33,8 +33,8 @@ def check_objective(config: Config) -> None:
             key, value = f"{section}.{name}", getattr(values, name)
             # A run's config.yaml names every key, and a key that was not set has its default there.
             is_set = config.origin(key) != "default" and value != field.get_default(call_default_factory=True)
-            if is_set and not objective.reads(key):
-                users = " and ".join(other.name for other in OBJECTIVES.values() if other.reads(key))
+            if is_set and not objective.reads_key(key):
+                users = " and ".join(other.name for other in OBJECTIVES.values() if other.reads_key(key))
                 raise ConfigError(
                     f"{key} is {value} ({config.origin(key)}), but training.objective is {objective.name}, which does "
                     f"not read it: it belongs to {users}. Remove it."
@@ -99,7 +99,7 @@ def check_inputs(config: Config, *, needs_weights: bool) -> None:
     check_paths(config)
     at_hub = list(_parts_at_hub(config.model, needs_weights=needs_weights))
     is_to_download = any(missing_from_cache(repository, part) for repository, part, _ in at_hub)
-    check_local_rows(config.data, has_format=is_to_download and config.training.objective == "sft")
+    check_local_rows(config.data, OBJECTIVES[config.training.objective].reads if is_to_download else None)
     for repository, part, key in at_hub:
         has_to_use_cache(repository, part, key)
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example
-from finetune.data.objective import rows_with_prompts
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
 from finetune.inference.rewards import GeneratedAnswer, Rewards
@@ -79,7 +78,7 @@ class PromptRows:
 
 def read_rows(section: DataSection) -> dict[str, Example]:
     """Read all rows of training and validation, by their origin."""
-    splits = load_examples(rows_with_prompts(section))
+    splits = load_examples(section, "prompts")
     parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]
     return {row.source: row for part in parts for row in part.read()}
 

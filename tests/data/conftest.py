@@ -12,6 +12,7 @@ from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
+from finetune.data.formats import Reads
 from tests.tiny import tiny_tokenizer
 
 
@@ -47,10 +48,12 @@ def write_lines(path: Path, rows: Iterable[Any]) -> str:
     return str(path)
 
 
-def encode(section: DataSection, tokenizer: Any = "phi4_mini", **options: Any) -> EncodedSplits:
+def encode(
+    section: DataSection, tokenizer: Any = "phi4_mini", reads: Reads = "answers", **options: Any
+) -> EncodedSplits:
     """The encoded rows of a section, with a tokenizer or the tiny one of a style."""
     used = tiny_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    return encode_examples(load_examples(section), used, section, **options)
+    return encode_examples(load_examples(section, reads), used, section, **options)
 
 
 def encode_train(section: DataSection, tokenizer: Any = "phi4_mini", **options: Any) -> EncodedExamples:

@@ -129,4 +129,4 @@ def test_what_may_not_be_looked_at_is_told_and_no_traceback(make_section, write_
     section = make_section(**{"path": train, **locked})
     assert missing_here(section) == []
     with pytest.raises(DataError, match=r"cannot be read: (Permission denied|No such file)"):
-        check_local_rows(section, has_format=False)
+        check_local_rows(section)

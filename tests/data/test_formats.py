@@ -162,7 +162,7 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column)
         ({"instruction": "a", "output": ""}, "output is blank ('')"),
         ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list with a question"),
         ({"instruction": "a", "output": "b", "history": "c"}, "history is 'c'; expected a list of earlier"),
-        ({"prompt": [USER, ANSWER], "completion": [USER]}, "no assistant turn (roles: user), so nothing to learn"),
+        ({"prompt": [USER, ANSWER], "completion": [USER]}, "completion begins with a turn of the user ('Hi')"),
         ({"prompt": [USER], "completion": ""}, "completion is blank ('')"),
         (
             {"messages": [USER, ANSWER], "tools": {"name": "f"}},
@@ -184,7 +184,6 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column)
             {"conversations": [{"from": "human", "value": "Hi", "content": "Bye"}, {"from": "gpt", "value": "yes"}]},
             "conversations[0] has from, value and content too; expected one pair of keys",
         ),
-        ({"prompt": "Hi", "completion": "yes", "tools": TOOLS}, "there is a column tools, but prompt and completion"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(make_section, write_jsonl, row, problem):

@@ -11,8 +11,7 @@ import datasets
 import pytest
 
 from finetune.data.examples import load_examples
-from finetune.data.labelled import rows_with_labels
-from finetune.data.preferences import encode_preferences, side_of_pairs
+from finetune.data.preferences import encode_preferences
 from finetune.errors import ConfigError, DataError
 from tests.data.conftest import encode_train, write_lines
 from tests.in_process import run_finetune
@@ -126,11 +125,11 @@ def test_a_user_who_wants_every_row_says_so(finetune, tmp_path):
 
 
 def test_a_label_may_have_another_name(make_section, write_jsonl):
-    content = [{"prompt": "p", "completion": "yes", "thumbs_up": False}]
+    content = [{"prompt": "p", "completion": "yes", "wanted": False}]
     path = write_jsonl(content)
     assert len(encode_train(make_section(path=path))) == 1
-    with pytest.raises(DataError, match="the column thumbs_up is true in 0 of 1 rows and false in 1"):
-        encode_train(make_section(path=path, columns={"label": "thumbs_up"}))
+    with pytest.raises(DataError, match="the column wanted is true in 0 of 1 rows and false in 1"):
+        encode_train(make_section(path=path, columns={"label": "wanted"}))
 
 
 @pytest.mark.parametrize(
@@ -160,8 +159,8 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(make_s
 def test_tools_of_pairs_are_read_from_a_column_of_another_name(make_section, write_jsonl):
     pair = {"prompt": [{"role": "user", "content": "p"}], "chosen": "yes", "rejected": "no"}
     path = write_jsonl([json.dumps(pair | {"functions": [{"name": "weather"}]})])
-    section = side_of_pairs(make_section(path=path, columns={"tools": "functions"}), "chosen")
-    assert "weather" in load_examples(section).train[0].tools
+    section = make_section(path=path, columns={"tools": "functions"})
+    assert "weather" in load_examples(section, "chosen").train[0].tools
 
 
 def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(make_section, write_jsonl):
@@ -173,14 +172,14 @@ def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(make_sect
     }
     section = make_section(mixture=[source])
     for side, answer in (("chosen", "yes"), ("rejected", "no")):
-        (row,) = load_examples(side_of_pairs(section, side)).train
+        (row,) = load_examples(section, side).train
         assert (row.prompt, row.completion) == ("p", answer)
 
 
 def test_the_format_of_a_source_does_not_undo_that_of_labelled_rows(make_section, write_jsonl):
     path = write_jsonl([json.dumps({"prompt": "p", "completion": "yes", "good": False})])
     source = {"path": path, "format": "prompt_completion", "columns": {"label": "good"}}
-    (row,) = load_examples(rows_with_labels(make_section(mixture=[source]))).train
+    (row,) = load_examples(make_section(mixture=[source]), "labelled").train
     assert not row.is_good
 
 

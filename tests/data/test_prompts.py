@@ -12,7 +12,6 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example
-from finetune.data.objective import rows_with_prompts
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
 from finetune.training.prompt_rows import PromptRows, read_rows
@@ -24,12 +23,12 @@ HEADER = "<|user|>Hi<|end|><|assistant|>"
 
 
 def read(section: DataSection) -> list[Example]:
-    (part,) = load_examples(rows_with_prompts(section)).train.parts
+    (part,) = load_examples(section, "prompts").train.parts
     return list(part.whole.read())
 
 
 def encode(section: DataSection, style: Style = "phi4_mini") -> EncodedExamples:
-    return encode_train(rows_with_prompts(section), style)
+    return encode_train(section, style, reads="prompts")
 
 
 def prompts_of(examples: EncodedExamples) -> list[tuple[str, str]]:
@@ -112,7 +111,8 @@ def test_a_reward_function_sees_the_turns_that_were_answered(make_section, write
 def test_tools_stand_in_the_prompt(make_section, write_jsonl):
     rows = [{"prompt": [USER], "tools": TOOLS}, {"messages": [USER], "tools": TOOLS}]
     first, second = prompts_of(encode(make_section(path=write_jsonl(rows))))
-    assert first == second
+    (text,) = prompts_of(encode(make_section(path=write_jsonl([{"prompt": "Hi", "tools": TOOLS}], "text.jsonl"))))
+    assert first == second == text
     assert first[0].startswith('<|system|><|tool|>[{"name": "weather"')
 
 
@@ -151,11 +151,10 @@ def test_the_format_of_a_configuration_does_not_matter(make_section, write_jsonl
         ({"question": "Hi"}, "no column prompt or messages"),
         ({"text": "All of this is text."}, "no column prompt or messages"),
         ({"prompt": [USER, ANSWER]}, "prompt ends with a turn of the assistant, so there is nothing to answer"),
-        ({"prompt": "Hi", "tools": TOOLS}, "there is a column tools, but the prompt is text; expected a list of turns"),
         ({"prompt": " \n"}, "prompt is blank (' \\n')"),
         ({"prompt": []}, "prompt is empty"),
         ({"messages": []}, "messages is empty"),
-        ({"prompt": 3}, "prompt is 3; expected a list of objects with role and content"),
+        ({"prompt": 3}, "prompt is 3 (int); expected text"),
         ({"prompt": [{"role": "bot", "content": "a"}]}, "prompt[0].role is 'bot'; expected system"),
         ({"prompt": "Hi", "completion": ""}, "completion is blank ('')"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn has weight 0"),

@@ -147,7 +147,7 @@ def test_a_file_may_be_written_as_an_address(make_section, write_jsonl):
 def test_what_is_not_there_is_told_before_anything_is_copied(server, make_section, path, message):
     section = make_section(path=path.format(server=server.address))
     with pytest.raises(DataError) as caught:
-        check_local_rows(section, has_format=False)
+        check_local_rows(section)
     assert message.format(server=server.address) in str(caught.value)
     assert not Path(section.cache_dir).exists()
 

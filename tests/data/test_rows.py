@@ -46,12 +46,6 @@ def test_the_row_type_is_seen_by_the_columns_and_reported(write_jsonl, logged, r
     assert "id" in logged()[0].partition("columns not used:")[2]
 
 
-def test_a_column_with_a_system_turn_beside_messages_is_warned_of(write_jsonl, logged, caplog):
-    list(read(write_jsonl([{**CHAT, "system": "Be brief."}])))
-    assert any("the column system is not used" in line for line in logged())
-    assert caplog.records[-1].levelname == "WARNING"
-
-
 def test_the_format_chooses_among_several(write_jsonl):
     assert read(write_jsonl([{"text": "b", **CHAT}]), "text")[0].text == "b"
     assert "train.jsonl:1: no column text; it has messages" in error_of(write_jsonl([CHAT]), "text")
@@ -100,7 +94,8 @@ def test_a_row_that_cannot_be_used_names_its_line_and_says_why(write_jsonl, row,
     message = error_of(write_jsonl([CHAT, "", row]))
     assert message.startswith("train.jsonl: 1 of 2 rows cannot be used:\n  train.jsonl:3: ")
     assert problem in message
-    assert message.endswith("Correct or remove them, then start again.")
+    advice = "." if "not JSON" in problem else ", or set data.on_bad_row=drop to leave them out."
+    assert message.endswith(f"Correct or remove them, then start again{advice}")
 
 
 @pytest.mark.parametrize(
@@ -131,7 +126,7 @@ def test_five_bad_rows_are_shown_and_all_are_counted(write_jsonl):
 def test_unknown_columns_are_listed(write_jsonl):
     message = error_of(write_jsonl([{"question": "a", "answer": "b"}]))
     assert message.startswith("train.jsonl:1 has the columns question, answer. Expected those of one format (messages:")
-    assert message.endswith("for example data.columns.prompt=question.")
+    assert message.endswith("for example data.columns.prompt=question data.columns.completion=answer.")
 
 
 def test_a_file_of_which_no_row_can_be_read_shows_why(write_jsonl):
