@@ -14,6 +14,7 @@ import pytest
 from datasets import Dataset
 from huggingface_hub import constants
 
+from finetune import load_config
 from finetune.config import hub
 from finetune.config.hub import Repository, find_fault
 from finetune.config.schema import DataSection, ModelSection
@@ -263,11 +264,12 @@ def test_the_system_turn_of_rows_on_the_hub_is_known_to_a_merge(served, point_to
     row = {"messages": [{"role": role, "content": role.upper()} for role in ("system", "user", "assistant")]}
     (tmp_path / "chats" / "train.jsonl").write_text(3 * f"{json.dumps(row)}\n")
     served.folders["datasets/someone/chats"] = tmp_path / "chats"
-    section = DataSection(path="someone/chats", cache_dir=str(tmp_path / "kept"))
-    assert usual_system(section) == "SYSTEM"
+    words = [f"data.cache_dir={tmp_path / 'kept'}", "model.path=shipped:phi_tiny"]
+    config = load_config([*words, "data.path=someone/chats"])
+    assert usual_system(config) == "SYSTEM"
     point_to(no_hub())
-    assert usual_system(section) == "SYSTEM"
-    assert usual_system(section.model_copy(update={"path": "someone/others"})) is None
+    assert usual_system(config) == "SYSTEM"
+    assert usual_system(load_config([*words, "data.path=someone/others"])) is None
     assert "the training rows cannot be read, so no system turn is used" in logged()[-1]
 
 

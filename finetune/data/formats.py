@@ -225,8 +225,6 @@ def _parse_pair(side: str, cells: Cells) -> Example:
     sides = {name: _answered(prompt, answer, cells, name) for name, answer in answers.items()}
     chosen, rejected = sides.values()
     names = " and ".join(cells.name(name) for name in sides)
-    if (chosen.messages, chosen.completion) == (rejected.messages, rejected.completion):
-        raise BadRowError(f"{names} are equal; expected two answers that differ")
     starts = [side.messages[: side.learnt[0]] for side in (chosen, rejected) if side.learnt]
     if starts[1:] and starts[0] != starts[1]:
         raise BadRowError(f"{names} answer prompts that differ; expected the same prompt in both")
@@ -270,9 +268,10 @@ def _common_prompt(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple
     if len(sides) < 2:
         raise BadRowError(f"no column prompt, and {names} are texts; expected a prompt, or turns that begin with it")
     chosen, rejected = (side.turns for side in sides.values())
-    count = next((k for k, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other), None)
-    if count is None:
-        raise BadRowError(f"{names} are equal, or one begins with the other; expected two answers that differ")
+    alike = (one == other for one, other in zip(chosen, rejected, strict=False))
+    count = next((k for k, is_alike in enumerate(alike) if not is_alike), min(len(chosen), len(rejected)))
+    if count == len(chosen) == len(rejected):
+        count = max((k for k, turn in enumerate(chosen) if turn["role"] == "assistant"), default=count)
     prompt = Dialogue(chosen[:count], (), sides["chosen"].tools or parse_tools(cells.get("tools")))
     if not count:
         raise BadRowError(

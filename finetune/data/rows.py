@@ -246,9 +246,8 @@ def _refuse_pair(row: RawRow, examples: Examples) -> None:
 
 def _unknown_columns(row: RawRow, examples: Examples) -> str:
     names = list(map(str, row.value))
-    formats = FORMATS_OF[examples.reads].values()
-    expected = "; ".join(dict.fromkeys(f"{known.name}: {' and '.join(known.needs)}" for known in formats))
-    proposals = (propose_columns(names, known.needs) for known in formats)
+    expected = "; ".join(f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[examples.reads].items())
+    proposals = (propose_columns(names, known.needs) for known in FORMATS_OF[examples.reads].values())
     proposal = next((f", for example {proposal}" for proposal in proposals if proposal), "")
     return (
         f"{examples.source.place(row.number)} has the columns {', '.join(names) or 'none'}. Expected those of one "

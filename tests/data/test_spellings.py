@@ -97,10 +97,11 @@ CASES = {
         "begin with turns that differ",
         "chosen",
     ),
-    "equal sides": Case(
-        {"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen and rejected are equal, or one begins", "chosen"
+    "equal sides": Case({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, [ASKED, f"*assistant: {A}"], "chosen"),
+    "equal texts": Case({"prompt": Q, "chosen": A, "rejected": A}, [f"text: {Q}|{A}"], "chosen"),
+    "one side ends with the prompt": Case(
+        {"chosen": [USER, GOOD], "rejected": [USER]}, "rejected has nothing after the prompt", "chosen"
     ),
-    "equal texts": Case({"prompt": Q, "chosen": A, "rejected": A}, "chosen and rejected are equal", "chosen"),
     # Anthropic's texts
     "hh-rlhf": Case(
         {"chosen": transcript("Hi", "Hello.", Q, A), "rejected": transcript("Hi", "Hello.", Q, B)},
@@ -461,6 +462,6 @@ def test_bad_rows_are_dropped_counted_by_reason_and_named(make_section, write_js
 
 
 def test_both_sides_of_a_pair_lose_the_same_rows(make_section, write_jsonl):
-    pairs = [{"prompt": f"{Q} {k}", "chosen": A, "rejected": rejected} for k, rejected in enumerate([B, "", B, A, B])]
+    pairs = [{"prompt": f"{Q} {k}", "chosen": A, "rejected": rejected} for k, rejected in enumerate([B, "", B, 3, B])]
     rows = encode_preferences(make_section(path=write_jsonl(pairs), on_bad_row="drop"), tiny_tokenizer()).train
     assert rows.chosen.rows.numbers.tolist() == rows.rejected.rows.numbers.tolist() == [1, 3, 5]
