@@ -225,7 +225,8 @@ def _prompt_of(value: object, place: str) -> Prompt:
         raise BadRowError(f"got {quote(value)}; expected an object with prompt, messages or text")
     if "messages" in value:
         dialogue = parse_turns(value["messages"], "messages", value.get("tools"))
-        return _conversation(dialogue.turns, dialogue.tools, place)
+        system = None if value.get("system") is None else parse_text(value["system"], "system")
+        return _conversation(with_system_turn(dialogue.turns, system), dialogue.tools, place)
     known = detect_format(value, {})
     if known is not None:  # a row to train on, whose answer is the expected one
         return _without_answer(parse_row(value, known, {}), place)

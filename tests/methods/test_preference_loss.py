@@ -182,7 +182,7 @@ def test_the_prompt_s_column_may_have_another_name(base, tmp_path):
 
 
 def test_what_is_no_pair_is_refused(base, tmp_path):
-    with pytest.raises(DataError, match="has the columns prompt, chosen. Expected those of one format"):
+    with pytest.raises(DataError, match="has the columns prompt, chosen"):
         encode(base, tmp_path, {"train": [{"prompt": "a", "chosen": "b"}]})
 
 
