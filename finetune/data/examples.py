@@ -10,14 +10,15 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from finetune.config.schema import DataSection
+from finetune.config.schema import DataSection, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
 from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
-from finetune.data.remote import RemoteRows, RowSource, is_address, local_path, name_of, names_at
+from finetune.data.remote import JoinedRows, RemoteRows, RowSource, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
+from finetune.data.split_files import SPLIT_NAMES, files_of_splits, in_order, is_pattern, matching, split_of
 from finetune.data.subset_names import names_of_sources
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
@@ -26,10 +27,9 @@ from finetune.terminal import without_passwords
 
 _log = logging.getLogger(__name__)
 
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-"""The splits of a run and their usual names. `data.train`, `data.validation` and `data.test` override them."""
-
 _ONE_FILE = "one file"
+_FILES = "a list of files"
+_PARTS = "a folder of parts"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.")
 """In the names of the files of a downloaded data set: `train-00000-of-00002.parquet`."""
@@ -58,6 +58,8 @@ class _Splits:
     names: Sequence[str]
     open_split: Callable[[str], RowSource]
     has_slices: bool = False
+    not_read: Sequence[str] = ()
+    """The files of a folder that belong to no split of the run."""
 
     def has(self, name: str) -> bool:
         return (name.partition("[")[0] if self.has_slices else name) in self.names
@@ -81,20 +83,20 @@ def missing_here(section: DataSection) -> list[str]:
     """Describe each file and folder that the data section names on this machine and that is not there."""
     missing = []
     for source in _sources_of(section):
-        path = source.path
-        if path is not None and not (is_address(path) or is_hub_id(path)) and not _is_here(path):
-            missing.append(_no_such_path(path))
+        for path in as_list(source.path):
+            if not (is_address(path) or is_hub_id(path) or _is_here(path)):
+                missing.append(_no_such_path(path))
         for split in SPLIT_NAMES:
-            wanted = getattr(source, split)
-            if wanted is not None and suffix_of(wanted) in SUFFIXES and not (is_address(wanted) or _is_here(wanted)):
-                missing.append(_no_such_file(split, wanted))
+            for wanted in as_list(getattr(source, split)):
+                if suffix_of(wanted) in SUFFIXES and not (is_address(wanted) or _is_here(wanted)):
+                    missing.append(_no_such_file(split, wanted))
     return list(dict.fromkeys(missing))
 
 
 def check_local_rows(section: DataSection, *, has_format: bool) -> None:
     """Refuse files that are not there or cannot be read, before anything is downloaded. The hub is not asked.
 
-    With `has_format`, the first row of a JSON file must also have the columns of a known format.
+    With `has_format`, the first row of a JSON or CSV file must also have the columns of a known format.
 
     Raises:
         ConfigError: see `load_examples`.
@@ -104,9 +106,11 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         if source.path is not None and is_hub_id(source.path):
             continue
         for rows in _find_sources(source).sources.values():
-            if isinstance(rows, (FileRows, RemoteRows)):
+            if isinstance(rows, (FileRows, RemoteRows, JoinedRows)):
                 rows.check()
-            if has_format and isinstance(rows, FileRows) and suffix_of(rows.path) in (".jsonl", ".json"):
+            first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
+            if has_format and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
+                assert rows is not None
                 _as_examples(rows, source).check_format()
 
 
@@ -116,7 +120,7 @@ def _sources_of(section: DataSection) -> list[DataSection]:
 
 def _is_here(path: str) -> bool:
     try:
-        return local_path(resolve_shipped(path)).exists()
+        return local_path(resolve_shipped(path)).exists() or (is_pattern(path) and bool(matching(path)))
     except OSError:
         return True  # it may not be read; reading it raises an error that says so
 
@@ -129,16 +133,27 @@ def _is_file(path: str) -> bool:
 
 
 def _no_such_path(path: str) -> str:
-    return f"data.path is {path}, but there is no such file or folder. Correct the path."
+    what = (
+        f"no file here that ends in {', '.join(SUFFIXES)} matches it"
+        if is_pattern(path)
+        else "there is no such file or folder"
+    )
+    return f"data.path is {path}, but {what}. Correct the path."
 
 
 def _no_such_file(split: str, path: str) -> str:
-    return f"data.{split} is {path}, but there is no such file. Correct the path."
+    what = "no file matches it" if is_pattern(path) else "there is no such file"
+    return f"data.{split} is {path}, but {what}. Correct the path."
 
 
-def is_hub_id(path: str) -> bool:
-    """Whether `data.path` names a data set at the hub, and not a file or a folder."""
-    return not _is_here(path) and suffix_of(path) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
+def is_hub_id(path: str | list[str]) -> bool:
+    """Whether `data.path` names a data set at the hub, and not files or a folder."""
+    return (
+        isinstance(path, str)
+        and not _is_here(path)
+        and suffix_of(path) not in SUFFIXES
+        and _HUB_ID.fullmatch(path) is not None
+    )
 
 
 def _load_mixture(section: DataSection) -> ExampleSplits:
@@ -148,8 +163,8 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
     for split in ("validation", "test"):
         wanted = getattr(section, split)
-        if wanted is not None and suffix_of(wanted) in SUFFIXES:
-            parts[split] = [_as_examples(_named_split(split, wanted, None, section.cache_dir), section)]
+        if isinstance(wanted, list) or (wanted is not None and suffix_of(wanted) in SUFFIXES):
+            parts[split] = [_as_examples(_named_split(split, wanted, None, section), section)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
         of_source = _load_source(_section_of(section, source_keys), without=named_for_all)
@@ -163,7 +178,7 @@ def _load_mixture(section: DataSection) -> ExampleSplits:
 def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
     """Return the section of one source of a mixture."""
     keys = {
-        key: str(value) if key in SPLIT_NAMES and value is not None else value
+        key: str(value) if key in SPLIT_NAMES and isinstance(value, (int, float)) else value
         for key, value in source.items()
         if key != "weight"
     }
@@ -176,6 +191,13 @@ def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[st
     for split, source in sources.items():
         if source is None:
             _log.info("%s is off: %s", split, _why_off(split, at_path))
+        if isinstance(source, JoinedRows):
+            _log.info("%s: the files in this order: %s", split, ", ".join(part.label for part in source.parts))
+    given = {stem_of(PurePath(str(getattr(section, split)))) for split in SPLIT_NAMES}
+    not_read = [name for name in (at_path.not_read if at_path else ()) if stem_of(PurePath(name)) not in given]
+    if at_path is not None and not_read:
+        shown = ", ".join(not_read)
+        _log.warning("%s: not read: %s; data.train, data.validation and data.test can name them", at_path.label, shown)
     found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
     return _hold_out(found, sizes, section.split_seed) if sizes else found
 
@@ -193,15 +215,15 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         at_path = _find_splits(section)
     except OSError as error:
         raise DataError(f"data.path is {section.path}, which cannot be read: {describe_os_error(error)}.") from error
-    if at_path is not None and at_path.what == _ONE_FILE and section.train is not None:
+    if at_path is not None and at_path.what in (_ONE_FILE, _FILES) and section.train is not None:
         raise ConfigError(
-            f"data.path is the file {section.path} and data.train is {section.train}: both name the training "
-            "data. Remove one of the two."
+            f"data.path is {name_files(section.path)} and data.train is {name_files(section.train)}: both name the "
+            "training data. Remove one of the two."
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     sizes = {split: size for split, text in wanted.items() if (size := _size_of(split, text, at_path)) is not None}
     sources = {
-        split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section.cache_dir)
+        split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section)
         for split, text in wanted.items()
         if split not in sizes
     }
@@ -212,9 +234,9 @@ def _as_examples(source: RowSource, section: DataSection) -> Examples:
     return Examples(source, section.format, section.columns, section.max_rows)
 
 
-def _size_of(split: str, text: str | None, at_path: _Splits | None) -> SplitSize | None:
+def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) -> SplitSize | None:
     """Return the size of a split that is held out of the training rows; None if `text` names a split or a file."""
-    if split == "train" or text is None or (at_path is not None and at_path.has(text)) or _is_file(text):
+    if split == "train" or not isinstance(text, str) or (at_path is not None and at_path.has(text)) or _is_file(text):
         return None
     return parse_split_size(text, split)
 
@@ -227,21 +249,21 @@ def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], seed: int
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:
-    if at_path is None or at_path.what == _ONE_FILE:
-        return (
-            f"the data is one file, which is all for training; data.{split} can name another file or a fraction (0.05)"
-        )
+    if at_path is None or at_path.what in (_ONE_FILE, _FILES):
+        what = _ONE_FILE if at_path is None else at_path.what
+        return f"the data is {what}, which is all for training; data.{split} can name another file or a fraction (0.05)"
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
-def _named_split(split: str, wanted: str, at_path: _Splits | None, cache_dir: str) -> RowSource:
-    if at_path is not None and at_path.has(wanted):
+def _named_split(split: str, wanted: str | list[str], at_path: _Splits | None, section: DataSection) -> RowSource:
+    if isinstance(wanted, str) and at_path is not None and at_path.has(wanted):
         return at_path.open_split(wanted)
-    if is_address(wanted):
-        return RemoteRows(f"data.{split}", wanted, cache_dir)
+    if _are_files(wanted):
+        return _joined(f"data.{split}", wanted, section)
+    assert isinstance(wanted, str)
     path = local_path(wanted)
-    if _is_file(wanted) or (suffix_of(path) in SUFFIXES and _is_here(wanted)):
-        return _file_rows(path, wanted)
+    if is_address(wanted) or _is_file(wanted) or (suffix_of(path) in SUFFIXES and _is_here(wanted)):
+        return _rows_at(f"data.{split}", wanted, section)
     if suffix_of(path) in SUFFIXES or at_path is None:
         raise DataError(_no_such_file(split, wanted))
     raise DataError(
@@ -267,12 +289,17 @@ def _default_split(split: str, at_path: _Splits | None) -> RowSource | None:
 def _find_splits(section: DataSection) -> _Splits | None:
     if section.path is None:
         return None
+    if _are_files(section.path):
+        joined = _joined("data.path", section.path, section)
+        _refuse_several_splits(joined)
+        return _Splits(_FILES, joined.label, ["train"], lambda _: joined)
+    assert isinstance(section.path, str)
     if is_address(section.path):
-        return _at_address(section.path, section.cache_dir)
+        return _at_address(section.path, section)
     path = local_path(resolve_shipped(section.path))
     is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if path.is_file():
-        source = _file_rows(path, section.path)
+        source = _rows_at("data.path", section.path, section)
         return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
     if is_saved:
         return _saved_datasets(path, section.path)
@@ -284,19 +311,54 @@ def _find_splits(section: DataSection) -> _Splits | None:
     return _dataset("a hub data set", section, section.path)
 
 
-def _file_rows(path: Path, label: str) -> FileRows:
+def _rows_at(key: str, name: str, section: DataSection) -> FileRows | RemoteRows:
+    """Return the rows of the file at a path or an address. Raises a DataError if its suffix is unknown."""
+    if is_address(name):
+        return RemoteRows(key, name, section.cache_dir, section.separator)
+    path = local_path(resolve_shipped(name))
     if suffix_of(path) not in SUFFIXES:
-        raise DataError(f"{label} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
-    return FileRows(path, label)
+        raise DataError(f"{name} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
+    return FileRows(path, name, separator=section.separator)
 
 
-def _at_address(address: str, cache_dir: str) -> _Splits:
+def _are_files(wanted: str | list[str]) -> bool:
+    """Whether a key has a list or a glob. A file whose own name looks like a glob is that file."""
+    return isinstance(wanted, list) or (is_pattern(wanted) and not _is_file(wanted))
+
+
+def _joined(key: str, wanted: str | list[str], section: DataSection) -> JoinedRows:
+    """Join the files of a list in its order, and those that a glob matches in the order of `in_order`."""
+    names: list[str] = []
+    for name in as_list(wanted):
+        if not is_pattern(name) or _is_file(name):
+            if not (is_address(name) or _is_file(name)):
+                raise DataError(f"{key} is a list with {name}, but there is no such file. Correct the path.")
+            names.append(name)
+        else:
+            found = in_order(names_at(key, name).values()) if is_address(name) else matching(name)
+            if not found:
+                raise DataError(f"{key} is {name}, but no file that ends in {', '.join(SUFFIXES)} matches it.")
+            names += found
+    return JoinedRows([_rows_at(key, name, section) for name in names], name_files(wanted))
+
+
+def _refuse_several_splits(joined: JoinedRows) -> None:
+    """Refuse to train on files that are named after validation or test when others are not."""
+    splits = {split_of(part.label) or "train": part.label for part in joined.parts}
+    if len(splits) > 1:
+        raise DataError(
+            f"data.path is {joined.label}, and {', '.join(splits.values())} are named after different splits. Give "
+            "their folder, or name the files of each split: data.train=[…] data.validation=[…]."
+        )
+
+
+def _at_address(address: str, section: DataSection) -> _Splits:
     if suffix_of(name_of(address)) in SUFFIXES:
-        source = RemoteRows("data.path", address, cache_dir)
+        source = _rows_at("data.path", address, section)
         return _Splits(_ONE_FILE, source.label, ["train"], lambda _: source)
     found = names_at("data.path", address)
     return _split_folder(
-        without_passwords(address), list(found), lambda name: RemoteRows("data.path", found[name], cache_dir)
+        without_passwords(address), list(found), lambda name: _rows_at("data.path", found[name], section)
     )
 
 
@@ -305,12 +367,16 @@ def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
     in_subfolders = (path for path in folder.glob("*/*") if suffix_of(path) in SUFFIXES)
     if any(map(_SHARD.search, names)) or (not names and any(in_subfolders)):
         return _dataset("a data set", section, str(folder))
-    return _split_folder(label, names, lambda name: FileRows(folder / name, f"{label.rstrip('/')}/{name}"))
+
+    def open_file(name: str) -> FileRows:
+        return FileRows(folder / name, f"{label.rstrip('/')}/{name}", separator=section.separator)
+
+    return _split_folder(label, names, open_file)
 
 
-def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowSource]) -> _Splits:
+def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], FileRows | RemoteRows]) -> _Splits:
     files: dict[str, str] = {}
-    for name in names:
+    for name in in_order(names):
         split = stem_of(PurePath(name))
         if split in files:
             raise DataError(f"{label} has both {files[split]} and {name}. Remove one of them.")
@@ -318,7 +384,17 @@ def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], R
     if not files:
         expected = " or ".join(f"train{suffix}" for suffix in SUFFIXES)
         raise DataError(f"data.path is {label}, a folder without data files. Expected {expected} in it.")
-    return _Splits("a folder", label, list(files), lambda split: open_file(files[split]))
+    of_splits = files_of_splits(list(files.values()))
+
+    def open_split(split: str) -> RowSource:
+        parts = [files[split]] if split in files else of_splits[split]
+        sources = [open_file(name) for name in parts]
+        return sources[0] if len(sources) == 1 else JoinedRows(sources, label)
+
+    has_no_splits = of_splits == {"train": list(files.values())}
+    not_read = set(files.values()).difference(*of_splits.values())
+    splits = list(dict.fromkeys([*files, *of_splits]))
+    return _Splits(_PARTS if has_no_splits else "a folder", label, splits, open_split, not_read=in_order(not_read))
 
 
 def _saved_datasets(folder: Path, label: str) -> _Splits:

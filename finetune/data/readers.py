@@ -8,10 +8,11 @@ import hashlib
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,12 +21,16 @@ from finetune.errors import DataError
 from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+JSON_LINES = (".jsonl", ".ndjson")
+SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 """The suffixes of files that can be read."""
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
-_PIECE_BYTES = 1 << 24
+_BETWEEN_ROWS = re.compile(r"[\s,]*")
+_TRAILING_COMMA = re.compile(r",\s*[}\]]")
+_LONGEST_CELL = 2**31 - 1
+"""In characters. Python's default is 131,072; more than a C long holds is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +46,19 @@ class RawRow:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of one file, read by its suffix, when `digest` or `rows` is called."""
+    """The rows of one file, read by its suffix when `digest` or `rows` is called."""
 
     path: Path
     label: str
     """The file as the user would name it."""
     is_copy: bool = False
     """Whether the file is our own copy of the rows. Its line numbers are then left out of messages."""
+    separator: str | None = None
+    """The character between the cells of a CSV file, or `tab`. None: a comma, or a tab in a .tsv file."""
 
     def place(self, number: int) -> str:
         """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
-        has_lines = suffix_of(self.path) == ".jsonl" and not self.is_copy
+        has_lines = suffix_of(self.path) in JSON_LINES and not self.is_copy
         return f"{self.label}:{number}" if has_lines else f"{self.label} row {number}"
 
     def check(self) -> None:
@@ -60,14 +67,14 @@ class FileRows:
             pass
 
     def digest(self) -> str:
-        """Compute a SHA-256 over the suffixes and the bytes of the file.
+        """Compute a SHA-256 over the bytes of the file, its suffixes, and the separator if one is given.
 
         Raises:
             DataError: the file cannot be read.
         """
         with self._open() as file:
             digest = hashlib.file_digest(file, "sha256")
-        digest.update(suffixes_of(self.path).encode())
+        digest.update((suffixes_of(self.path) + (self.separator or "")).encode())
         return digest.hexdigest()
 
     def rows(self) -> Iterator[RawRow]:
@@ -76,7 +83,10 @@ class FileRows:
         Raises:
             DataError: the file as a whole does not have the format of its suffix, or cannot be decompressed.
         """
-        read = {".jsonl": _read_json_lines, ".json": _read_json}.get(suffix_of(self.path), _read_table)
+        suffix = suffix_of(self.path)
+        if suffix in (".csv", ".tsv"):
+            return _read_csv(self.path, self.label, self.separator)
+        read = {".json": _read_json, ".parquet": _read_parquet}.get(suffix, _read_json_lines)
         return read(self.path, self.label)
 
     @contextlib.contextmanager
@@ -117,11 +127,39 @@ class DatasetRows:
 def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
     """Read one row per line; blank lines are skipped but counted."""
     with opened(path, label) as file:
+        is_first = True
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                yield parse_line(number, line)
+                row = parse_line(number, line)
+                if is_first:
+                    _refuse_other_layout(row, line, f"{label}:{number}")
+                is_first = False
+                yield row
+
+
+def _refuse_other_layout(first: RawRow, line: bytes, place: str) -> None:
+    """Raise one error for the whole file when its first row shows that no line can be read as a row."""
+    if isinstance(first.value, list):
+        raise DataError(
+            f"{place} is a list; expected one JSON object per line. If the file is one list of rows, rename it to end "
+            'in .json. If each line is a list of turns, write {"messages": [turns]}.'
+        )
+    text = line.decode(errors="replace").strip()
+    try:
+        _parse_json(text)
+    except json.JSONDecodeError as error:
+        if error.pos >= len(text):
+            raise DataError(
+                f"{place} begins a JSON value that does not end on this line; expected one object per line. Convert a "
+                "file of such rows with `jq -c .`. A file that is one list of rows must end in .json."
+            ) from None
+        cause = _usual_cause(error)
+        if cause:
+            raise DataError(f"{place} is not JSON: {cause} (column {error.colno}). Correct every such line.") from None
+    except (ValueError, RecursionError):
+        pass  # the problem of this row alone
 
 
 def parse_line(number: int, line: bytes) -> RawRow:
@@ -131,18 +169,44 @@ def parse_line(number: int, line: bytes) -> RawRow:
     except UnicodeDecodeError as error:
         problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8"
     except json.JSONDecodeError as error:
-        problem = f"not JSON: {error.msg} at column {error.colno}; expected one JSON object per line"
+        cause = _usual_cause(error) or error.msg
+        problem = f"not JSON: {cause} at column {error.colno}; expected one JSON object per line"
+    except _DuplicateKeyError as error:
+        problem = str(error)
     except (ValueError, RecursionError) as error:
         problem = f"not JSON: {error}; expected one JSON object per line"
     return RawRow(number, None, problem)
 
 
-def _parse_json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse_constant)
+class _DuplicateKeyError(ValueError):
+    """An object has a key twice. Python's reader would keep the last value in silence."""
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise _DuplicateKeyError(f"the key {name} is given twice in one object; keep one of the two")
+    return values
 
 
 def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_with_unique_keys)
+_parse_json = _DECODER.decode
+
+
+def _usual_cause(error: json.JSONDecodeError) -> str:
+    """Name the mistake that people make, where the message of Python's reader does not; empty for others."""
+    text, position = error.doc, error.pos
+    if _TRAILING_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
+        return "a comma before } or ], which JSON does not allow"
+    if text[position:].strip() == ",":
+        return "a comma after the row"
+    is_python = text.startswith(("'", "None", "True", "False"), position)
+    return "the text of a Python object (write rows with json.dumps)" if is_python else ""
 
 
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:
@@ -152,12 +216,17 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
-    if not _LIST_START.match(text):
+    start = _LIST_START.match(text)
+    if not start:
         return (replace(row, number=number) for number, row in enumerate(_read_json_lines(path, label), start=1))
     try:
         rows = _parse_json(text)
+    except _DuplicateKeyError as error:
+        raise DataError(f"{label}:{_line_of_bad_row(text, start.end())}: in this row, {error}.") from None
     except (ValueError, RecursionError) as error:  # a JSONDecodeError names line and column
-        raise DataError(f"{label} is not JSON ({error}). {_JSON_EXPECTED}") from None
+        cause = _usual_cause(error) if isinstance(error, json.JSONDecodeError) else ""
+        why = f"{cause}: {error}" if cause else error
+        raise DataError(f"{label} is not JSON ({why}). {_JSON_EXPECTED}") from None
     if isinstance(rows, dict):
         if list(rows) != ["data"]:
             raise DataError(f"{label} has the keys {', '.join(rows)}. {_JSON_EXPECTED}")
@@ -165,52 +234,68 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
     return (RawRow(number, row) for number, row in enumerate(rows, start=1))
 
 
-def _read_table(path: Path, label: str) -> Iterator[RawRow]:
-    """Read a CSV or Parquet file with `datasets`, without leaving anything in its cache."""
+def _line_of_bad_row(text: str, position: int) -> int:
+    """Return the line on which the first row begins that cannot be read. `position` is behind the list's `[`."""
+    with contextlib.suppress(ValueError, RecursionError):
+        while True:
+            position = _BETWEEN_ROWS.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing too
+            _, position = _DECODER.raw_decode(text, position)
+    return text.count("\n", 0, position) + 1
+
+
+def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]:
+    """Read a table of text. Every cell stays the text it is: `007` and `null` too."""
+    csv.field_size_limit(_LONGEST_CELL)
+    suffix = suffix_of(path)
+    delimiter = "\t" if separator == "tab" or (separator is None and suffix == ".tsv") else separator or ","
+    with opened(path, label) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        cells = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            header = next(cells, [])
+            if separator is None:
+                _refuse_other_separator(header, label)
+            columns = [name or f"(unnamed column {number})" for number, name in enumerate(header, start=1)]
+            twice = [name for name, count in Counter(columns).items() if count > 1]
+            if twice:
+                raise DataError(f"{label} has the column {twice[0]} twice. Rename or remove one of the two.")
+            for number, row in enumerate(filter(None, cells), start=1):
+                if any(row[len(columns) :]):
+                    yield RawRow(number, None, f"{len(row)} cells, but the header has {len(columns)} columns")
+                else:
+                    yield RawRow(number, dict(zip_longest(columns, row[: len(columns)])))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{label} is not UTF-8 text ({error.reason}). Save it as UTF-8.") from None
+        except csv.Error as error:
+            line = cells.line_num
+            raise DataError(
+                f"{label} cannot be read as {suffix[1:]}: {error} (line {line}). Correct the file."
+            ) from None
+
+
+def _refuse_other_separator(header: list[str], label: str) -> None:
+    found = next((one for one in (";", "\t", "|", ",") if len(header) == 1 and one in header[0]), None)
+    if found is not None:
+        shown = "tab" if found == "\t" else f"'{found}'"
+        raise DataError(
+            f"{label} has one column, {header[0]!r}, which looks like several with another separator. Set "
+            f"data.separator={shown}."
+        )
+
+
+def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:
+    """Read a Parquet file with `datasets`, without leaving anything in its cache."""
+    from datasets import Dataset
+
+    if is_compressed(path):
+        raise DataError(f"{label} is compressed, but a Parquet file is compressed inside. Decompress it.")
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
-        if is_compressed(path):
-            plain = Path(folder) / path.stem
-            _decompress(path, label, plain)
-            path = plain
-        dataset = _load_table(path, label, folder)
+        try:
+            dataset: Iterable[Any] = Dataset.from_parquet(str(path), cache_dir=folder, keep_in_memory=False)
+        except Exception as error:  # pyarrow and datasets raise many types
+            cause = error.__cause__ or error
+            raise DataError(f"{label} cannot be read as parquet: {type(cause).__name__}: {cause}") from error
         for number, row in enumerate(dataset, start=1):
             yield RawRow(number, row)
-
-
-def _decompress(path: Path, label: str, plain: Path) -> None:
-    plain.touch()
-    with opened(path, label) as file:
-        for piece in iter(partial(file.read, _PIECE_BYTES), b""):
-            try:  # only around writing: `opened` handles errors of reading
-                with plain.open("ab") as copy:
-                    copy.write(piece)
-            except OSError as error:
-                raise DataError(
-                    f"{label} is decompressed into {plain.parent}, which cannot be written: "
-                    f"{describe_os_error(error)}. Make room there, or set TMPDIR to another folder."
-                ) from error
-
-
-def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, Any]]:
-    from datasets import Dataset, Features, Value
-
-    loaded: Iterable[dict[str, Any]]
-    try:
-        if path.suffix == ".parquet":
-            loaded = Dataset.from_parquet(str(path), cache_dir=cache_dir, keep_in_memory=False)
-            return loaded
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = next(csv.reader(file), [])
-        # Every cell is text: otherwise `007` becomes 7 and a cell with `null` becomes nothing.
-        columns = Features({name: Value("string") for name in header})
-        loaded = Dataset.from_csv(
-            str(path), features=columns, cache_dir=cache_dir, keep_in_memory=False, keep_default_na=False
-        )
-        return loaded
-    except Exception as error:  # pandas, pyarrow and datasets raise many types
-        cause = error.__cause__ or error
-        suffix = path.suffix.removeprefix(".")
-        raise DataError(f"{label} cannot be read as {suffix}: {type(cause).__name__}: {cause}") from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.config.schema import as_list
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.values import quote
 from finetune.errors import ConfigError
@@ -22,7 +23,7 @@ _log = logging.getLogger(__name__)
 def usual_system(section: DataSection) -> str | None:
     """Return the system turn that `finetune generate` adds; None if rows have none or cannot be read."""
     sources = section.mixture or [{"path": section.path or section.train}]
-    paths = [str(source.get("path") or source.get("train") or "") for source in sources]
+    paths = [path for source in sources for path in as_list(source.get("path") or source.get("train")) or [""]]
     # Of a data set on the hub only the first rows are read. Other rows that are elsewhere would be copied as a whole.
     if all(path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists() or hub_id(path) for path in paths):
         return usual_opening(section).system
