@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+from finetune.config.config_files import is_list_or_glob
 from finetune.config.schema import DataSection, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
@@ -18,7 +20,7 @@ from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
 from finetune.data.remote import JoinedRows, RemoteRows, RowSource, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
-from finetune.data.split_files import SPLIT_NAMES, files_of_splits, in_order, is_pattern, matching, split_of
+from finetune.data.split_files import SPLIT_NAMES, files_of_splits, in_order
 from finetune.data.subset_names import names_of_sources
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
@@ -83,13 +85,11 @@ def missing_here(section: DataSection) -> list[str]:
     """Describe each file and folder that the data section names on this machine and that is not there."""
     missing = []
     for source in _sources_of(section):
-        for path in as_list(source.path):
-            if not (is_address(path) or is_hub_id(path) or _is_here(path)):
-                missing.append(_no_such_path(path))
-        for split in SPLIT_NAMES:
-            for wanted in as_list(getattr(source, split)):
-                if suffix_of(wanted) in SUFFIXES and not (is_address(wanted) or _is_here(wanted)):
-                    missing.append(_no_such_file(split, wanted))
+        for key in ("path", *SPLIT_NAMES):
+            for name in as_list(getattr(source, key)):
+                may_be_other = is_hub_id(name) if key == "path" else suffix_of(name) not in SUFFIXES
+                if not (may_be_other or is_address(name) or _is_here(name)):
+                    missing.append(_not_there(key, name))
     return list(dict.fromkeys(missing))
 
 
@@ -103,14 +103,12 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         DataError: a file or a folder is not there, cannot be read, or has rows of no known format.
     """
     for source in _sources_of(section):
-        if source.path is not None and is_hub_id(source.path):
+        if any(map(is_hub_id, as_list(source.path))):
             continue
         for rows in _find_sources(source).sources.values():
             if isinstance(rows, (FileRows, RemoteRows, JoinedRows)):
                 rows.check()
-            first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
-            if has_format and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
-                assert rows is not None
+            if has_format and isinstance(rows, (FileRows, JoinedRows)) and suffix_of(rows.label) != ".parquet":
                 _as_examples(rows, source).check_format()
 
 
@@ -120,7 +118,7 @@ def _sources_of(section: DataSection) -> list[DataSection]:
 
 def _is_here(path: str) -> bool:
     try:
-        return local_path(resolve_shipped(path)).exists() or (is_pattern(path) and bool(matching(path)))
+        return local_path(resolve_shipped(path)).exists() or bool(_matching(path))
     except OSError:
         return True  # it may not be read; reading it raises an error that says so
 
@@ -132,28 +130,20 @@ def _is_file(path: str) -> bool:
         return False  # it may not be looked at
 
 
-def _no_such_path(path: str) -> str:
-    what = (
-        f"no file here that ends in {', '.join(SUFFIXES)} matches it"
-        if is_pattern(path)
-        else "there is no such file or folder"
-    )
-    return f"data.path is {path}, but {what}. Correct the path."
+def _matching(pattern: str) -> list[str]:
+    """Return the files of rows that a glob matches, in order."""
+    found = glob(str(local_path(pattern)), recursive=True) if is_list_or_glob(pattern) else []  # noqa: PTH207
+    return in_order(name for name in found if suffix_of(name) in SUFFIXES and _is_file(name))
 
 
-def _no_such_file(split: str, path: str) -> str:
-    what = "no file matches it" if is_pattern(path) else "there is no such file"
-    return f"data.{split} is {path}, but {what}. Correct the path."
+def _not_there(key: str, path: str) -> str:
+    kinds = "matching file" if is_list_or_glob(path) else "such file or folder" if key == "path" else "such file"
+    return f"data.{key} is {path}, but there is no {kinds}. Correct the path."
 
 
-def is_hub_id(path: str | list[str]) -> bool:
-    """Whether `data.path` names a data set at the hub, and not files or a folder."""
-    return (
-        isinstance(path, str)
-        and not _is_here(path)
-        and suffix_of(path) not in SUFFIXES
-        and _HUB_ID.fullmatch(path) is not None
-    )
+def is_hub_id(path: str) -> bool:
+    """Whether `data.path` names a data set at the hub, and not a file or a folder."""
+    return not _is_here(path) and suffix_of(path) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
 
 
 def _load_mixture(section: DataSection) -> ExampleSplits:
@@ -193,11 +183,9 @@ def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[st
             _log.info("%s is off: %s", split, _why_off(split, at_path))
         if isinstance(source, JoinedRows):
             _log.info("%s: the files in this order: %s", split, ", ".join(part.label for part in source.parts))
-    given = {stem_of(PurePath(str(getattr(section, split)))) for split in SPLIT_NAMES}
-    not_read = [name for name in (at_path.not_read if at_path else ()) if stem_of(PurePath(name)) not in given]
-    if at_path is not None and not_read:
-        shown = ", ".join(not_read)
-        _log.warning("%s: not read: %s; data.train, data.validation and data.test can name them", at_path.label, shown)
+    if at_path is not None and at_path.not_read:
+        names = ", ".join(at_path.not_read)
+        _log.warning("%s: in no split, and not read unless a key of data names them: %s", at_path.label, names)
     found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
     return _hold_out(found, sizes, section.split_seed) if sizes else found
 
@@ -258,14 +246,12 @@ def _why_off(split: str, at_path: _Splits | None) -> str:
 def _named_split(split: str, wanted: str | list[str], at_path: _Splits | None, section: DataSection) -> RowSource:
     if isinstance(wanted, str) and at_path is not None and at_path.has(wanted):
         return at_path.open_split(wanted)
-    if _are_files(wanted):
-        return _joined(f"data.{split}", wanted, section)
-    assert isinstance(wanted, str)
-    path = local_path(wanted)
-    if is_address(wanted) or _is_file(wanted) or (suffix_of(path) in SUFFIXES and _is_here(wanted)):
-        return _rows_at(f"data.{split}", wanted, section)
-    if suffix_of(path) in SUFFIXES or at_path is None:
-        raise DataError(_no_such_file(split, wanted))
+    if isinstance(wanted, list) or suffix_of(wanted) in SUFFIXES or is_list_or_glob(wanted) or _is_file(wanted):
+        return _rows_at(split, wanted, section)
+    if is_address(wanted):
+        return RemoteRows(f"data.{split}", wanted, section.cache_dir, section.separator)
+    if at_path is None:
+        raise DataError(_not_there(split, wanted))
     raise DataError(
         f"data.{split} is {wanted}, which is neither a file nor a split of {at_path.label} ({at_path.what} with "
         f"{', '.join(at_path.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
@@ -289,76 +275,64 @@ def _default_split(split: str, at_path: _Splits | None) -> RowSource | None:
 def _find_splits(section: DataSection) -> _Splits | None:
     if section.path is None:
         return None
-    if _are_files(section.path):
-        joined = _joined("data.path", section.path, section)
-        _refuse_several_splits(joined)
+    if isinstance(section.path, list) or (is_list_or_glob(section.path) and not _is_file(section.path)):
+        joined = _rows_at("path", section.path, section)
         return _Splits(_FILES, joined.label, ["train"], lambda _: joined)
-    assert isinstance(section.path, str)
     if is_address(section.path):
         return _at_address(section.path, section)
     path = local_path(resolve_shipped(section.path))
     is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if path.is_file():
-        source = _rows_at("data.path", section.path, section)
+        source = _rows_at("path", section.path, section)
         return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
     if is_saved:
         return _saved_datasets(path, section.path)
     if path.is_dir():
         return _local_folder(section, path, section.path)
     if not is_hub_id(section.path):
-        raise DataError(_no_such_path(section.path))
+        raise DataError(_not_there("path", section.path))
     _log.info("data.path %s is not a file or folder here; asking the hub for it", section.path)
     return _dataset("a hub data set", section, section.path)
 
 
-def _rows_at(key: str, name: str, section: DataSection) -> FileRows | RemoteRows:
-    """Return the rows of the file at a path or an address. Raises a DataError if its suffix is unknown."""
-    if is_address(name):
-        return RemoteRows(key, name, section.cache_dir, section.separator)
-    path = local_path(resolve_shipped(name))
-    if suffix_of(path) not in SUFFIXES:
-        raise DataError(f"{name} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
-    return FileRows(path, name, separator=section.separator)
+def _rows_at(key: str, wanted: str | list[str], section: DataSection) -> RowSource:
+    """Return the rows of a file, of the files of a list, or of those that a glob matches.
 
-
-def _are_files(wanted: str | list[str]) -> bool:
-    """Whether a key has a list or a glob. A file whose own name looks like a glob is that file."""
-    return isinstance(wanted, list) or (is_pattern(wanted) and not _is_file(wanted))
-
-
-def _joined(key: str, wanted: str | list[str], section: DataSection) -> JoinedRows:
-    """Join the files of a list in its order, and those that a glob matches in the order of `in_order`."""
-    names: list[str] = []
-    for name in as_list(wanted):
-        if not is_pattern(name) or _is_file(name):
-            if not (is_address(name) or _is_file(name)):
-                raise DataError(f"{key} is a list with {name}, but there is no such file. Correct the path.")
-            names.append(name)
+    Raises:
+        DataError: a file is not there or has an unknown suffix; or those of `data.path` belong to several splits.
+    """
+    names = [name for path in as_list(wanted) for name in ([path] if _is_file(path) else _matching(path) or [path])]
+    sources: list[FileRows | RemoteRows] = []
+    for name in names:
+        path = local_path(resolve_shipped(name))
+        if is_address(name):
+            sources.append(RemoteRows(f"data.{key}", name, section.cache_dir, section.separator))
+        elif not _is_here(name):
+            raise DataError(_not_there(key, name))
+        elif suffix_of(path) not in SUFFIXES:
+            raise DataError(f"{name} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
         else:
-            found = in_order(names_at(key, name).values()) if is_address(name) else matching(name)
-            if not found:
-                raise DataError(f"{key} is {name}, but no file that ends in {', '.join(SUFFIXES)} matches it.")
-            names += found
-    return JoinedRows([_rows_at(key, name, section) for name in names], name_files(wanted))
-
-
-def _refuse_several_splits(joined: JoinedRows) -> None:
-    """Refuse to train on files that are named after validation or test when others are not."""
-    splits = {split_of(part.label) or "train": part.label for part in joined.parts}
-    if len(splits) > 1:
+            sources.append(FileRows(path, name, separator=section.separator))
+    if names == [wanted]:
+        return sources[0]
+    splits = files_of_splits(names)
+    if key == "path" and splits.keys() != {"train"}:
         raise DataError(
-            f"data.path is {joined.label}, and {', '.join(splits.values())} are named after different splits. Give "
-            "their folder, or name the files of each split: data.train=[…] data.validation=[…]."
+            f"data.path is {name_files(wanted)}, which has {', '.join(splits)} files. Give their folder, or name the "
+            "files of each split: data.train=[…] data.validation=[…]."
         )
+    return JoinedRows(sources, name_files(wanted))
 
 
 def _at_address(address: str, section: DataSection) -> _Splits:
     if suffix_of(name_of(address)) in SUFFIXES:
-        source = _rows_at("data.path", address, section)
+        source = _rows_at("path", address, section)
         return _Splits(_ONE_FILE, source.label, ["train"], lambda _: source)
     found = names_at("data.path", address)
     return _split_folder(
-        without_passwords(address), list(found), lambda name: _rows_at("data.path", found[name], section)
+        without_passwords(address),
+        list(found),
+        lambda name: RemoteRows("data.path", found[name], section.cache_dir, section.separator),
     )
 
 

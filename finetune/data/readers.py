@@ -27,8 +27,11 @@ SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
+_LINES_EXPECTED = (
+    "Expected one JSON object per line, as `jq -c .` writes them. A file that is one list of rows must end in .json."
+)
 _BETWEEN_ROWS = re.compile(r"[\s,]*")
-_TRAILING_COMMA = re.compile(r",\s*[}\]]")
+_STRAY_COMMA = re.compile(r",\s*([}\]]|$)")
 _LONGEST_CELL = 2**31 - 1
 """In characters. Python's default is 131,072; more than a C long holds is refused."""
 
@@ -42,6 +45,8 @@ class RawRow:
     takes encoded rows of one number for the answers of one example."""
     value: Any
     problem: str | None = None
+    is_layout: bool = False
+    """Whether every line of the file is likely to have this problem."""
 
 
 @dataclass(frozen=True)
@@ -133,49 +138,41 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
                 row = parse_line(number, line)
-                if is_first:
-                    _refuse_other_layout(row, line, f"{label}:{number}")
+                if is_first and (row.is_layout or isinstance(row.value, list)):
+                    raise DataError(f"{label}:{number}: {row.problem or 'a list'}. {_LINES_EXPECTED}")
                 is_first = False
                 yield row
-
-
-def _refuse_other_layout(first: RawRow, line: bytes, place: str) -> None:
-    """Raise one error for the whole file when its first row shows that no line can be read as a row."""
-    if isinstance(first.value, list):
-        raise DataError(
-            f"{place} is a list; expected one JSON object per line. If the file is one list of rows, rename it to end "
-            'in .json. If each line is a list of turns, write {"messages": [turns]}.'
-        )
-    text = line.decode(errors="replace").strip()
-    try:
-        _parse_json(text)
-    except json.JSONDecodeError as error:
-        if error.pos >= len(text):
-            raise DataError(
-                f"{place} begins a JSON value that does not end on this line; expected one object per line. Convert a "
-                "file of such rows with `jq -c .`. A file that is one list of rows must end in .json."
-            ) from None
-        cause = _usual_cause(error)
-        if cause:
-            raise DataError(f"{place} is not JSON: {cause} (column {error.colno}). Correct every such line.") from None
-    except (ValueError, RecursionError):
-        pass  # the problem of this row alone
 
 
 def parse_line(number: int, line: bytes) -> RawRow:
     """Read a line of JSON as one row."""
     try:
-        return RawRow(number, _parse_json(line.rstrip().decode("utf-8")))
+        return RawRow(number, _DECODER.decode(line.rstrip().decode("utf-8")))
     except UnicodeDecodeError as error:
         problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8"
     except json.JSONDecodeError as error:
-        cause = _usual_cause(error) or error.msg
-        problem = f"not JSON: {cause} at column {error.colno}; expected one JSON object per line"
+        cause = _explained(error)
+        problem = f"not JSON: {cause.msg} at column {error.colno}; expected one JSON object per line"
+        return RawRow(number, None, problem, is_layout=cause is not error)
     except _DuplicateKeyError as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
         problem = f"not JSON: {error}; expected one JSON object per line"
     return RawRow(number, None, problem)
+
+
+def _explained(error: json.JSONDecodeError) -> json.JSONDecodeError:
+    """Return an error that names a usual mistake which the message of Python's reader does not; else the same error."""
+    text, position = error.doc, error.pos
+    if not text[position:].strip():
+        cause = "the text ends too early"
+    elif _STRAY_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
+        cause = "a comma that nothing follows"
+    elif text.startswith(("'", "None", "True", "False"), position):
+        cause = "the text of a Python object, which json.dumps writes as JSON"
+    else:
+        return error
+    return json.JSONDecodeError(cause, text, position)
 
 
 class _DuplicateKeyError(ValueError):
@@ -185,7 +182,7 @@ class _DuplicateKeyError(ValueError):
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
-        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
         raise _DuplicateKeyError(f"the key {name} is given twice in one object; keep one of the two")
     return values
 
@@ -195,18 +192,6 @@ def _refuse_constant(word: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_with_unique_keys)
-_parse_json = _DECODER.decode
-
-
-def _usual_cause(error: json.JSONDecodeError) -> str:
-    """Name the mistake that people make, where the message of Python's reader does not; empty for others."""
-    text, position = error.doc, error.pos
-    if _TRAILING_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
-        return "a comma before } or ], which JSON does not allow"
-    if text[position:].strip() == ",":
-        return "a comma after the row"
-    is_python = text.startswith(("'", "None", "True", "False"), position)
-    return "the text of a Python object (write rows with json.dumps)" if is_python else ""
 
 
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:
@@ -220,12 +205,11 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
     if not start:
         return (replace(row, number=number) for number, row in enumerate(_read_json_lines(path, label), start=1))
     try:
-        rows = _parse_json(text)
+        rows = _DECODER.decode(text)
     except _DuplicateKeyError as error:
         raise DataError(f"{label}:{_line_of_bad_row(text, start.end())}: in this row, {error}.") from None
     except (ValueError, RecursionError) as error:  # a JSONDecodeError names line and column
-        cause = _usual_cause(error) if isinstance(error, json.JSONDecodeError) else ""
-        why = f"{cause}: {error}" if cause else error
+        why = _explained(error) if isinstance(error, json.JSONDecodeError) else error
         raise DataError(f"{label} is not JSON ({why}). {_JSON_EXPECTED}") from None
     if isinstance(rows, dict):
         if list(rows) != ["data"]:
@@ -252,8 +236,13 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
         cells = csv.reader(text, delimiter=delimiter, strict=True)
         try:
             header = next(cells, [])
-            if separator is None:
-                _refuse_other_separator(header, label)
+            other = next((one for one in ";\t|," if separator is None and len(header) == 1 and one in header[0]), None)
+            if other is not None:
+                separator = "tab" if other == "\t" else f"'{other}'"
+                raise DataError(
+                    f"{label} has one column, {header[0]!r}. Set data.separator={separator} if it is several, and "
+                    "data.separator=',' if it is one."
+                )
             columns = [name or f"(unnamed column {number})" for number, name in enumerate(header, start=1)]
             twice = [name for name, count in Counter(columns).items() if count > 1]
             if twice:
@@ -270,16 +259,6 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
             raise DataError(
                 f"{label} cannot be read as {suffix[1:]}: {error} (line {line}). Correct the file."
             ) from None
-
-
-def _refuse_other_separator(header: list[str], label: str) -> None:
-    found = next((one for one in (";", "\t", "|", ",") if len(header) == 1 and one in header[0]), None)
-    if found is not None:
-        shown = "tab" if found == "\t" else f"'{found}'"
-        raise DataError(
-            f"{label} has one column, {header[0]!r}, which looks like several with another separator. Set "
-            f"data.separator={shown}."
-        )
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:

@@ -158,14 +158,10 @@ RowSource: TypeAlias = FileRows | DatasetRows | RemoteRows | JoinedRows
 
 
 def names_at(key: str, address: str) -> dict[str, str]:
-    """Return the addresses of the data files in a folder at an address, by name, or those that a glob matches, by path.
-
-    Raises the errors of `ask`.
-    """
+    """Return the addresses of the data files in a folder at an address, by file name. Raises the errors of `ask`."""
 
     def listed(files: Any, path: str) -> dict[str, str]:
-        found = files.glob(path) if "*" in path else files.ls(path, detail=False)
-        return {one if "*" in path else name_of(one): files.unstrip_protocol(one) for one in found}
+        return {name_of(one): files.unstrip_protocol(one) for one in sorted(files.ls(path, detail=False))}
 
     found = ask(key, address, listed)
     return {name: one for name, one in found.items() if suffix_of(name) in SUFFIXES}
