@@ -51,7 +51,7 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     if not is_compressed(path):
         try:
             with path.open("rb") as file:
-                _refuse_other_bytes(file, path, label)
+                _refuse_other_bytes(file, label)
                 yield file
         except OSError as error:
             raise _cannot_be_read(label, error) from error
@@ -66,7 +66,7 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     own = tuple(getattr(module, name) for name in ("LZMAError", "ZstdError") if hasattr(module, name))
     try:
         with module.open(path, "rb") as file:
-            _refuse_other_bytes(file, path, label)
+            _refuse_other_bytes(file, label)
             yield file
     except (EOFError, OSError, zlib.error, *own) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the package
@@ -77,12 +77,12 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
         ) from error
 
 
-def _refuse_other_bytes(file: IO[bytes], path: Path, label: str) -> None:
+def _refuse_other_bytes(file: IO[bytes], label: str) -> None:
     start = file.read(4)
     file.seek(0)
     suffix = next((suffix for first_bytes, suffix in _FIRST_BYTES.items() if start.startswith(first_bytes)), None)
     if suffix is not None:
-        raise DataError(f"{label} holds data that is compressed as {suffix}. Rename it to {path.name}{suffix}.")
+        raise DataError(f"{label} holds data that is compressed as {suffix}. Rename it to {label}{suffix}.")
     if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start:
         raise DataError(f"{label} is text in UTF-16; expected UTF-8. Convert it: `iconv -f UTF-16 -t UTF-8`.")
 

@@ -108,7 +108,8 @@ def check_local_rows(section: DataSection, *, has_format: bool) -> None:
         for rows in _find_sources(source).sources.values():
             if isinstance(rows, (FileRows, RemoteRows, JoinedRows)):
                 rows.check()
-            if has_format and isinstance(rows, (FileRows, JoinedRows)) and suffix_of(rows.label) != ".parquet":
+            first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
+            if has_format and rows and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
                 _as_examples(rows, source).check_format()
 
 

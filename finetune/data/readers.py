@@ -27,9 +27,13 @@ SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
-_LINES_EXPECTED = (
-    "Expected one JSON object per line, as `jq -c .` writes them. A file that is one list of rows must end in .json."
-)
+_WHOLE_ROWS = "Write each row on one line, as `jq -c .` does. A file that is one list of rows must end in .json."
+_ADVICE = {
+    "the text ends before the value does": _WHOLE_ROWS,
+    "a comma that nothing follows": "Remove it on every such line.",
+    "the text of a Python object": "Write the rows with json.dumps.",
+}
+"""The usual mistakes that the messages of Python's reader do not name, with what to do if a whole file has them."""
 _BETWEEN_ROWS = re.compile(r"[\s,]*")
 _STRAY_COMMA = re.compile(r",\s*([}\]]|$)")
 _LONGEST_CELL = 2**31 - 1
@@ -45,8 +49,8 @@ class RawRow:
     takes encoded rows of one number for the answers of one example."""
     value: Any
     problem: str | None = None
-    is_layout: bool = False
-    """Whether every line of the file is likely to have this problem."""
+    advice: str = ""
+    """What to do if the first row has this problem, because every row is then likely to have it."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +142,9 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
                 row = parse_line(number, line)
-                if is_first and (row.is_layout or isinstance(row.value, list)):
-                    raise DataError(f"{label}:{number}: {row.problem or 'a list'}. {_LINES_EXPECTED}")
+                advice = _WHOLE_ROWS if isinstance(row.value, list) else row.advice
+                if is_first and advice:
+                    raise DataError(f"{label}:{number}: {row.problem or 'a list; expected an object'}. {advice}")
                 is_first = False
                 yield row
 
@@ -151,9 +156,9 @@ def parse_line(number: int, line: bytes) -> RawRow:
     except UnicodeDecodeError as error:
         problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8"
     except json.JSONDecodeError as error:
-        cause = _explained(error)
-        problem = f"not JSON: {cause.msg} at column {error.colno}; expected one JSON object per line"
-        return RawRow(number, None, problem, is_layout=cause is not error)
+        cause = _usual_cause(error) or error.msg
+        problem = f"not JSON: {cause} at column {error.colno}; expected one JSON object per line"
+        return RawRow(number, None, problem, _ADVICE.get(cause, ""))
     except _DuplicateKeyError as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
@@ -161,18 +166,15 @@ def parse_line(number: int, line: bytes) -> RawRow:
     return RawRow(number, None, problem)
 
 
-def _explained(error: json.JSONDecodeError) -> json.JSONDecodeError:
-    """Return an error that names a usual mistake which the message of Python's reader does not; else the same error."""
+def _usual_cause(error: json.JSONDecodeError) -> str:
+    """Return the mistake of `_ADVICE` that explains an error; empty if none does."""
     text, position = error.doc, error.pos
+    too_short, comma, is_python = _ADVICE
     if not text[position:].strip():
-        cause = "the text ends too early"
-    elif _STRAY_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
-        cause = "a comma that nothing follows"
-    elif text.startswith(("'", "None", "True", "False"), position):
-        cause = "the text of a Python object, which json.dumps writes as JSON"
-    else:
-        return error
-    return json.JSONDecodeError(cause, text, position)
+        return too_short
+    if _STRAY_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
+        return comma
+    return is_python if text.startswith(("'", "None", "True", "False"), position) else ""
 
 
 class _DuplicateKeyError(ValueError):
@@ -209,8 +211,8 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
     except _DuplicateKeyError as error:
         raise DataError(f"{label}:{_line_of_bad_row(text, start.end())}: in this row, {error}.") from None
     except (ValueError, RecursionError) as error:  # a JSONDecodeError names line and column
-        why = _explained(error) if isinstance(error, json.JSONDecodeError) else error
-        raise DataError(f"{label} is not JSON ({why}). {_JSON_EXPECTED}") from None
+        cause = isinstance(error, json.JSONDecodeError) and _usual_cause(error)
+        raise DataError(f"{label} is not JSON ({f'{cause}: ' if cause else ''}{error}). {_JSON_EXPECTED}") from None
     if isinstance(rows, dict):
         if list(rows) != ["data"]:
             raise DataError(f"{label} has the keys {', '.join(rows)}. {_JSON_EXPECTED}")
@@ -238,11 +240,8 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
             header = next(cells, [])
             other = next((one for one in ";\t|," if separator is None and len(header) == 1 and one in header[0]), None)
             if other is not None:
-                separator = "tab" if other == "\t" else f"'{other}'"
-                raise DataError(
-                    f"{label} has one column, {header[0]!r}. Set data.separator={separator} if it is several, and "
-                    "data.separator=',' if it is one."
-                )
+                shown = "tab" if other == "\t" else f"'{other}'"
+                raise DataError(f"{label} has one column, {header[0]!r}. If it is several, set data.separator={shown}.")
             columns = [name or f"(unnamed column {number})" for number, name in enumerate(header, start=1)]
             twice = [name for name, count in Counter(columns).items() if count > 1]
             if twice:

@@ -76,9 +76,13 @@ def test_files_that_are_read(make_section, put, name, content, keys):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", b"prompt;completion\nq;a\n", "has one column, 'prompt;completion'. Set data.separator=';' if"),
-        ("a.csv", b"prompt\tcompletion\nq\ta\n", "Set data.separator=tab if"),
-        ("a.tsv", TABLE, "Set data.separator=',' if"),
+        (
+            "a.csv",
+            b"prompt;completion\nq;a\n",
+            "has one column, 'prompt;completion'. If it is several, set data.separator=';'.",
+        ),
+        ("a.csv", b"prompt\tcompletion\nq\ta\n", "set data.separator=tab."),
+        ("a.tsv", TABLE, "set data.separator=','."),
         ("a.csv", b"prompt,completion,prompt\nq,a,b\n", "a.csv has the column prompt twice. Rename or remove one"),
         ("a.csv", b"prompt,completion\nq,a\nq,a,b\n", "a.csv row 2: 3 cells, but the header has 2 columns"),
         ("a.csv", b'prompt,completion\nq,"a\nq,b\n', "a.csv cannot be read as csv: unexpected end of data (line 3)"),
@@ -91,15 +95,35 @@ def test_files_that_are_read(make_section, put, name, content, keys):
         ("a.json", lzma.compress(ONE_LIST), "compressed as .xz. Rename it to a.json.xz."),
         ("a.jsonl.gz", gzip.compress(gzip.compress(A)), "a.jsonl.gz holds data that is compressed as .gz"),
         ("a.parquet.gz", gzip.compress(b"PAR1"), "a Parquet file is compressed inside"),
-        ("a.jsonl", json.dumps({"prompt": "q"}, indent=1).encode(), "a.jsonl:1: not JSON: the text ends too early at"),
-        ("a.jsonl", b'\n{"prompt": "q",\n"completion": "a"}\n', "a.jsonl:2: not JSON: the text ends too early"),
-        ("a.jsonl", ONE_LIST, "a.jsonl:1: not JSON: the text ends too early at column 2; expected one JSON object per"),
-        ("a.jsonl", b"[" + A.strip() + b"]", "a.jsonl:1: a list. Expected one JSON object per line, as `jq -c .`"),
+        (
+            "a.jsonl",
+            json.dumps({"prompt": "q"}, indent=1).encode(),
+            "a.jsonl:1: not JSON: the text ends before the value does at",
+        ),
+        (
+            "a.jsonl",
+            b'\n{"prompt": "q",\n"completion": "a"}\n',
+            "a.jsonl:2: not JSON: the text ends before the value does",
+        ),
+        ("a.jsonl", ONE_LIST, "a.jsonl:1: not JSON: the text ends before the value does at column 2; expected"),
+        (
+            "a.jsonl",
+            b"[" + A.strip() + b"]",
+            "a.jsonl:1: a list; expected an object. Write each row on one line, as `jq -c .` does.",
+        ),
         ("a.jsonl", A.strip() + b",\n" + B.strip(), "a.jsonl:1: not JSON: a comma that nothing follows at column"),
         ("a.jsonl", b'{"prompt": "q", }\n', "a.jsonl:1: not JSON: a comma that nothing follows at column 17"),
         ("a.jsonl", A + b'{"prompt": ["q", ]}\n', "a.jsonl:2: not JSON: a comma that nothing follows"),
-        ("a.json", b'[{"prompt": "q"},\n]', "a.json is not JSON (a comma that nothing follows: line 2 column 1"),
-        ("a.jsonl", b"{'prompt': 'q'}\n" * 9, "a.jsonl:1: not JSON: the text of a Python object, which json.dumps"),
+        (
+            "a.json",
+            b'[{"prompt": "q"},\n]',
+            "a.json is not JSON (a comma that nothing follows: Expecting value: line 2 column 1",
+        ),
+        (
+            "a.jsonl",
+            b"{'prompt': 'q'}\n" * 9,
+            "a.jsonl:1: not JSON: the text of a Python object at column 2; expected one JSON object per line. Write",
+        ),
         ("a.jsonl", b'{"prompt": "q", "tools": None}\n', "the text of a Python object"),
         (
             "a.jsonl",
@@ -113,7 +137,7 @@ def test_files_that_are_read(make_section, put, name, content, keys):
             "a.json:3: in this row, the key b is given twice",
         ),
         ("a.json", b'{"prompt": "q", "prompt": "r"}\n', "a.json row 1: the key prompt is given twice"),
-        ("a.json", b'{\n "prompt": "q"\n}\n', "a.json:1: not JSON: the text ends too early"),
+        ("a.json", b'{\n "prompt": "q"\n}\n', "a.json:1: not JSON: the text ends before the value does"),
     ],
 )
 def test_files_that_are_refused_with_the_cause(make_section, put, name, content, message):

@@ -71,7 +71,10 @@ def test_an_empty_json_list_has_no_rows(tmp_path):
     ("text", "message"),
     [
         ('[{"text": "a"},\n{"text": }]', r"a.json is not JSON \(Expecting value: line 2 column 10 "),
-        ('[{"text": "a"}', r"a.json is not JSON \(the text ends too early: line 1 column 15 "),
+        (
+            '[{"text": "a"}',
+            r"a.json is not JSON \(the text ends before the value does: Expecting ',' delimiter: line 1 column 15 ",
+        ),
         ('[{"text": NaN}]', r"a.json is not JSON \(NaN is not a JSON value\)"),
         ('[{"text": "a"}] x', r"Extra data: line 1 column 17 .* or one row per line\. Correct the file"),
         ('{"data": [{"text": "a"}], "version": 1}', r"has the keys data, version\. Expected a list of rows"),
