@@ -297,11 +297,7 @@ def _find_splits(section: DataSection) -> _Splits | None:
 
 
 def _rows_at(key: str, wanted: str | list[str], section: DataSection) -> RowSource:
-    """Return the rows of a file, of the files of a list, or of those that a glob matches.
-
-    Raises:
-        DataError: a file is not there or has an unknown suffix; or those of `data.path` belong to several splits.
-    """
+    """Return the rows of a file, of the files of a list, or of those that a glob matches, or raise a DataError."""
     names = [name for path in as_list(wanted) for name in ([path] if _is_file(path) else _matching(path) or [path])]
     sources: list[FileRows | RemoteRows] = []
     for name in names:
@@ -338,7 +334,9 @@ def _at_address(address: str, section: DataSection) -> _Splits:
 
 
 def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
-    names = sorted(path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file())
+    names = sorted(
+        path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file() and path.name[0] != "."
+    )
     in_subfolders = (path for path in folder.glob("*/*") if suffix_of(path) in SUFFIXES)
     if any(map(_SHARD.search, names)) or (not names and any(in_subfolders)):
         return _dataset("a data set", section, str(folder))

@@ -27,17 +27,14 @@ SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
-_WHOLE_ROWS = "Write each row on one line, as `jq -c .` does. A file that is one list of rows must end in .json."
-_ADVICE = {
-    "the text ends before the value does": _WHOLE_ROWS,
-    "a comma that nothing follows": "Remove it on every such line.",
-    "the text of a Python object": "Write the rows with json.dumps.",
-}
-"""The usual mistakes that the messages of Python's reader do not name, with what to do if a whole file has them."""
+_LINES_EXPECTED = (
+    "Write each row on one line, as json.dumps and `jq -c .` do, without commas between rows. A file that is one list "
+    "of rows must end in .json."
+)
+_USUAL_CAUSES = ("the text ends before the value does", "a comma that nothing follows", "the text of a Python object")
+"""Mistakes that the messages of Python's reader do not name. If the first line has one, so have the others."""
 _BETWEEN_ROWS = re.compile(r"[\s,]*")
 _STRAY_COMMA = re.compile(r",\s*([}\]]|$)")
-_LONGEST_CELL = 2**31 - 1
-"""In characters. Python's default is 131,072; more than a C long holds is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +46,6 @@ class RawRow:
     takes encoded rows of one number for the answers of one example."""
     value: Any
     problem: str | None = None
-    advice: str = ""
-    """What to do if the first row has this problem, because every row is then likely to have it."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +137,9 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
                 row = parse_line(number, line)
-                advice = _WHOLE_ROWS if isinstance(row.value, list) else row.advice
-                if is_first and advice:
-                    raise DataError(f"{label}:{number}: {row.problem or 'a list; expected an object'}. {advice}")
+                problem = "a list; expected an object" if isinstance(row.value, list) else row.problem or ""
+                if is_first and any(cause in problem for cause in ("a list; ", *_USUAL_CAUSES)):
+                    raise DataError(f"{label}:{number}: {problem}. {_LINES_EXPECTED}")
                 is_first = False
                 yield row
 
@@ -158,7 +153,6 @@ def parse_line(number: int, line: bytes) -> RawRow:
     except json.JSONDecodeError as error:
         cause = _usual_cause(error) or error.msg
         problem = f"not JSON: {cause} at column {error.colno}; expected one JSON object per line"
-        return RawRow(number, None, problem, _ADVICE.get(cause, ""))
     except _DuplicateKeyError as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
@@ -167,9 +161,9 @@ def parse_line(number: int, line: bytes) -> RawRow:
 
 
 def _usual_cause(error: json.JSONDecodeError) -> str:
-    """Return the mistake of `_ADVICE` that explains an error; empty if none does."""
+    """Return the one of `_USUAL_CAUSES` that explains an error; empty if none does."""
     text, position = error.doc, error.pos
-    too_short, comma, is_python = _ADVICE
+    too_short, comma, is_python = _USUAL_CAUSES
     if not text[position:].strip():
         return too_short
     if _STRAY_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
@@ -231,7 +225,7 @@ def _line_of_bad_row(text: str, position: int) -> int:
 
 def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]:
     """Read a table of text. Every cell stays the text it is: `007` and `null` too."""
-    csv.field_size_limit(_LONGEST_CELL)
+    csv.field_size_limit(2**31 - 1)  # characters; by default, long texts are refused
     suffix = suffix_of(path)
     delimiter = "\t" if separator == "tab" or (separator is None and suffix == ".tsv") else separator or ","
     with opened(path, label) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
@@ -251,13 +245,10 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
                     yield RawRow(number, None, f"{len(row)} cells, but the header has {len(columns)} columns")
                 else:
                     yield RawRow(number, dict(zip_longest(columns, row[: len(columns)])))
-        except UnicodeDecodeError as error:
-            raise DataError(f"{label} is not UTF-8 text ({error.reason}). Save it as UTF-8.") from None
-        except csv.Error as error:
-            line = cells.line_num
-            raise DataError(
-                f"{label} cannot be read as {suffix[1:]}: {error} (line {line}). Correct the file."
-            ) from None
+        except (UnicodeDecodeError, csv.Error) as error:
+            where = f" (line {cells.line_num})" if isinstance(error, csv.Error) else ""
+            what = f"{label} cannot be read as {suffix[1:]}{where}: {error}"
+            raise DataError(f"{what}. Correct the file, and save it as UTF-8.") from None
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:

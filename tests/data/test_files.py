@@ -85,9 +85,13 @@ def test_files_that_are_read(make_section, put, name, content, keys):
         ("a.tsv", TABLE, "set data.separator=','."),
         ("a.csv", b"prompt,completion,prompt\nq,a,b\n", "a.csv has the column prompt twice. Rename or remove one"),
         ("a.csv", b"prompt,completion\nq,a\nq,a,b\n", "a.csv row 2: 3 cells, but the header has 2 columns"),
-        ("a.csv", b'prompt,completion\nq,"a\nq,b\n', "a.csv cannot be read as csv: unexpected end of data (line 3)"),
+        ("a.csv", b'prompt,completion\nq,"a\nq,b\n', "a.csv cannot be read as csv (line 3): unexpected end of data"),
         ("a.csv", TABLE.decode().encode("utf-16"), "a.csv is text in UTF-16; expected UTF-8"),
-        ("a.csv", b"prompt,completion\nq,\xe4\n", "a.csv is not UTF-8 text"),
+        (
+            "a.csv",
+            b"prompt,completion\nq,\xe4\n",
+            "a.csv cannot be read as csv: 'utf-8' codec can't decode byte 0xe4",
+        ),
         ("a.jsonl", (A + B).decode().encode("utf-16"), "a.jsonl is text in UTF-16; expected UTF-8"),
         ("a.jsonl", (A + B).decode().encode("utf-16-le"), "a.jsonl is text in UTF-16; expected UTF-8"),
         ("a.json", ONE_LIST.decode().encode("utf-16"), "a.json is text in UTF-16; expected UTF-8"),
@@ -109,7 +113,7 @@ def test_files_that_are_read(make_section, put, name, content, keys):
         (
             "a.jsonl",
             b"[" + A.strip() + b"]",
-            "a.jsonl:1: a list; expected an object. Write each row on one line, as `jq -c .` does.",
+            "a.jsonl:1: a list; expected an object. Write each row on one line",
         ),
         ("a.jsonl", A.strip() + b",\n" + B.strip(), "a.jsonl:1: not JSON: a comma that nothing follows at column"),
         ("a.jsonl", b'{"prompt": "q", }\n', "a.jsonl:1: not JSON: a comma that nothing follows at column 17"),
@@ -174,7 +178,13 @@ def test_the_separator_decides_what_is_encoded(make_section, put):
     assert load_examples(make_section(mixture=mixture)).train[1].contents[-1] == "z"
 
 
-PARTS = {"p/part-9.jsonl": A, "p/part-10.jsonl": B, "p/part-11.csv": TABLE, "p/README.md": b"text"}
+PARTS = {
+    "p/part-9.jsonl": A,
+    "p/part-10.jsonl": B,
+    "p/part-11.csv": TABLE,
+    "p/README.md": b"text",
+    "p/._part-9.jsonl": b"\0",
+}
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def test_a_changed_table_is_read_anew(tmp_path):
 def test_a_table_that_cannot_be_read_is_a_data_error(tmp_path, name):
     path = tmp_path / name
     path.write_text('text\n"a\nb,c\n' if name == "a.csv" else "PAR1 no")
-    with pytest.raises(DataError, match=rf"{name} cannot be read as {path.suffix[1:]}: "):
+    with pytest.raises(DataError, match=rf"{name} cannot be read as {path.suffix[1:]}.*: "):
         values(path)
 
 
