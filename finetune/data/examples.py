@@ -138,8 +138,9 @@ def _matching(pattern: str) -> list[str]:
 
 
 def _not_there(key: str, path: str) -> str:
-    kinds = "matching file" if is_list_or_glob(path) else "such file or folder" if key == "path" else "such file"
-    return f"data.{key} is {path}, but there is no {kinds}. Correct the path."
+    if is_list_or_glob(path):
+        return f"data.{key} is {path}, but no file that ends in {', '.join(SUFFIXES)} matches it. Correct the path."
+    return f"data.{key} is {path}, but there is no such file{' or folder' if key == 'path' else ''}. Correct the path."
 
 
 def is_hub_id(path: str) -> bool:

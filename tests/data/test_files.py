@@ -51,6 +51,7 @@ def answers(examples) -> str:
         ("a.csv", b",prompt,completion\n0,q,a\n1,q,b\n", {}),
         ("a.csv", b"prompt,completion,\nq,a,\nq,b,\n", {}),
         ("a.csv", b"prompt,completion\nq,a,\nq,b,,\n", {}),
+        ("a.csv", b'prompt,completion\n3.5" disk,a\n"q, ""r""",b\n', {}),
         ("a.csv", b"prompt;completion\nq;a\nq;b\n", {"separator": ";"}),
         ("a.csv", b"prompt\tcompletion\nq\ta\nq\tb\n", {"separator": "tab"}),
         ("a.tsv", b"prompt\tcompletion\nq\ta\nq\tb\n", {}),
@@ -233,11 +234,14 @@ def test_the_files_of_each_split(make_section, put, files, keys, train, validati
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"path": "p/*.csv"}, "data.path is p/*.csv, but there is no matching file"),
-        ({"path": "p/*.txt"}, "data.path is p/*.txt, but there is no matching file"),
+        ({"path": "p/*.csv"}, "data.path is p/*.csv, but no file that ends in .jsonl, .ndjson, .json, .csv,"),
+        ({"path": "p/*.txt"}, "data.path is p/*.txt, but no file that ends in .jsonl, .ndjson, .json, .csv,"),
         ({"path": ["p/a.jsonl", "p/gone.jsonl"]}, "data.path is p/gone.jsonl, but there is no such file"),
         ({"path": ["p/a.jsonl", "p"]}, "p ends in nothing; expected one of .jsonl, .ndjson, .json"),
-        ({"path": "p/a.jsonl", "validation": "p/b*"}, "data.validation is p/b*, but there is no matching file"),
+        (
+            {"path": "p/a.jsonl", "validation": "p/b*"},
+            "data.validation is p/b*, but no file that ends in .jsonl, .ndjson, .json, .csv,",
+        ),
         ({"path": "p/*"}, "data.path is p/*, which has test files. Give their folder, or name the files of each"),
         ({"path": ["p/a.jsonl", "p/test.jsonl"]}, "data.path is p/a.jsonl and 1 more, which has test files"),
         ({"path": "p"}, "data.path is p: a folder with a, test, but no train. Name the split to train on"),
