@@ -11,8 +11,9 @@ import typer
 
 from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_overrides
 from finetune.config.compose import compose, list_configs
-from finetune.config.config_files import GROUPS, is_path
+from finetune.config.config_files import GROUPS, is_list_or_glob, is_path
 from finetune.config.render import commented_run_file
+from finetune.config.schema import as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
@@ -100,20 +101,20 @@ def _existing(group: str, answer: str) -> str:
     """Refuse a name that is neither a config with a path of its own, nor a path that exists, nor a hub id."""
     try:
         path = getattr(compose([f"{group}={answer}"], complete=False), group).path
-        where = Path(resolve_shipped(path or "")).expanduser()
+        where = Path(resolve_shipped(name_files(path))).expanduser()
     except ConfigError as error:
         raise typer.BadParameter(str(error).removeprefix("command line: ")) from None
     if path is None:
         raise typer.BadParameter(f"{answer} leaves {group}.path open. Give a path or a hub id.")
-    if not where.exists() and not is_address(path):
+    if not is_list_or_glob(answer) and not where.exists() and not is_address(path):
         if path.startswith((".", "/", "~")) or path.count("/") != 1 or suffix_of(where) in SUFFIXES:
             raise typer.BadParameter(f"there is no file or folder {path} (looked in {Path.cwd()}).")
         say(f"{path} is not a folder here: it is read from the Hugging Face Hub.")
     return answer
 
 
-def _default_place(data_path: str | None) -> str:
-    name = Path((data_path or DEFAULT_TASK).removeprefix("shipped:")).name
+def _default_place(data_path: str | list[str] | None) -> str:
+    name = Path((as_list(data_path) or [DEFAULT_TASK])[0].removeprefix("shipped:")).name
     return f"runs/{name.partition('.')[0] or DEFAULT_TASK}"
 
 

@@ -14,7 +14,6 @@ from finetune.logs import configure_logs
 from finetune.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
-    from finetune.config.schema import DataSection
     from finetune.runs.recorded_run import RecordedRun
 
 STYLES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "magenta", "preempted": "magenta"}
@@ -59,13 +58,9 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "started": run.started,
         "finished": run.finished,
         "model": config.model.path or config.model.init if config else None,
-        "data": _rows_of(config.data) if config else None,
+        "data": (config.data.label or None) if config else None,
         "world_size": world_size if type(world_size) is int else None,
     }
-
-
-def _rows_of(section: DataSection) -> str | None:
-    return "mixture" if section.mixture else section.path or section.train
 
 
 def _row(run: dict[str, Any]) -> list[str | tuple[str, str]]:

@@ -15,10 +15,11 @@ path has the precedence of a group file in its place, but it wins over all group
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
 
@@ -172,13 +173,16 @@ def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[st
 
 
 def _with_keys(overrides: Sequence[str], problems: list[str]) -> list[str]:
-    """Write a file of rows as `data=FILE`, and refuse a second choice of the data, which would win unseen."""
+    """Write files of rows as `data=FILE` or a list, and refuse a second choice of the data, which would win unseen."""
     files = [override for override in overrides if "=" not in override and is_file_of_rows(override)]
     others = [override for override in overrides if override.startswith("data=")]
-    if files and len(files + others) > 1:
+    if files and others:
         several = " and ".join(files + others)
         problems.append(f"{COMMAND_LINE}: {several}: choose the data once. For several sources write data.mixture=[…].")
-    return [f"data={override}" if override in files else override for override in overrides]
+    if not files:
+        return list(overrides)
+    data = files[0] if len(files) == 1 else json.dumps(files, ensure_ascii=False)  # a shell expands *.jsonl
+    return [f"data={data}", *(override for override in overrides if override not in files)]
 
 
 def _how_to_write(override: str) -> str:
@@ -198,7 +202,10 @@ def _read_groups(choices: Mapping[str, _Choice], problems: list[str]) -> list[li
 def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     """Read the settings of a chosen file in today's spelling, or set the section's path."""
     if is_path(group, choice.name):
-        return [Setting(key=(group, "path"), value=choice.name, origin=f"{choice.place}: {group}={choice.name}")]
+        origin = f"{choice.place}: {group}={choice.name}"
+        if group == "data" and choice.name.startswith("["):
+            return [replace(it, origin=origin) for it in read_value((group, "path"), choice.name, [], as_text=True)]
+        return [Setting(key=(group, "path"), value=choice.name, origin=origin)]
     path = find_file(group, choice.name, choice.place, problems)
     if path is None:
         return []
@@ -211,7 +218,9 @@ def _with_groups(settings: list[Setting]) -> _Asked:
     found = _Asked()
     for setting in settings:
         name = setting.value if isinstance(setting.value, str) else setting.text
-        if setting.dotted in GROUPS and setting.value is not None and name:
+        if setting.dotted == "data" and isinstance(setting.value, list):
+            found.settings.append(replace(setting, key=("data", "path")))
+        elif setting.dotted in GROUPS and setting.value is not None and name:
             found.groups[setting.dotted] = _Choice(name, setting.origin)
         else:
             found.settings.append(setting)

@@ -35,14 +35,20 @@ def is_path(group: str, name: str) -> bool:
     """
     if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in _named_files(group):
         return False
-    return "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or _is_here(name)
+    is_several = group == "data" and is_list_or_glob(name)
+    return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or _is_here(name)
+
+
+def is_list_or_glob(name: str) -> bool:
+    """Whether a name is several files of rows, ``[a.jsonl, b.jsonl]`` or ``*.jsonl``, and not an address."""
+    return name.startswith("[") or ("://" not in name and ("*" in name or "?" in name))
 
 
 def is_file_of_rows(argument: str) -> bool:
-    """Whether an argument without a key is a file other than a run file: ``finetune train chats.jsonl``."""
+    """Whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
     if argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES):
         return False
-    return _is_here(argument) and Path(argument).expanduser().is_file()
+    return is_list_or_glob(argument) or (_is_here(argument) and Path(argument).expanduser().is_file())
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:

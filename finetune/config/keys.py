@@ -53,7 +53,7 @@ def section_class(name: str) -> type[Section] | None:
 
 
 def takes_text(dotted: str) -> bool:
-    """Whether a key takes only text, or text and null."""
+    """Whether a key takes only text, or text, a list of texts and null."""
     field = fields().get(dotted)
     return field is not None and _is_text(field.annotation)
 
@@ -100,8 +100,9 @@ def _alternatives(annotation: object) -> tuple[object, ...]:
 
 def _is_text(annotation: object) -> bool:
     kinds = [kind for kind in _alternatives(annotation) if kind is not NoneType]
-    return all(
-        kind is str or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))
+    return kinds != [list[str]] and all(
+        kind in (str, list[str])
+        or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))
         for kind in kinds
     )
 

@@ -161,31 +161,33 @@ ROW_COLUMNS = (
 )
 """The columns that rows are read from, which are the keys of `data.columns`."""
 
-SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "columns", "max_rows")
+SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "separator", "columns", "max_rows")
 """The keys of the data section that each source of `data.mixture` may set, besides its `weight`."""
 
 
 class DataSection(Section):
     """The rows to train, validate and test on, and how they become tokens."""
 
-    path: RowKey[str | None] = None
-    """A JSONL, JSON, CSV or Parquet file, a folder of them, the address of either, a hub id, or `shipped:orders`."""
+    path: RowKey[str | list[str] | None] = None
+    """A JSONL, JSON, CSV or Parquet file, a list or glob of them, a folder, an address, a hub id, `shipped:orders`."""
     mixture: RowKey[list[dict[str, Any]]] = Field(default_factory=list)
     """Several sources instead of `path`: `[{path: a.jsonl, weight: 2}, {path: b.jsonl}]`; weight 2: twice an epoch."""
     name: RowKey[str | None] = None
     """The configuration of a hub data set that has more than one."""
     revision: RowKey[str | None] = None
     """Branch, tag or commit of a hub data set."""
-    train: RowKey[str | None] = None
-    """A file, or the name of a split at `path`. Default: the split `train`, or all rows of a single file."""
-    validation: RowKey[str | None] = None
-    """A file, a split at `path`, or how many training rows (`5%`, `200`). Default: the split of that name."""
-    test: RowKey[str | None] = None
-    """A file, a split at `path`, or how many training rows. Default: the split of that name, if there is one."""
+    train: RowKey[str | list[str] | None] = None
+    """Files, or the name of a split at `path`. Default: the split `train`, or all rows of a single file."""
+    validation: RowKey[str | list[str] | None] = None
+    """Files, a split at `path`, or how many training rows (`5%`, `200`). Default: the split of that name."""
+    test: RowKey[str | list[str] | None] = None
+    """Files, a split at `path`, or how many training rows. Default: the split of that name, if there is one."""
     split_seed: RowKey[Annotated[int, Field(ge=0, lt=2**63)]] = 0
     """Chooses the rows that are held out. Runs that differ in `seed` are therefore tested on the same rows."""
     format: RowKey[Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "text"]] = "auto"
     """The format of a row; auto: recognise it by the columns."""
+    separator: RowKey[Literal[",", ";", "|", "tab"] | None] = None
+    """What separates the cells of CSV files. Default: a comma, and in .tsv files a tab."""
     columns: RowKey[dict[str, str]] = Field(default_factory=dict)
     """The names of the columns in these rows: `{prompt: question, completion: answer}`."""
     train_on: RowKey[Literal["all", "last", "each_turn"]] = "all"
@@ -236,6 +238,22 @@ class DataSection(Section):
         for number, source in enumerate(value):
             _check_source(source, f"[{number}]")
         return value
+
+    @property
+    def label(self) -> str:
+        """The rows as messages name them. Empty if no key names them."""
+        return "mixture" if self.mixture else name_files(self.path or self.train)
+
+
+def as_list(files: str | list[str] | None) -> list[str]:
+    """Return the paths of a key that takes one or several."""
+    return files if isinstance(files, list) else [files] if files else []
+
+
+def name_files(files: str | list[str] | None) -> str:
+    """Name a file, or the first of a list and the number of the others, in messages."""
+    first, *others = as_list(files) or [""]
+    return f"{first} and {len(others)} more" if others else first
 
 
 def _check_source(source: dict[str, Any], place: str) -> None:

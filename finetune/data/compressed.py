@@ -15,46 +15,49 @@ from finetune.runs.durable import describe_os_error
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 """The module that opens each. The package zstandard is no choice for the last: it takes a file that was cut short for a
 whole one."""
+_FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
 def suffix_of(path: PurePath | str) -> str:
-    """Return the suffix that says what a file holds: `.jsonl` for `rows.jsonl` and for `rows.jsonl.gz`."""
+    """Return the suffix that says what a file holds, in lower case: `.jsonl` for `rows.jsonl` and `rows.JSONL.gz`."""
     path = PurePath(path)
-    return PurePath(path.stem).suffix if path.suffix in _MODULES else path.suffix
+    return (PurePath(path.stem) if is_compressed(path) else path).suffix.lower()
 
 
 def suffixes_of(path: PurePath | str) -> str:
     """Return the suffixes that say how to read a file: `.jsonl.gz` for `rows.jsonl.gz`."""
     path = PurePath(path)
-    return suffix_of(path) + (path.suffix if is_compressed(path) else "")
+    return suffix_of(path) + (path.suffix.lower() if is_compressed(path) else "")
 
 
 def stem_of(path: PurePath) -> str:
     """Return the name of a file without its suffixes."""
-    return PurePath(path.stem).stem if path.suffix in _MODULES else path.stem
+    return PurePath(path.stem).stem if is_compressed(path) else path.stem
 
 
 def is_compressed(path: PurePath) -> bool:
     """Whether the suffix of a file says that it is compressed."""
-    return path.suffix in _MODULES
+    return path.suffix.lower() in _MODULES
 
 
 @contextlib.contextmanager
 def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
-    """Open a file, through its compression if it has one. Memory does not grow with its size.
+    """Open a file of UTF-8 text, through its compression if it has one. Memory does not grow with its size.
 
     Raises:
-        DataError: also inside the block: it cannot be read, is cut short or damaged, or a package is missing.
+        DataError: also inside the block: the file cannot be read, is cut short or damaged, or a package is missing. Or
+            its first bytes are those of compressed data or of UTF-16.
     """
     if not is_compressed(path):
         try:
             with path.open("rb") as file:
+                _refuse_other_bytes(file, label)
                 yield file
         except OSError as error:
             raise _cannot_be_read(label, error) from error
         return
     try:
-        module = importlib.import_module(_MODULES[path.suffix])
+        module = importlib.import_module(_MODULES[path.suffix.lower()])
     except ModuleNotFoundError:
         raise DataError(
             f"{label} is compressed with Zstandard, which needs the package backports.zstd. Run "
@@ -63,6 +66,7 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     own = tuple(getattr(module, name) for name in ("LZMAError", "ZstdError") if hasattr(module, name))
     try:
         with module.open(path, "rb") as file:
+            _refuse_other_bytes(file, label)
             yield file
     except (EOFError, OSError, zlib.error, *own) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the package
@@ -71,6 +75,16 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
             f"{label} cannot be decompressed ({error}): it is cut short, damaged, or no {path.suffix} file. Copy or "
             "compress it again."
         ) from error
+
+
+def _refuse_other_bytes(file: IO[bytes], label: str) -> None:
+    start = file.read(4)
+    file.seek(0)
+    suffix = next((suffix for first_bytes, suffix in _FIRST_BYTES.items() if start.startswith(first_bytes)), None)
+    if suffix is not None:
+        raise DataError(f"{label} holds data that is compressed as {suffix}. Rename it to {label}{suffix}.")
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in start:
+        raise DataError(f"{label} is text in UTF-16; expected UTF-8. Convert it: `iconv -f UTF-16 -t UTF-8`.")
 
 
 def _cannot_be_read(label: str, error: OSError) -> DataError:

@@ -7,18 +7,21 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from glob import glob
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from finetune.config.schema import DataSection
+from finetune.config.config_files import is_list_or_glob
+from finetune.config.schema import DataSection, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
 from finetune.data.formats import Reads
 from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
-from finetune.data.remote import RemoteRows, RowSource, is_address, local_path, name_of, names_at
+from finetune.data.remote import JoinedRows, RemoteRows, RowSource, is_address, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
+from finetune.data.split_files import SPLIT_NAMES, files_of_splits, in_order
 from finetune.data.subset_names import names_of_sources
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
@@ -27,10 +30,9 @@ from finetune.terminal import without_passwords
 
 _log = logging.getLogger(__name__)
 
-SPLIT_NAMES = {"train": ("train",), "validation": ("validation", "valid", "dev"), "test": ("test",)}
-"""The splits of a run and their usual names. `data.train`, `data.validation` and `data.test` override them."""
-
 _ONE_FILE = "one file"
+_FILES = "a list of files"
+_PARTS = "a folder of parts"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.")
 """In the names of the files of a downloaded data set: `train-00000-of-00002.parquet`."""
@@ -59,6 +61,8 @@ class _Splits:
     names: Sequence[str]
     open_split: Callable[[str], RowSource]
     has_slices: bool = False
+    not_read: Sequence[str] = ()
+    """The files of a folder that belong to no split of the run."""
 
     def has(self, name: str) -> bool:
         return (name.partition("[")[0] if self.has_slices else name) in self.names
@@ -84,32 +88,31 @@ def missing_here(section: DataSection) -> list[str]:
     """Describe each file and folder that the data section names on this machine and that is not there."""
     missing = []
     for source in _sources_of(section):
-        path = source.path
-        if path is not None and not (is_address(path) or is_hub_id(path)) and not _is_here(path):
-            missing.append(_no_such_path(path))
-        for split in SPLIT_NAMES:
-            wanted = getattr(source, split)
-            if wanted is not None and suffix_of(wanted) in SUFFIXES and not (is_address(wanted) or _is_here(wanted)):
-                missing.append(_no_such_file(split, wanted))
+        for key in ("path", *SPLIT_NAMES):
+            for name in as_list(getattr(source, key)):
+                may_be_other = is_hub_id(name) if key == "path" else suffix_of(name) not in SUFFIXES
+                if not (may_be_other or is_address(name) or _is_here(name)):
+                    missing.append(_not_there(key, name))
     return list(dict.fromkeys(missing))
 
 
 def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
     """Refuse files that are not there or cannot be read, before anything is downloaded. The hub is not asked.
 
-    With `reads`, the first row of a JSON file must also have the columns of a format that this objective reads.
+    With `reads`, the first row of a JSON or CSV file must also have the columns of a format that this objective reads.
 
     Raises:
         ConfigError: see `load_examples`.
         DataError: a file or a folder is not there, cannot be read, or has rows of no known format.
     """
     for source in _sources_of(section):
-        if source.path is not None and is_hub_id(source.path):
+        if any(map(is_hub_id, as_list(source.path))):
             continue
         for rows in _find_sources(source).sources.values():
-            if isinstance(rows, (FileRows, RemoteRows)):
+            if isinstance(rows, (FileRows, RemoteRows, JoinedRows)):
                 rows.check()
-            if reads is not None and isinstance(rows, FileRows) and suffix_of(rows.path) in (".jsonl", ".json"):
+            first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
+            if reads is not None and rows and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
                 _as_examples(rows, source, reads).check_format()
 
 
@@ -119,7 +122,7 @@ def _sources_of(section: DataSection) -> list[DataSection]:
 
 def _is_here(path: str) -> bool:
     try:
-        return local_path(resolve_shipped(path)).exists()
+        return local_path(resolve_shipped(path)).exists() or bool(_matching(path))
     except OSError:
         return True  # it may not be read; reading it raises an error that says so
 
@@ -131,12 +134,16 @@ def _is_file(path: str) -> bool:
         return False  # it may not be looked at
 
 
-def _no_such_path(path: str) -> str:
-    return f"data.path is {path}, but there is no such file or folder. Correct the path."
+def _matching(pattern: str) -> list[str]:
+    """Return the files of rows that a glob matches, in order."""
+    found = glob(str(local_path(pattern)), recursive=True) if is_list_or_glob(pattern) else []  # noqa: PTH207
+    return in_order(name for name in found if suffix_of(name) in SUFFIXES and _is_file(name))
 
 
-def _no_such_file(split: str, path: str) -> str:
-    return f"data.{split} is {path}, but there is no such file. Correct the path."
+def _not_there(key: str, path: str) -> str:
+    if is_list_or_glob(path):
+        return f"data.{key} is {path}, but no file that ends in {', '.join(SUFFIXES)} matches it. Correct the path."
+    return f"data.{key} is {path}, but there is no such file{' or folder' if key == 'path' else ''}. Correct the path."
 
 
 def is_hub_id(path: str) -> bool:
@@ -151,8 +158,8 @@ def _load_mixture(section: DataSection, reads: Reads) -> ExampleSplits:
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
     for split in ("validation", "test"):
         wanted = getattr(section, split)
-        if wanted is not None and suffix_of(wanted) in SUFFIXES:
-            parts[split] = [_as_examples(_named_split(split, wanted, None, section.cache_dir), section, reads)]
+        if isinstance(wanted, list) or (wanted is not None and suffix_of(wanted) in SUFFIXES):
+            parts[split] = [_as_examples(_named_split(split, wanted, None, section), section, reads)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
         of_source = _load_source(_section_of(section, source_keys), reads, without=named_for_all)
@@ -166,7 +173,7 @@ def _load_mixture(section: DataSection, reads: Reads) -> ExampleSplits:
 def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
     """Return the section of one source of a mixture."""
     keys = {
-        key: str(value) if key in SPLIT_NAMES and value is not None else value
+        key: str(value) if key in SPLIT_NAMES and isinstance(value, (int, float)) else value
         for key, value in source.items()
         if key != "weight"
     }
@@ -179,6 +186,11 @@ def _load_source(section: DataSection, reads: Reads, without: Collection[str] = 
     for split, source in sources.items():
         if source is None:
             _log.info("%s is off: %s", split, _why_off(split, at_path))
+        if isinstance(source, JoinedRows):
+            _log.info("%s: the files in this order: %s", split, ", ".join(part.label for part in source.parts))
+    if at_path is not None and at_path.not_read:
+        names = ", ".join(at_path.not_read)
+        _log.warning("%s: in no split, and not read unless a key of data names them: %s", at_path.label, names)
     found = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
     return _hold_out(found, sizes, section.split_seed) if sizes else found
 
@@ -196,15 +208,15 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         at_path = _find_splits(section)
     except OSError as error:
         raise DataError(f"data.path is {section.path}, which cannot be read: {describe_os_error(error)}.") from error
-    if at_path is not None and at_path.what == _ONE_FILE and section.train is not None:
+    if at_path is not None and at_path.what in (_ONE_FILE, _FILES) and section.train is not None:
         raise ConfigError(
-            f"data.path is the file {section.path} and data.train is {section.train}: both name the training "
-            "data. Remove one of the two."
+            f"data.path is {name_files(section.path)} and data.train is {name_files(section.train)}: both name the "
+            "training data. Remove one of the two."
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     sizes = {split: size for split, text in wanted.items() if (size := _size_of(split, text, at_path)) is not None}
     sources = {
-        split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section.cache_dir)
+        split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section)
         for split, text in wanted.items()
         if split not in sizes
     }
@@ -216,9 +228,9 @@ def _as_examples(source: RowSource, section: DataSection, reads: Reads) -> Examp
     return Examples(source, section.format, section.columns, section.max_rows, reads=reads, drops=drops)
 
 
-def _size_of(split: str, text: str | None, at_path: _Splits | None) -> SplitSize | None:
+def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) -> SplitSize | None:
     """Return the size of a split that is held out of the training rows; None if `text` names a split or a file."""
-    if split == "train" or text is None or (at_path is not None and at_path.has(text)) or _is_file(text):
+    if split == "train" or not isinstance(text, str) or (at_path is not None and at_path.has(text)) or _is_file(text):
         return None
     return parse_split_size(text, split)
 
@@ -231,23 +243,21 @@ def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], seed: int
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:
-    if at_path is None or at_path.what == _ONE_FILE:
-        return (
-            f"the data is one file, which is all for training; data.{split} can name another file or a fraction (0.05)"
-        )
+    if at_path is None or at_path.what in (_ONE_FILE, _FILES):
+        what = _ONE_FILE if at_path is None else at_path.what
+        return f"the data is {what}, which is all for training; data.{split} can name another file or a fraction (0.05)"
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
-def _named_split(split: str, wanted: str, at_path: _Splits | None, cache_dir: str) -> RowSource:
-    if at_path is not None and at_path.has(wanted):
+def _named_split(split: str, wanted: str | list[str], at_path: _Splits | None, section: DataSection) -> RowSource:
+    if isinstance(wanted, str) and at_path is not None and at_path.has(wanted):
         return at_path.open_split(wanted)
+    if isinstance(wanted, list) or suffix_of(wanted) in SUFFIXES or is_list_or_glob(wanted) or _is_file(wanted):
+        return _rows_at(split, wanted, section)
     if is_address(wanted):
-        return RemoteRows(f"data.{split}", wanted, cache_dir)
-    path = local_path(wanted)
-    if _is_file(wanted) or (suffix_of(path) in SUFFIXES and _is_here(wanted)):
-        return _file_rows(path, wanted)
-    if suffix_of(path) in SUFFIXES or at_path is None:
-        raise DataError(_no_such_file(split, wanted))
+        return RemoteRows(f"data.{split}", wanted, section.cache_dir, section.separator)
+    if at_path is None:
+        raise DataError(_not_there(split, wanted))
     raise DataError(
         f"data.{split} is {wanted}, which is neither a file nor a split of {at_path.label} ({at_path.what} with "
         f"{', '.join(at_path.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
@@ -271,50 +281,80 @@ def _default_split(split: str, at_path: _Splits | None) -> RowSource | None:
 def _find_splits(section: DataSection) -> _Splits | None:
     if section.path is None:
         return None
+    if isinstance(section.path, list) or (is_list_or_glob(section.path) and not _is_file(section.path)):
+        joined = _rows_at("path", section.path, section)
+        return _Splits(_FILES, joined.label, ["train"], lambda _: joined)
     if is_address(section.path):
-        return _at_address(section.path, section.cache_dir)
+        return _at_address(section.path, section)
     path = local_path(resolve_shipped(section.path))
     is_saved = (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
     if path.is_file():
-        source = _file_rows(path, section.path)
+        source = _rows_at("path", section.path, section)
         return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
     if is_saved:
         return _saved_datasets(path, section.path)
     if path.is_dir():
         return _local_folder(section, path, section.path)
     if not is_hub_id(section.path):
-        raise DataError(_no_such_path(section.path))
+        raise DataError(_not_there("path", section.path))
     _log.info("data.path %s is not a file or folder here; asking the hub for it", section.path)
     return _dataset("a hub data set", section, section.path)
 
 
-def _file_rows(path: Path, label: str) -> FileRows:
-    if suffix_of(path) not in SUFFIXES:
-        raise DataError(f"{label} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
-    return FileRows(path, label)
+def _rows_at(key: str, wanted: str | list[str], section: DataSection) -> RowSource:
+    """Return the rows of a file, of the files of a list, or of those that a glob matches, or raise a DataError."""
+    names = [name for path in as_list(wanted) for name in ([path] if _is_file(path) else _matching(path) or [path])]
+    sources: list[FileRows | RemoteRows] = []
+    for name in names:
+        path = local_path(resolve_shipped(name))
+        if is_address(name):
+            sources.append(RemoteRows(f"data.{key}", name, section.cache_dir, section.separator))
+        elif not _is_here(name):
+            raise DataError(_not_there(key, name))
+        elif suffix_of(path) not in SUFFIXES:
+            raise DataError(f"{name} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
+        else:
+            sources.append(FileRows(path, name, separator=section.separator))
+    if names == [wanted]:
+        return sources[0]
+    splits = files_of_splits(names)
+    if key == "path" and splits.keys() != {"train"}:
+        raise DataError(
+            f"data.path is {name_files(wanted)}, which has {', '.join(splits)} files. Give their folder, or name the "
+            "files of each split: data.train=[…] data.validation=[…]."
+        )
+    return JoinedRows(sources, name_files(wanted))
 
 
-def _at_address(address: str, cache_dir: str) -> _Splits:
+def _at_address(address: str, section: DataSection) -> _Splits:
     if suffix_of(name_of(address)) in SUFFIXES:
-        source = RemoteRows("data.path", address, cache_dir)
+        source = _rows_at("path", address, section)
         return _Splits(_ONE_FILE, source.label, ["train"], lambda _: source)
     found = names_at("data.path", address)
     return _split_folder(
-        without_passwords(address), list(found), lambda name: RemoteRows("data.path", found[name], cache_dir)
+        without_passwords(address),
+        list(found),
+        lambda name: RemoteRows("data.path", found[name], section.cache_dir, section.separator),
     )
 
 
 def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
-    names = sorted(path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file())
+    names = sorted(
+        path.name for path in folder.iterdir() if suffix_of(path) in SUFFIXES and path.is_file() and path.name[0] != "."
+    )
     in_subfolders = (path for path in folder.glob("*/*") if suffix_of(path) in SUFFIXES)
     if any(map(_SHARD.search, names)) or (not names and any(in_subfolders)):
         return _dataset("a data set", section, str(folder))
-    return _split_folder(label, names, lambda name: FileRows(folder / name, f"{label.rstrip('/')}/{name}"))
+
+    def open_file(name: str) -> FileRows:
+        return FileRows(folder / name, f"{label.rstrip('/')}/{name}", separator=section.separator)
+
+    return _split_folder(label, names, open_file)
 
 
-def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowSource]) -> _Splits:
+def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], FileRows | RemoteRows]) -> _Splits:
     files: dict[str, str] = {}
-    for name in names:
+    for name in in_order(names):
         split = stem_of(PurePath(name))
         if split in files:
             raise DataError(f"{label} has both {files[split]} and {name}. Remove one of them.")
@@ -322,7 +362,17 @@ def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], R
     if not files:
         expected = " or ".join(f"train{suffix}" for suffix in SUFFIXES)
         raise DataError(f"data.path is {label}, a folder without data files. Expected {expected} in it.")
-    return _Splits("a folder", label, list(files), lambda split: open_file(files[split]))
+    of_splits = files_of_splits(list(files.values()))
+
+    def open_split(split: str) -> RowSource:
+        parts = [files[split]] if split in files else of_splits[split]
+        sources = [open_file(name) for name in parts]
+        return sources[0] if len(sources) == 1 else JoinedRows(sources, label)
+
+    has_no_splits = of_splits == {"train": list(files.values())}
+    not_read = set(files.values()).difference(*of_splits.values())
+    splits = list(dict.fromkeys([*files, *of_splits]))
+    return _Splits(_PARTS if has_no_splits else "a folder", label, splits, open_split, not_read=in_order(not_read))
 
 
 def _saved_datasets(folder: Path, label: str) -> _Splits:

@@ -8,10 +8,11 @@ import hashlib
 import json
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from io import BufferedReader
+from io import BufferedReader, TextIOWrapper
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,12 +21,20 @@ from finetune.errors import DataError
 from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+JSON_LINES = (".jsonl", ".ndjson")
+SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 """The suffixes of files that can be read."""
 
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
-_PIECE_BYTES = 1 << 24
+_LINES_EXPECTED = (
+    "Write each row on one line, as json.dumps and `jq -c .` do, without commas between rows. A file that is one list "
+    "of rows must end in .json."
+)
+_USUAL_CAUSES = ("the text ends before the value does", "a comma that nothing follows", "the text of a Python object")
+"""Mistakes that the messages of Python's reader do not name. If the first line has one, so have the others."""
+_BETWEEN_ROWS = re.compile(r"[\s,]*")
+_STRAY_COMMA = re.compile(r",\s*([}\]]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +50,19 @@ class RawRow:
 
 @dataclass(frozen=True)
 class FileRows:
-    """The rows of one file, read by its suffix, when `digest` or `rows` is called."""
+    """The rows of one file, read by its suffix when `digest` or `rows` is called."""
 
     path: Path
     label: str
     """The file as the user would name it."""
     is_copy: bool = False
     """Whether the file is our own copy of the rows. Its line numbers are then left out of messages."""
+    separator: str | None = None
+    """The character between the cells of a CSV file, or `tab`. None: a comma, or a tab in a .tsv file."""
 
     def place(self, number: int) -> str:
         """Name one row: `orders/train.jsonl:17`, or `orders/train.csv row 17`."""
-        has_lines = suffix_of(self.path) == ".jsonl" and not self.is_copy
+        has_lines = suffix_of(self.path) in JSON_LINES and not self.is_copy
         return f"{self.label}:{number}" if has_lines else f"{self.label} row {number}"
 
     def check(self) -> None:
@@ -60,14 +71,14 @@ class FileRows:
             pass
 
     def digest(self) -> str:
-        """Compute a SHA-256 over the suffixes and the bytes of the file.
+        """Compute a SHA-256 over the bytes of the file, its suffixes, and the separator if one is given.
 
         Raises:
             DataError: the file cannot be read.
         """
         with self._open() as file:
             digest = hashlib.file_digest(file, "sha256")
-        digest.update(suffixes_of(self.path).encode())
+        digest.update((suffixes_of(self.path) + (self.separator or "")).encode())
         return digest.hexdigest()
 
     def rows(self) -> Iterator[RawRow]:
@@ -76,7 +87,10 @@ class FileRows:
         Raises:
             DataError: the file as a whole does not have the format of its suffix, or cannot be decompressed.
         """
-        read = {".jsonl": _read_json_lines, ".json": _read_json}.get(suffix_of(self.path), _read_table)
+        suffix = suffix_of(self.path)
+        if suffix in (".csv", ".tsv"):
+            return _read_csv(self.path, self.label, self.separator)
+        read = {".json": _read_json, ".parquet": _read_parquet}.get(suffix, _read_json_lines)
         return read(self.path, self.label)
 
     @contextlib.contextmanager
@@ -117,32 +131,63 @@ class DatasetRows:
 def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
     """Read one row per line; blank lines are skipped but counted."""
     with opened(path, label) as file:
+        is_first = True
         for number, line in enumerate(file, start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
-                yield parse_line(number, line)
+                row = parse_line(number, line)
+                problem = "a list; expected an object" if isinstance(row.value, list) else row.problem or ""
+                if is_first and any(cause in problem for cause in ("a list; ", *_USUAL_CAUSES)):
+                    raise DataError(f"{label}:{number}: {problem}. {_LINES_EXPECTED}")
+                is_first = False
+                yield row
 
 
 def parse_line(number: int, line: bytes) -> RawRow:
     """Read a line of JSON as one row."""
     try:
-        return RawRow(number, _parse_json(line.rstrip().decode("utf-8")))
+        return RawRow(number, _DECODER.decode(line.rstrip().decode("utf-8")))
     except UnicodeDecodeError as error:
         problem = f"the line is not UTF-8 text (byte {error.start + 1}); expected UTF-8"
     except json.JSONDecodeError as error:
-        problem = f"not JSON: {error.msg} at column {error.colno}; expected one JSON object per line"
+        cause = _usual_cause(error) or error.msg
+        problem = f"not JSON: {cause} at column {error.colno}; expected one JSON object per line"
+    except _DuplicateKeyError as error:
+        problem = str(error)
     except (ValueError, RecursionError) as error:
         problem = f"not JSON: {error}; expected one JSON object per line"
     return RawRow(number, None, problem)
 
 
-def _parse_json(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse_constant)
+def _usual_cause(error: json.JSONDecodeError) -> str:
+    """Return the one of `_USUAL_CAUSES` that explains an error; empty if none does."""
+    text, position = error.doc, error.pos
+    too_short, comma, is_python = _USUAL_CAUSES
+    if not text[position:].strip():
+        return too_short
+    if _STRAY_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
+        return comma
+    return is_python if text.startswith(("'", "None", "True", "False"), position) else ""
+
+
+class _DuplicateKeyError(ValueError):
+    """An object has a key twice. Python's reader would keep the last value in silence."""
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise _DuplicateKeyError(f"the key {name} is given twice in one object; keep one of the two")
+    return values
 
 
 def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_with_unique_keys)
 
 
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:
@@ -152,12 +197,16 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
             text = file.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
-    if not _LIST_START.match(text):
+    start = _LIST_START.match(text)
+    if not start:
         return (replace(row, number=number) for number, row in enumerate(_read_json_lines(path, label), start=1))
     try:
-        rows = _parse_json(text)
+        rows = _DECODER.decode(text)
+    except _DuplicateKeyError as error:
+        raise DataError(f"{label}:{_line_of_bad_row(text, start.end())}: in this row, {error}.") from None
     except (ValueError, RecursionError) as error:  # a JSONDecodeError names line and column
-        raise DataError(f"{label} is not JSON ({error}). {_JSON_EXPECTED}") from None
+        cause = isinstance(error, json.JSONDecodeError) and _usual_cause(error)
+        raise DataError(f"{label} is not JSON ({f'{cause}: ' if cause else ''}{error}). {_JSON_EXPECTED}") from None
     if isinstance(rows, dict):
         if list(rows) != ["data"]:
             raise DataError(f"{label} has the keys {', '.join(rows)}. {_JSON_EXPECTED}")
@@ -165,52 +214,57 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
     return (RawRow(number, row) for number, row in enumerate(rows, start=1))
 
 
-def _read_table(path: Path, label: str) -> Iterator[RawRow]:
-    """Read a CSV or Parquet file with `datasets`, without leaving anything in its cache."""
+def _line_of_bad_row(text: str, position: int) -> int:
+    """Return the line on which the first row begins that cannot be read. `position` is behind the list's `[`."""
+    with contextlib.suppress(ValueError, RecursionError):
+        while True:
+            position = _BETWEEN_ROWS.match(text, position).end()  # type: ignore[union-attr]  # it matches nothing too
+            _, position = _DECODER.raw_decode(text, position)
+    return text.count("\n", 0, position) + 1
+
+
+def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]:
+    """Read a table of text. Every cell stays the text it is: `007` and `null` too."""
+    csv.field_size_limit(2**31 - 1)  # characters; by default, long texts are refused
+    suffix = suffix_of(path)
+    delimiter = "\t" if separator == "tab" or (separator is None and suffix == ".tsv") else separator or ","
+    with opened(path, label) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+        cells = csv.reader(text, delimiter=delimiter, strict=True)
+        try:
+            header = next(cells, [])
+            other = next((one for one in ";\t|," if separator is None and len(header) == 1 and one in header[0]), None)
+            if other is not None:
+                shown = "tab" if other == "\t" else f"'{other}'"
+                raise DataError(f"{label} has one column, {header[0]!r}. If it is several, set data.separator={shown}.")
+            columns = [name or f"(unnamed column {number})" for number, name in enumerate(header, start=1)]
+            twice = [name for name, count in Counter(columns).items() if count > 1]
+            if twice:
+                raise DataError(f"{label} has the column {twice[0]} twice. Rename or remove one of the two.")
+            for number, row in enumerate(filter(None, cells), start=1):
+                if any(row[len(columns) :]):
+                    yield RawRow(number, None, f"{len(row)} cells, but the header has {len(columns)} columns")
+                else:
+                    yield RawRow(number, dict(zip_longest(columns, row[: len(columns)])))
+        except (UnicodeDecodeError, csv.Error) as error:
+            where = f" (line {cells.line_num})" if isinstance(error, csv.Error) else ""
+            what = f"{label} cannot be read as {suffix[1:]}{where}: {error}"
+            raise DataError(f"{what}. Correct the file, and save it as UTF-8.") from None
+
+
+def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:
+    """Read a Parquet file with `datasets`, without leaving anything in its cache."""
+    from datasets import Dataset
+
+    if is_compressed(path):
+        raise DataError(f"{label} is compressed, but a Parquet file is compressed inside. Decompress it.")
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
-        if is_compressed(path):
-            plain = Path(folder) / path.stem
-            _decompress(path, label, plain)
-            path = plain
-        dataset = _load_table(path, label, folder)
+        try:
+            dataset: Iterable[Any] = Dataset.from_parquet(str(path), cache_dir=folder, keep_in_memory=False)
+        except Exception as error:  # pyarrow and datasets raise many types
+            cause = error.__cause__ or error
+            raise DataError(f"{label} cannot be read as parquet: {type(cause).__name__}: {cause}") from error
         for number, row in enumerate(dataset, start=1):
             yield RawRow(number, row)
-
-
-def _decompress(path: Path, label: str, plain: Path) -> None:
-    plain.touch()
-    with opened(path, label) as file:
-        for piece in iter(partial(file.read, _PIECE_BYTES), b""):
-            try:  # only around writing: `opened` handles errors of reading
-                with plain.open("ab") as copy:
-                    copy.write(piece)
-            except OSError as error:
-                raise DataError(
-                    f"{label} is decompressed into {plain.parent}, which cannot be written: "
-                    f"{describe_os_error(error)}. Make room there, or set TMPDIR to another folder."
-                ) from error
-
-
-def _load_table(path: Path, label: str, cache_dir: str) -> Iterable[dict[str, Any]]:
-    from datasets import Dataset, Features, Value
-
-    loaded: Iterable[dict[str, Any]]
-    try:
-        if path.suffix == ".parquet":
-            loaded = Dataset.from_parquet(str(path), cache_dir=cache_dir, keep_in_memory=False)
-            return loaded
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            header = next(csv.reader(file), [])
-        # Every cell is text: otherwise `007` becomes 7 and a cell with `null` becomes nothing.
-        columns = Features({name: Value("string") for name in header})
-        loaded = Dataset.from_csv(
-            str(path), features=columns, cache_dir=cache_dir, keep_in_memory=False, keep_default_na=False
-        )
-        return loaded
-    except Exception as error:  # pandas, pyarrow and datasets raise many types
-        cause = error.__cause__ or error
-        suffix = path.suffix.removeprefix(".")
-        raise DataError(f"{label} cannot be read as {suffix}: {type(cause).__name__}: {cause}") from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -55,6 +55,8 @@ class RemoteRows:
     key: str
     address: str
     cache_dir: str
+    separator: str | None = None
+    """See `FileRows.separator`."""
 
     @property
     def label(self) -> str:
@@ -100,7 +102,7 @@ class RemoteRows:
                 f"data.cache_dir is {self.cache_dir}, where {self.label} is copied to, and it cannot be written: "
                 f"{describe_os_error(error)}. Give another folder, or make room."
             ) from error
-        return FileRows(file, self.label)
+        return FileRows(file, self.label, separator=self.separator)
 
     def _fetch(self, file: Path, size: int | None) -> None:
         """Copy the file piece by piece."""
@@ -120,7 +122,38 @@ class RemoteRows:
         return ask(self.key, self.address, question)
 
 
-RowSource: TypeAlias = FileRows | DatasetRows | RemoteRows
+_BITS_OF_A_NUMBER = 40
+"""A row of `JoinedRows` has the number of its part above these bits, and its own number in them."""
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """The rows of several files, one file after the other, as one source."""
+
+    parts: Sequence[FileRows | RemoteRows]
+    label: str
+
+    def place(self, number: int) -> str:
+        """Name one row by its own file; see `FileRows.place`."""
+        return self.parts[number >> _BITS_OF_A_NUMBER].place(number & ((1 << _BITS_OF_A_NUMBER) - 1))
+
+    def check(self) -> None:
+        """Refuse a file that cannot be opened. Raises the error of `digest`."""
+        for part in self.parts:
+            part.check()
+
+    def digest(self) -> str:
+        """Compute a SHA-256 over the digests of the files, in their order. Raises their errors."""
+        return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
+
+    def rows(self) -> Iterator[RawRow]:
+        """Yield every row of every file. Raises the errors of `FileRows.rows`."""
+        for index, part in enumerate(self.parts):
+            for row in part.rows():
+                yield RawRow((index << _BITS_OF_A_NUMBER) + row.number, row.value, row.problem)
+
+
+RowSource: TypeAlias = FileRows | DatasetRows | RemoteRows | JoinedRows
 """The rows of one split, wherever they are."""
 
 

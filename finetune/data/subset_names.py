@@ -43,7 +43,8 @@ def unique_names(labels: Sequence[Sequence[str]]) -> list[str]:
 
 def _parts_of(source: Mapping[str, Any]) -> list[str]:
     """Return the folders and the name of a source: `support`, `chats` for `data/support/chats.jsonl.gz`."""
-    path = PurePosixPath(re.sub(r"^\w+:(//)?", "", str(source["path"])))
+    first = source["path"][0] if isinstance(source["path"], list) else source["path"]
+    path = PurePosixPath(re.sub(r"^\w+:(//)?|/[^/]*\*.*", "", str(first)))  # of a glob, the folder
     last = stem_of(path) if suffix_of(path) in SUFFIXES else path.name or "source"
     folders = [part for part in path.parent.parts if part not in ("/", "..")]
     config = [str(source["name"])] if source.get("name") else []

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.config.schema import name_files
 from finetune.data import row_checks
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
@@ -228,8 +229,8 @@ def _collected_messages(logger: logging.Logger) -> Iterator[list[str]]:
 
 
 def _describe_data(section: DataSection) -> str:
-    sources = [str(source.get("path")) for source in section.mixture]
-    return f"a mixture of {', '.join(sources)}" if sources else section.path or section.train or ""
+    sources = [name_files(source["path"]) for source in section.mixture]
+    return f"a mixture of {', '.join(sources)}" if sources else section.label
 
 
 def _splits(encoded: AnySplits) -> dict[SplitName, Rows]:

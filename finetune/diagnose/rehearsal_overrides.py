@@ -151,7 +151,7 @@ def _lengths(config: Config, scale: Scale) -> Iterator[_Setting]:
     yield _Setting("checkpoint.save_every", every)
     yield _Setting("validation.validate_every", every)
     most = max(MOST_ROWS, steps * global_batch_size(config, scale.processes))
-    has_held_out_rows = any((rows or "").isdigit() for rows in (data.validation, data.test))
+    has_held_out_rows = any(isinstance(rows, str) and rows.isdigit() for rows in (data.validation, data.test))
     if scale.measured_rows > most and not has_held_out_rows:
         yield _Setting("data.max_rows", min(data.max_rows or most, most))
     yield _Setting("testing.max_new_tokens", min(config.testing.max_new_tokens, MOST_NEW_TOKENS))

@@ -15,7 +15,7 @@ import yaml
 
 from finetune.config.compose import load_config
 from finetune.config.objectives import OBJECTIVES
-from finetune.config.schema import Config
+from finetune.config.schema import Config, as_list
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
@@ -61,9 +61,9 @@ def _hub_base(run: FinishedRun, config: Config) -> str | None:
     return hub_id(json.loads(saved.read_text(encoding="utf-8")).get("base_model_name_or_path"))
 
 
-def hub_id(path: str | None) -> str | None:
+def hub_id(path: str | list[str] | None) -> str | None:
     """Return the path if it is the hub id of a model or data set; None if it is a local folder or a file of rows."""
-    if path is None or not HUB_ID.fullmatch(path) or path.startswith(".") or suffix_of(path) in SUFFIXES:
+    if not isinstance(path, str) or not HUB_ID.fullmatch(path) or path.startswith(".") or suffix_of(path) in SUFFIXES:
         return None
     return None if Path(path).expanduser().exists() else path
 
@@ -148,7 +148,8 @@ def _for_others(value: Any) -> Any:
 
 def _data_name(config: Config) -> str:
     named = [config.data.path, *(source["path"] for source in config.data.mixture), config.data.train]
-    return ", ".join(hub_id(path) or _last_part(path) for path in named if path) or "see the configuration"
+    paths = [path for files in named for path in as_list(files)]
+    return ", ".join(hub_id(path) or _last_part(path) for path in paths) or "see the configuration"
 
 
 def _rows(recorded: RecordedRun) -> str:

@@ -7,7 +7,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.config.config_files import is_list_or_glob
 from finetune.config.objectives import OBJECTIVES
+from finetune.config.schema import as_list
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.values import quote
 from finetune.errors import ConfigError
@@ -24,9 +26,10 @@ def usual_system(config: Config) -> str | None:
     """Return the system turn that `finetune generate` adds; None if rows have none or cannot be read."""
     section = config.data
     sources = section.mixture or [{"path": section.path or section.train}]
-    paths = [str(source.get("path") or source.get("train") or "") for source in sources]
+    paths = [path for source in sources for path in as_list(source.get("path") or source.get("train")) or [""]]
     # Of a data set on the hub only the first rows are read. Other rows that are elsewhere would be copied as a whole.
-    if all(path.startswith(SHIPPED_PREFIX) or Path(path).expanduser().exists() or hub_id(path) for path in paths):
+    others = [path for path in paths if not (path.startswith(SHIPPED_PREFIX) or is_list_or_glob(path))]
+    if all(Path(path).expanduser().exists() or hub_id(path) for path in others):
         return usual_opening(section, OBJECTIVES[config.training.objective].reads).system
     _log.info("the training rows are not on this machine, so it is not known whether they have a system turn")
     return None

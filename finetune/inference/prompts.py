@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from finetune.config.schema import name_files
 from finetune.data.chat_template import describe_key
 from finetune.data.compressed import suffix_of
 from finetune.data.formats import Example, Reads, detect_format, parse_row
@@ -154,7 +155,9 @@ def usual_opening(section: DataSection, reads: Reads = "answers") -> Opening:
         _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
         return Opening()
     (usual, _), *others = openings.most_common()
-    where = "" if section.path is None else f" in {section.path}"  # which may be another file than the run had
+    where = (
+        "" if section.path is None else f" in {name_files(section.path)}"
+    )  # which may be another file than the run had
     often = f"as in {'most of the first' if others else 'the'} training rows{where}"
     if usual.system is not None:
         _log.info("system turn, %s: %s", often, quote(usual.system))

@@ -184,7 +184,7 @@ def test_a_choice_in_a_run_file_is_named_by_its_line(write):
         ("=3", "expected key=value"),
         ("seed=", "seed: has no value. Write seed=VALUE. It takes a whole number of at least 0"),
         ("model= ", "model: has no value"),
-        ("data.path=", "data.path: has no value. Write data.path=VALUE. It takes text or null."),
+        ("data.path=", "Write data.path=VALUE. It takes text or a list ([a, b]), each text or null."),
         ("seed=#3", "has no value but a comment"),
         ("optim.args=[1", "not valid YAML"),
     ],
@@ -238,7 +238,7 @@ def test_devices_are_normalised(word, device):
             "testing.metrics: expected a list ([a, b]), each one of exact_match, json_valid, got ['bleu']",
         ),
         ("model.config=5", "model.config: expected keys with values ({a: 1}) or null, got 5"),
-        ("data.path=[a]", "data.path: expected text or null, got ['a']"),
+        ("data.path=[1]", "data.path: expected text or a list ([a, b]), each text or null, got [1]"),
         ("training.device=gpu", "training.device: expected auto, cpu, cuda, cuda:N, mps or a whole number, got 'gpu'"),
         (
             "training.device=xpu:0",

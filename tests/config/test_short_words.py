@@ -110,7 +110,9 @@ def test_a_file_of_rows_needs_no_key(write):
 def test_the_data_is_chosen_once(write):
     write("a.jsonl")
     write("b.jsonl")
-    assert "command line: a.jsonl and b.jsonl: choose the data once" in problem_of("a.jsonl", "b.jsonl")
+    assert "command line: a.jsonl and b.jsonl and data=orders: choose" in problem_of(
+        "a.jsonl", "b.jsonl", "data=orders"
+    )
     assert "command line: a.jsonl and data=orders: choose the data once" in problem_of("data=orders", "a.jsonl")
 
 

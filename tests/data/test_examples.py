@@ -39,7 +39,7 @@ def test_splits_can_be_named_or_be_files_elsewhere(make_section, write_jsonl, tm
     other = write_jsonl([CHAT] * 3, "other.jsonl")
     splits = load_examples(make_section(path=str(tmp_path / "rows"), train="large", validation=other))
     assert [len(splits.train), len(splits.validation)] == [2, 3]
-    assert "rows has no split named test; data.test can name one" in logged()[0]
+    assert "rows has no split named test or testing; data.test can name one" in logged()[0]
 
 
 def test_files_alone_are_enough(make_section, write_jsonl):
@@ -69,14 +69,14 @@ def test_the_shipped_rows(make_section):
     [
         ({"path": "nowhere.jsonl"}, "data.path is nowhere.jsonl, but there is no such file or folder"),
         ({"path": "./nowhere/rows"}, "data.path is ./nowhere/rows, but there is no such file or folder"),
-        ({"path": "{here}/a.txt"}, "a.txt ends in .txt; expected one of .jsonl, .json, .csv, .parquet"),
-        ({"path": "{here}/empty"}, "a folder without data files. Expected train.jsonl or train.json or"),
-        ({"path": "{here}/other"}, "a folder with large, small, but no train. Name the split to train on"),
+        ({"path": "{here}/a.txt"}, "a.txt ends in .txt; expected one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet"),
+        ({"path": "{here}/empty"}, "a folder without data files. Expected train.jsonl or train.ndjson or"),
+        ({"path": "{here}/tests"}, "a folder with a, test, but no train. Name the split to train on"),
         ({"path": "{here}/twice"}, "has both train.csv and train.jsonl. Remove one of them."),
         ({"path": "{here}/broken"}, "cannot be read as a datasets directory"),
         (
             {"path": "{here}/other", "train": "big"},
-            "neither a file nor a split of {here}/other (a folder with large, small)",
+            "neither a file nor a split of {here}/other (a folder of parts with large, small, train)",
         ),
         ({"path": "{here}/other", "train": "small", "test": "gone.csv"}, "data.test is gone.csv, but there is no such"),
         ({"path": "{here}/" + "a" * 300}, "which cannot be read: File name too long (ENAMETOOLONG)"),
@@ -84,7 +84,14 @@ def test_the_shipped_rows(make_section):
 )
 def test_what_is_not_there_is_named(make_section, tmp_path, keys, message):
     (tmp_path / "a.txt").touch()
-    for name in ("other/small.jsonl", "other/large.jsonl", "twice/train.jsonl", "twice/train.csv"):
+    for name in (
+        "other/small.jsonl",
+        "other/large.jsonl",
+        "twice/train.jsonl",
+        "twice/train.csv",
+        "tests/a.csv",
+        "tests/test.csv",
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     (tmp_path / "empty").mkdir()

@@ -158,7 +158,7 @@ def test_the_format_of_a_configuration_does_not_matter(make_section, write_jsonl
         ({"prompt": [{"role": "bot", "content": "a"}]}, "prompt[0].role is 'bot'; expected system"),
         ({"prompt": "Hi", "completion": ""}, "completion is blank ('')"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn has weight 0"),
-        (["Hi"], "got ['Hi']; expected an object"),
+        (["Hi"], "a list; expected an object"),
     ],
     ids=str,
 )

@@ -30,7 +30,7 @@ def test_json_lines_keep_their_numbers_over_blank_lines_and_a_byte_order_mark(tm
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b'{"text": "a"', "not JSON: Expecting ',' delimiter at column 13; expected one JSON object per line"),
+        (b'{"text" "a"}', "not JSON: Expecting ':' delimiter at column 9; expected one JSON object per line"),
         (b'{"text": NaN}', "not JSON: NaN is not a JSON value"),
         (b'{"text": "\xff"}', "the line is not UTF-8 text (byte 11)"),
         (b"[" * 100_000, "not JSON: "),
@@ -71,7 +71,10 @@ def test_an_empty_json_list_has_no_rows(tmp_path):
     ("text", "message"),
     [
         ('[{"text": "a"},\n{"text": }]', r"a.json is not JSON \(Expecting value: line 2 column 10 "),
-        ('[{"text": "a"}', r"a.json is not JSON \(Expecting ',' delimiter: line 1 column 15 "),
+        (
+            '[{"text": "a"}',
+            r"a.json is not JSON \(the text ends before the value does: Expecting ',' delimiter: line 1 column 15 ",
+        ),
         ('[{"text": NaN}]', r"a.json is not JSON \(NaN is not a JSON value\)"),
         ('[{"text": "a"}] x', r"Extra data: line 1 column 17 .* or one row per line\. Correct the file"),
         ('{"data": [{"text": "a"}], "version": 1}', r"has the keys data, version\. Expected a list of rows"),
@@ -113,7 +116,7 @@ def test_a_changed_table_is_read_anew(tmp_path):
 def test_a_table_that_cannot_be_read_is_a_data_error(tmp_path, name):
     path = tmp_path / name
     path.write_text('text\n"a\nb,c\n' if name == "a.csv" else "PAR1 no")
-    with pytest.raises(DataError, match=rf"{name} cannot be read as {path.suffix[1:]}: "):
+    with pytest.raises(DataError, match=rf"{name} cannot be read as {path.suffix[1:]}.*: "):
         values(path)
 
 

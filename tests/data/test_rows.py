@@ -70,7 +70,10 @@ def test_tools_of_the_system_turn_are_those_of_the_row(write_jsonl, written, too
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ('{"messages": [', "not JSON: Expecting value at column 15; expected one JSON object per line"),
+        (
+            '{"messages": [',
+            "not JSON: the text ends before the value does at column 15; expected one JSON object per line",
+        ),
         ("[1]", "got [1]; expected an object with messages"),
         ({"message": []}, "no column messages; it has message"),
         (chat(), "messages is empty; expected a user's turn and the assistant's answer"),

@@ -57,7 +57,7 @@ def _data(config: Config, splits: Any, rows: str) -> str:
     purposes = {"validation": "validate", "test": "test"}
     others = [f", {len(it):,} to {purposes[name]}" for name, it in named_splits(splits).items() if name in purposes]
     size = f"{len(splits.train):,} {rows} ({_short(int(splits.train.lengths.sum()))} tokens)"
-    return f"{config.data.path or 'mixture'}, {size}{''.join(others)}"
+    return f"{config.data.label}, {size}{''.join(others)}"
 
 
 def _short(number: int) -> str:

@@ -1,0 +1,36 @@
+"""Order files by name, and say which split of a run each belongs to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import PurePath
+
+from finetune.data.compressed import stem_of
+
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
+    "test": ("test", "testing"),
+}
+"""The splits of a run and their usual names. `data.train`, `data.validation` and `data.test` override them."""
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort names so that numbers in them compare as numbers: part-9 comes before part-10."""
+    return sorted(names, key=lambda name: (re.sub("[0-9]+", lambda number: number[0].zfill(20), name), name))
+
+
+def files_of_splits(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the files of each split: the one with its name (`dev.jsonl`), or all whose names have it as a word.
+
+    `train-1.jsonl` and `train-2.jsonl` are parts of one split. If no file is named after a split, all are for training.
+    """
+    stems = {name: stem_of(PurePath(name)).lower() for name in names}
+    words = {name: set(re.split(r"[\W_\d]+", stem)) for name, stem in stems.items()}
+    splits = {name: [split for split, usual in SPLIT_NAMES.items() if words[name] & set(usual)] for name in names}
+    found = {}
+    for split, usual in SPLIT_NAMES.items():
+        alone = [name for word in usual for name in names if stems[name] == word]
+        found[split] = alone[:1] or [name for name in names if splits[name] == [split]]
+    return {split: files for split, files in found.items() if files} or {"train": list(names)}
