@@ -68,7 +68,7 @@ def answers(examples) -> str:
 def test_files_that_are_read(make_section, put, name, content, keys):
     put({name: content})
     section = make_section(path=name, **keys)
-    check_local_rows(section, has_format=True)
+    check_local_rows(section, "answers")
     splits = load_examples(section)
     assert answers(splits.train) == "ab"
     assert splits.train[1].source == f"{name}{':2' if 'json' in name.lower() and 'Json' not in name else ' row 2'}"
@@ -225,7 +225,7 @@ def test_the_files_of_each_split(make_section, put, files, keys, train, validati
     put(files)
     section = make_section(**keys)
     assert missing_here(section) == []
-    check_local_rows(section, has_format=True)
+    check_local_rows(section, "answers")
     splits = load_examples(section)
     found = [answers(split) for split in (splits.train, splits.validation, splits.test)]
     assert found == [train, validation, test] or list(map(len, found[:2])) == [train, validation]
