@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -86,8 +85,6 @@ class _Screen(Console):
 
 def _console() -> Console:
     """Make a console with colours for a terminal that has them, unless NO_COLOR is set; elsewhere without any style."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # other encodings lack some signs
     console = _Screen(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_PIPE
