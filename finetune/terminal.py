@@ -35,8 +35,10 @@ _LONGEST_VALUE = 60
 _BETWEEN = " · "
 
 _ESCAPE = "finetune.escape"
-_IN_ASCII = str.maketrans("·–−×━─▁▂▃▄▅▆▇█⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|--x=-_.:-=+*#|/-\\|/-\\|/")
-_IN_ASCII |= str.maketrans({"…": "...", "±": "+/-", "→": "->", "↵": r"\n", "⇥": r"\t"})
+_IN_ASCII = str.maketrans(
+    dict(zip("·–−×━─▁▂▃▄▅▆▇█⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|--x=-_.:-=+*#|/-\\|/-\\|/", strict=True))
+    | {"…": "...", "±": "+/-", "→": "->", "↵": r"\n", "⇥": r"\t"}
+)
 """ASCII for the decoration of the output: signs, the bars of curves, and the spinner of rich."""
 
 

@@ -74,7 +74,7 @@ class ParallelSection(Section):
     master_addr: Free[str | None] = None
     """Address of rank 0. Default: the launcher's value."""
     master_port: Free[Annotated[int, Field(ge=1, le=65535)] | None] = None
-    """Port of rank 0. Default: the launcher's value."""
+    """Port of rank 0. Default: the launcher's value, or a free port if `num_processes` starts the processes."""
     backend: Free[Literal["auto", "nccl", "gloo"]] = "auto"
     """auto: nccl on GPUs, gloo on CPUs and on shared GPUs."""
     share_gpus: Free[bool] = False
