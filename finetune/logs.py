@@ -13,7 +13,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -233,6 +233,11 @@ def waiting(what: str) -> Iterator[None]:
         if is_outermost:
             _one_line.release()
         _tasks.remove(task)
+
+
+def importing() -> AbstractContextManager[None]:
+    """Show within the block, see `waiting`, that imports take seconds."""
+    return waiting("loading PyTorch and Transformers")
 
 
 def report_progress(progress: str) -> None:

@@ -24,7 +24,7 @@ from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
-from finetune.logs import configure_logs
+from finetune.logs import configure_logs, importing
 from finetune.terminal import fold
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def preview_from_overrides(
         return 0
     configure_logs(0, level=logging.WARNING)
 
-    from finetune.diagnose.preview import preview_data
+    with importing():
+        from finetune.diagnose.preview import preview_data
 
     preview = preview_data(config, split=split, num_rows=num_rows, rows=rows)
     try:
