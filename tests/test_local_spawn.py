@@ -105,7 +105,7 @@ def test_the_workers_meet_at_the_address_of_the_configuration(words, tmp_path):
 
 
 def test_an_address_of_another_machine_is_refused(words):
-    asked = ["parallel.num_processes=2", "parallel.master_addr=192.0.2.1"]  # of no machine: RFC 5737
+    asked = ["parallel.num_processes=2", "parallel.master_addr=203.0.113.1"]  # of no machine: RFC 5737
     done = run_launched("python", ["-m", "finetune", "train", *words, *asked])
     assert done.returncode == 2, done.stdout
-    assert "LaunchError: parallel.master_addr is 192.0.2.1, which is no address of this machine" in done.stdout
+    assert "LaunchError: parallel.master_addr is 203.0.113.1, which is no address of this machine" in done.stdout
