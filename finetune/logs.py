@@ -13,12 +13,12 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from finetune.signals import give_up_dead_screens
-from finetune.terminal import fold, visible
+from finetune.terminal import accept_all_characters, fold, visible
 from finetune.units import format_duration
 
 if TYPE_CHECKING:
@@ -128,6 +128,7 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
             errors, unless the level is DEBUG.
     """
     global _is_main
+    accept_all_characters()  # also in a script without `command`: its run must not fail when it prints a row
     logger = logging.getLogger(PACKAGE)
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
     for former in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
@@ -234,6 +235,11 @@ def waiting(what: str) -> Iterator[None]:
         _tasks.remove(task)
 
 
+def importing() -> AbstractContextManager[None]:
+    """Show within the block, see `waiting`, that imports take seconds."""
+    return waiting("loading PyTorch and Transformers")
+
+
 def report_progress(progress: str) -> None:
     """Say how far the innermost task of `waiting` has come, for example `64 answers`."""
     if _tasks:
@@ -287,7 +293,7 @@ def _waiting_line() -> Iterator[None]:
 
 def log_to_file(path: Path) -> logging.Handler:
     """Append rank 0's log to a file, earlier records included. Give the result to `stop_logging_to`."""
-    handler = _LogFile(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8", errors="backslashreplace")
     handler.setFormatter(_RankFormatter(0))
     logger = logging.getLogger(PACKAGE)
     for early in [h for h in logger.handlers if isinstance(h, _Early)]:

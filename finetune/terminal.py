@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import re
 import sys
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -32,6 +34,41 @@ _LONGEST_VALUE = 60
 """The longest cell that counts as one line of a table. A longer cell is prose."""
 _BETWEEN = " · "
 
+_ESCAPE = "finetune.escape"
+_IN_ASCII = str.maketrans(
+    dict(zip("·–−×━─▁▂▃▄▅▆▇█⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|--x=-_.:-=+*#|/-\\|/-\\|/", strict=True))
+    | {"…": "...", "±": "+/-", "→": "->", "↵": r"\n", "⇥": r"\t"}
+)
+"""ASCII for the decoration of the output: signs, the bars of curves, and the spinner of rich."""
+
+
+def _escape(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end].translate(_IN_ASCII)
+    return text.encode("ascii", "backslashreplace").decode("ascii"), error.end
+
+
+codecs.register_error(_ESCAPE, _escape)
+
+
+def accept_all_characters() -> None:
+    """Let stdout and stderr write characters that their encoding lacks, instead of raising UnicodeEncodeError.
+
+    Decoration is written in ASCII (``...`` for an ellipsis), and every other character as an escape (``\\u4ef7``). A
+    stream with an error handler that the user chose keeps it (``PYTHONIOENCODING=ascii:replace``).
+    """
+    for stream in (sys.stdout, sys.stderr):
+        is_default = getattr(stream, "errors", None) in ("strict", "surrogateescape", "backslashreplace")
+        if isinstance(stream, TextIOWrapper) and is_default and not stream.closed:
+            stream.reconfigure(errors=_ESCAPE)
+
+
+def as_written(text: str, stream: IO[str]) -> str:
+    """Return the text that a stream will show, see `accept_all_characters`: for layouts that depend on its width."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, _ESCAPE).decode(encoding)
+
 
 def visible(text: str, *, also_unseen: bool = False) -> str:
     """Replace every control character but newline and tab by its code point: ``<U+001B>``, ``<U+202E>``.
@@ -49,15 +86,16 @@ def without_passwords(text: str) -> str:
     return _QUERY_OF_ADDRESS.sub(lambda query: _SECRET_IN_QUERY.sub(r"\1…", query[0]), text)
 
 
-def json_text(value: object, *, indent: int | None = None) -> str:
+def json_text(value: object, *, indent: int | None = None, is_ascii: bool = False) -> str:
     """Return a value as JSON in which all control characters are escaped; it reads back as the same value."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False, default=str)
+    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii, allow_nan=False, default=str)
     return _NOT_ESCAPED_BY_JSON.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def print_json(value: object, *, indent: int | None = 2) -> None:
-    """Write `json_text` of a value and a newline to stdout."""
-    sys.stdout.write(f"{json_text(value, indent=indent)}\n")
+    """Write `json_text` of a value and a newline to stdout, in ASCII if its encoding is not Unicode's."""
+    is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
+    sys.stdout.write(f"{json_text(value, indent=indent, is_ascii=not is_unicode)}\n")
 
 
 def screen_width(stream: IO[str]) -> int | None:
@@ -83,7 +121,8 @@ def fold(text: str, stream: IO[str], *, indent: str = "") -> str:
     width = screen_width(stream)
     if width is None:
         return text
-    return "\n".join(part for line in text.split("\n") for part in fold_line(line, width, indent))
+    lines = as_written(text, stream).split("\n")
+    return "\n".join(part for line in lines for part in fold_line(line, width, indent))
 
 
 def fold_line(line: str, width: int, indent: str) -> Iterator[str]:
@@ -133,8 +172,9 @@ def print_table(
     from rich.text import Text
 
     console = Console()
-    names = [visible(name) for name in head]
-    cells = [[Text(visible(c)) if isinstance(c, str) else Text(visible(c[0]), style=c[1]) for c in row] for row in rows]
+    names = [as_written(visible(name), sys.stdout) for name in head]
+    styled = [[(cell, "") if isinstance(cell, str) else cell for cell in row] for row in rows]
+    cells = [[Text(as_written(visible(text), sys.stdout), style) for text, style in row] for row in styled]
     table = Table()
     for name, shown in zip(head, names, strict=True):
         table.add_column(Text(shown), justify="right" if name in right else "left", overflow="fold")

@@ -56,7 +56,9 @@ class Shown(NamedTuple):
         assert {part for code in used for part in code.split(";") if part} <= _READABLE, sorted(used)
 
 
-def run_on_terminal(columns: int, *words: str | Path, keys: bytes = b"", **variables: str) -> Shown:
+def run_on_terminal(
+    columns: int, *words: str | Path, keys: bytes = b"", encoding: str = "utf-8", **variables: str
+) -> Shown:
     """`finetune WORDS…` on a pseudo-terminal: standard input, output and error of this process are its, meanwhile."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -70,7 +72,7 @@ def run_on_terminal(columns: int, *words: str | Path, keys: bytes = b"", **varia
         os.dup2(theirs, number)
     os.close(theirs)
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_A_PERSON}
-    streams = [os.fdopen(os.dup(number), "w" if number else "r", encoding="utf-8") for number in range(3)]
+    streams = [os.fdopen(os.dup(number), "w" if number else "r", encoding=encoding) for number in range(3)]
     try:
         with (
             patch.dict(os.environ, {**environment, "TERM": "xterm-256color", **variables}, clear=True),

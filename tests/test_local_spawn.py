@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
-from tests.launches import REPOSITORY, run_launched
+from tests.launches import REPOSITORY, free_port, run_launched
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
 RECIPE = REPOSITORY / "recipes" / "finetune_lora.py"
@@ -72,3 +73,39 @@ def test_the_launcher_s_own_number_is_no_contradiction(words, tmp_path):
     assert done.returncode == 0, done.stdout
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["world_size"], record["launcher"]) == (2, "torchrun")
+
+
+WHERE = """
+import os, sys
+from finetune import command, launch, load_config
+def main(overrides):
+    with launch(load_config(overrides)) as runtime:
+        print("rank", runtime.rank, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+command(main)
+"""
+
+
+def test_the_workers_meet_at_the_address_of_the_configuration(words, tmp_path):
+    script = tmp_path / "where.py"
+    script.write_text(WHERE)
+    port = free_port()
+    asked = ["parallel.num_processes=2", "parallel.master_addr=127.0.0.1", f"parallel.master_port={port}"]
+    done = run_launched("python", [script, *words, *asked])
+    assert done.returncode == 0, done.stdout
+    for rank in range(2):
+        assert f"rank {rank} 127.0.0.1 {port}\n" in done.stdout
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_launched("python", [script, *words, asked[0], f"parallel.master_port={port}"])
+    assert done.returncode == 2, done.stdout
+    assert f"LaunchError: the processes cannot meet at localhost:{port}: " in done.stdout
+    assert "Set parallel.master_port to a free port, or remove it" in done.stdout
+
+
+def test_an_address_of_another_machine_is_refused(words):
+    asked = ["parallel.num_processes=2", "parallel.master_addr=203.0.113.1"]  # of no machine: RFC 5737
+    done = run_launched("python", ["-m", "finetune", "train", *words, *asked])
+    assert done.returncode == 2, done.stdout
+    assert "LaunchError: parallel.master_addr is 203.0.113.1, which is no address of this machine" in done.stdout

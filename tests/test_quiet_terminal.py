@@ -15,6 +15,7 @@ from finetune.cli.commands import app
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run as write_finished_run
 from tests.runs.made_runs import write_run
+from tests.runs.screens import FINETUNE, Screen
 from tests.terminals import run_on_terminal
 from tests.tiny_runs import write_base, write_rows
 
@@ -242,3 +243,13 @@ def test_a_level_that_a_library_named_is_shown_as_a_warning(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
     record = logging.makeLogRecord({"msg": "a row was cut", "levelno": 31, "levelname": "WARN"})
     assert _PersonHandler().format(record) == "\x1b[1;35mwarn:\x1b[0m a row was cut"
+
+
+@pytest.mark.slow
+def test_a_line_tells_of_the_imports_and_disappears(tmp_path):
+    with Screen([*FINETUNE, "verify", "no-such-run"], tmp_path) as screen:
+        screen.wait_for("loading PyTorch and Transformers")
+        assert "finetune: " not in screen.text
+        assert screen.wait() == 2
+    assert b"\x1b[2K" in screen.raw.rpartition(b"Transformers")[2], "the line is erased"
+    assert "finetune: CheckpointError: " in screen.text.rpartition("Transformers")[2]

@@ -16,7 +16,7 @@ from finetune.distributed.environment import is_first_process, read_environment,
 from finetune.errors import ConfigError, FinetuneError, LaunchError, PreemptedError
 from finetune.logs import configure_logs, is_for_a_person, log_python_warnings
 from finetune.signals import Terminated, give_up_dead_screens, undisturbed
-from finetune.terminal import fold
+from finetune.terminal import accept_all_characters, fold
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -49,6 +49,7 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
         run: the function to call with the arguments of the command line.
         arguments: the arguments to use instead of the process's own.
     """
+    accept_all_characters()
     given = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
     if is_for_a_person(sys.stderr) and not _is_one_of_several():
         configure_logs(0)  # before the configuration is read, which may warn

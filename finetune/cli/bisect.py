@@ -11,7 +11,7 @@ from finetune.cli.diff import show_differences
 from finetune.cli.option_rules import OptionRules
 from finetune.cli.run_options import JsonOption, RunFolderArgument, refuse_several_processes
 from finetune.errors import RunFailedError
-from finetune.logs import configure_logs, waiting
+from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, say
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def bisect(
     rules.exclude("--steps", "another run", because="the steps of two runs are those up to the first difference.")
     rules.exclude("--python", "OVERRIDES", because="an environment is compared under the settings of one run.")
 
-    from finetune.bisect.search import bisect_environment, bisect_overrides, bisect_runs, read_steps_option
+    with importing():
+        from finetune.bisect.search import bisect_environment, bisect_overrides, bisect_runs, read_steps_option
 
     with waiting("comparing steps"):
         if other and is_run:

@@ -70,12 +70,13 @@ class ChatSession:
     """A conversation at the keyboard, or with the lines of a pipe; with a pipe, only answers go to standard output."""
 
     def __init__(self, answering: Answering, *, compare: bool) -> None:
+        from finetune.data.chat_template import WITHOUT_TEMPLATE
         from finetune.inference.conversation import Conversation
 
         if answering.tokenizer.chat_template is None:
             raise ConfigError(
                 "the run's tokenizer has no chat template, which a conversation needs. Use `finetune generate`, or "
-                "give a template with --set model.chat_template=FILE.jinja."
+                f"give a template with --set {WITHOUT_TEMPLATE}."
             )
         if compare:
             answering.require_base()

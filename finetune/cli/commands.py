@@ -107,7 +107,7 @@ def sweep(
     halving: Annotated[
         int,
         typer.Option(
-            help="After the validations 1, N, N·N, … only the best of each N trials go on. 0: no trial ends early.",
+            help="After the validations 1, N, N*N, … only the best of each N trials go on. 0: no trial ends early.",
             min=0,
         ),
     ] = 3,

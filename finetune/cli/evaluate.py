@@ -12,6 +12,7 @@ import typer
 from finetune.cli.option_rules import OptionRules
 from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, RunFolderArgument, refuse_missing_folder
 from finetune.errors import ConfigError, RunFailedError
+from finetune.logs import importing
 from finetune.terminal import print_json, print_table
 
 if TYPE_CHECKING:
@@ -121,9 +122,10 @@ def _keeps_data(run: FinishedRun, *keys: str) -> bool:
 
 def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:
     """Launch the processes, load the run and measure it. Return None on every rank but the main one."""
-    from finetune.distributed.launch import launch
-    from finetune.inference.finished_run import read_finished_run
-    from finetune.training.measuring import measure_split
+    with importing():
+        from finetune.distributed.launch import launch
+        from finetune.inference.finished_run import read_finished_run
+        from finetune.training.measuring import measure_split
 
     rows = run.fingerprints.get(f"data.{split}") if _keeps_data(run) else None
     with launch(run.config, trains=False) as runtime:
@@ -133,9 +135,10 @@ def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> E
 
 
 def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:
-    from finetune.distributed.launch import launch
-    from finetune.inference.finished_run import load_finished_run
-    from finetune.inference.harness import run_harness
+    with importing():
+        from finetune.distributed.launch import launch
+        from finetune.inference.finished_run import load_finished_run
+        from finetune.inference.harness import run_harness
 
     with launch(run.config, trains=False) as runtime:
         model, tokenizer = load_finished_run(runtime, run)

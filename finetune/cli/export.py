@@ -18,7 +18,7 @@ from finetune.cli.run_options import (
     refuse_password,
     refuse_several_processes,
 )
-from finetune.logs import configure_logs, waiting
+from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_table, say
 from finetune.units import format_bytes
 
@@ -66,9 +66,10 @@ def merge(
     refuse_taken(out)
     run = find_run(run_folder, base=base, checkpoint=checkpoint, is_alone=True)
 
-    import torch
+    with importing():
+        import torch
 
-    from finetune.export.merged_folder import write_merged
+        from finetune.export.merged_folder import write_merged
 
     stored_as = None if dtype == "base" else getattr(torch, dtype)
     with waiting("merging, and comparing the merged model with the run"):
@@ -191,10 +192,11 @@ def export(
         int4_or_f32: OnnxType = "int4" if weight_type == "int4" else "f32"
         _export_onnx(model_folder, out, int4_or_f32, max_difference, allow_differences)
         return
-    from finetune.export.exported_folder import export_model
-    from finetune.export.gguf import Gguf, find_converter
-    from finetune.export.gguf_lora import export_lora
-    from finetune.inference.finished_run import find_run
+    with importing():
+        from finetune.export.exported_folder import export_model
+        from finetune.export.gguf import Gguf, find_converter
+        from finetune.export.gguf_lora import export_lora
+        from finetune.inference.finished_run import find_run
 
     wanted = None
     if gguf:

@@ -15,7 +15,7 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
-from finetune.logs import configure_logs, waiting
+from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import fold, print_json
 from finetune.units import format_bytes, format_duration
 
@@ -42,8 +42,9 @@ def plan_from_overrides(
         return 0
     configure_logs(0, level=logging.ERROR)  # what matters is among the findings
 
-    from finetune.diagnose.plan import make_plan
-    from finetune.diagnose.plan_devices import find_device, read_device
+    with importing():
+        from finetune.diagnose.plan import make_plan
+        from finetune.diagnose.plan_devices import find_device, read_device
 
     where = find_device(config.training.device) if device is None else read_device(device)
     with waiting("planning"):

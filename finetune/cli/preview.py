@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import TextIOWrapper
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -25,7 +24,7 @@ from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
-from finetune.logs import configure_logs
+from finetune.logs import configure_logs, importing
 from finetune.terminal import fold
 
 if TYPE_CHECKING:
@@ -64,7 +63,8 @@ def preview_from_overrides(
         return 0
     configure_logs(0, level=logging.WARNING)
 
-    from finetune.diagnose.preview import preview_data
+    with importing():
+        from finetune.diagnose.preview import preview_data
 
     preview = preview_data(config, split=split, num_rows=num_rows, rows=rows)
     try:
@@ -86,8 +86,6 @@ class _Screen(Console):
 
 def _console() -> Console:
     """Make a console with colours for a terminal that has them, unless NO_COLOR is set; elsewhere without any style."""
-    if isinstance(sys.stdout, TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # other encodings lack some signs
     console = _Screen(markup=False, highlight=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_A_PIPE

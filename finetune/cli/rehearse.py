@@ -17,7 +17,7 @@ from finetune.cli.overrides import config_from_overrides
 from finetune.cli.plan import show_plan
 from finetune.cli.run_options import refuse_several_processes
 from finetune.findings import count, exit_code
-from finetune.logs import configure_logs
+from finetune.logs import configure_logs, importing
 from finetune.signals import Terminated, stop_signals_go_to
 from finetune.terminal import print_json, say
 
@@ -45,8 +45,9 @@ def rehearse_from_overrides(
     config = config_from_overrides(overrides, command="rehearse")
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
 
-    from finetune.diagnose.plan_devices import find_device, read_device
-    from finetune.diagnose.rehearsal import Rehearsal, rehearsal_folder
+    with importing():
+        from finetune.diagnose.plan_devices import find_device, read_device
+        from finetune.diagnose.rehearsal import Rehearsal, rehearsal_folder
 
     where = find_device(config.training.device) if device is None else read_device(device)
     # A signal leaves neither the folder nor a process of a stage behind.

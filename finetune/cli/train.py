@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from finetune.logs import importing
+
 
 def train_from_overrides(overrides: Sequence[str]) -> None:
     """Train the run that `[RUN] OVERRIDES…` describe. Collective: every process of the launch."""
@@ -14,6 +16,7 @@ def train_from_overrides(overrides: Sequence[str]) -> None:
     read_environment(os.environ)  # refuses an incomplete launch before the slow imports
     config = config_from_overrides(overrides)
 
-    from finetune.training.train import train
+    with importing():
+        from finetune.training.train import train
 
     train(config)

@@ -18,7 +18,7 @@ from finetune.cli.run_options import (
     refuse_several_processes,
 )
 from finetune.errors import ConfigError
-from finetune.logs import configure_logs, waiting
+from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, print_table, say, shown_folder
 
 if TYPE_CHECKING:
@@ -101,9 +101,10 @@ def verify(
     if out is not None:
         _refuse_other_file(out)
 
-    from finetune.export.certificate import write_certificate
-    from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
-    from finetune.export.verifying import InVllm, refuse_differences, verify_folder, verify_run
+    with importing():
+        from finetune.export.certificate import write_certificate
+        from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
+        from finetune.export.verifying import InVllm, refuse_differences, verify_folder, verify_run
 
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):

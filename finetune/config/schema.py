@@ -74,7 +74,7 @@ class ParallelSection(Section):
     master_addr: Free[str | None] = None
     """Address of rank 0. Default: the launcher's value."""
     master_port: Free[Annotated[int, Field(ge=1, le=65535)] | None] = None
-    """Port of rank 0. Default: the launcher's value."""
+    """Port of rank 0. Default: the launcher's value, or a free port if `num_processes` starts the processes."""
     backend: Free[Literal["auto", "nccl", "gloo"]] = "auto"
     """auto: nccl on GPUs, gloo on CPUs and on shared GPUs."""
     share_gpus: Free[bool] = False
@@ -193,7 +193,8 @@ class DataSection(Section):
     train_on: RowKey[Literal["all", "last", "each_turn"]] = "all"
     """The answers of a conversation that carry loss: all, the last, or each one after the turns as they are served."""
     chat_template: RowKey[str | None] = None
-    """A chat template in place of the tokenizer's own: `phi4_mini`, which renders tool calls, or a .jinja file."""
+    """A chat template in place of the tokenizer's own: `phi4_mini`, which renders tool calls, `plain`, which needs no
+    special tokens but the end of text, or a .jinja file."""
     max_length: RowKey[PositiveInt] = 2048
     """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None

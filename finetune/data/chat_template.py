@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
+WITHOUT_TEMPLATE = "data.chat_template=plain (Instruct: … Output: …), or data.chat_template=FILE.jinja for your own"
+"""What to set for a tokenizer without a chat template."""
 _TOOLS = ("", "tools")
 _TOOLS_OF_SYSTEM = ("system", "tools")
 

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from finetune.data.chat_template import ChatTemplate, describe_key
+from finetune.data.chat_template import WITHOUT_TEMPLATE, ChatTemplate, describe_key
 from finetune.data.formats import Example
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
 from finetune.data.values import BadRowError, quote
@@ -163,8 +163,8 @@ def render_examples(
     has_template = tokenizer.chat_template is not None
     if row_type == "messages" and not has_template:
         raise DataError(
-            f"{examples[0].source} holds chat messages, but the tokenizer has no chat template. Give one "
-            "with model.chat_template, or use rows with prompt and completion."
+            f"{examples[0].source} holds chat messages, but the tokenizer has no chat template. Set "
+            f"{WITHOUT_TEMPLATE}. Or use rows with prompt and completion."
         )
     if row_type == "messages":
         return render_conversations(template, [_to_learn(example, train_on) for example in examples])

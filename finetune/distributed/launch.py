@@ -95,7 +95,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         master_port=config.parallel.master_port or environment.master_port,
     )
     if is_to_spawn:
-        raise SystemExit(run_as_processes(num_processes))
+        asked = config.parallel
+        raise SystemExit(run_as_processes(num_processes, master_addr=asked.master_addr, master_port=asked.master_port))
     torch.manual_seed(config.seed)
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)

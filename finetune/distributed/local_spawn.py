@@ -16,6 +16,7 @@ from types import FrameType
 import psutil
 
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX
+from finetune.distributed.network import is_own_address
 from finetune.errors import LaunchError, PreemptedError, RunFailedError
 from finetune.signals import Terminated, stop_signals_go_to
 from finetune.threads import share_cores
@@ -23,14 +24,26 @@ from finetune.threads import share_cores
 _log = logging.getLogger(__name__)
 
 
-def run_as_processes(num_processes: int) -> int:
+def run_as_processes(num_processes: int, *, master_addr: str | None = None, master_port: int | None = None) -> int:
     """Run this process's own command line in `num_processes` workers, wait for them, and return their exit code.
 
+    Args:
+        num_processes: the number of workers.
+        master_addr: an address of this machine, for rank 0; None: localhost.
+        master_port: the port of rank 0; None: a free one.
+
     Raises:
-        LaunchError: there is no command line to run again.
+        LaunchError: there is no command line to run again, the address is not this machine's, or the port is taken.
         KeyboardInterrupt: stopped from the keyboard before a worker was started.
     """
     command = _command_to_repeat()
+    address = master_addr or "localhost"
+    if not is_own_address(address):
+        raise LaunchError(
+            f"parallel.master_addr is {address}, which is no address of this machine, but parallel.num_processes is "
+            f"{num_processes} and starts all processes here. Remove parallel.master_addr."
+        )
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -39,9 +52,10 @@ def run_as_processes(num_processes: int) -> int:
         max_nodes=1,
         nproc_per_node=num_processes,
         run_id=f"{SPAWN_RUN_ID_PREFIX}{secrets.token_hex(6)}",
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # a free port
-        local_addr="localhost",
+        rdzv_backend="c10d" if master_port is None else "static",
+        rdzv_endpoint="localhost:0" if master_port is None else f"{address}:{master_port}",  # 0: a free port
+        rdzv_configs={"rank": 0},
+        local_addr=address,
         max_restarts=0,
         monitor_interval=0.1,
         # The workers handle the other signals themselves: elastic would kill them 30 s later, and would undo nohup.
@@ -55,6 +69,11 @@ def run_as_processes(num_processes: int) -> int:
         except ChildFailedError as error:
             # The workers have reported what went wrong: the launcher adds only the exit code.
             return _exit_code_of_cause([failure.exitcode for failure in error.failures.values()], sent)
+        except DistNetworkError as error:
+            raise LaunchError(
+                f"the processes cannot meet at {address}:{master_port or 'a free port'}: {error}. Set "
+                "parallel.master_port to a free port, or remove it: finetune then finds one."
+            ) from error
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.objectives import OBJECTIVES
 from finetune.errors import ConfigError
 from finetune.inference.finished_run import FinishedRun, LoadedRun, load_finished_run
+from finetune.logs import importing
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -60,7 +61,8 @@ class AnswerSettings:
 @contextmanager
 def open_run(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
     """Load a run and yield it ready to answer. Collective: every process of the launch."""
-    from finetune.distributed.launch import launch
+    with importing():
+        from finetune.distributed.launch import launch
 
     with launch(run.config, trains=False) as runtime:
         yield Answering(runtime, load_finished_run(runtime, run), run, settings)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.config.schema import name_files
-from finetune.data.chat_template import describe_key
+from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
 from finetune.data.compressed import suffix_of
 from finetune.data.formats import Example, Reads, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line
@@ -180,7 +180,10 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
         text = prompt.text
     elif tokenizer.chat_template is None:
         if len(prompt.messages) > 1 or system:
-            raise DataError(f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked.")
+            raise DataError(
+                f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked. Set "
+                f"{WITHOUT_TEMPLATE}."
+            )
         text = prompt.shown
     else:
         bad = tokens.special_text_in(Example(row_type="messages", messages=dialogue.turns, tools=dialogue.tools))

@@ -293,6 +293,11 @@ def _num_rows(section: ModelSection) -> int | None:
 
 def _read_template(template: str) -> str:
     if not template.endswith((".jinja", ".j2")):
+        if "{" not in template:  # the tokenizer would render every row as this word
+            raise ModelError(
+                f"model.chat_template is {template}, which is neither a template in Jinja nor the path of a .jinja "
+                "file. The names of shipped templates are values of data.chat_template."
+            )
         return template
     path = Path(template).expanduser()
     try:

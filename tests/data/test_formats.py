@@ -118,6 +118,16 @@ def test_instructions_need_a_chat_template(make_section, write_jsonl):
         encode_train(make_section(path=write_jsonl([ONE_TURN["instruction"]])), "none")
 
 
+def test_the_template_that_the_message_names_works_with_any_tokenizer(make_section, write_jsonl):
+    path = write_jsonl([{"messages": [SYSTEM, USER, ANSWER, *MORE]}])
+    with pytest.raises(DataError, match=r"no chat template\. Set data\.chat_template=plain ") as caught:
+        encode_train(make_section(path=path), "none")
+    assert "model.chat_template" not in str(caught.value)
+    text, learnt = shown(encode_train(make_section(path=path, chat_template="plain"), "none"))
+    assert text.count("Instruct: ") == text.count("\nOutput: ") == 2
+    assert learnt == " yes<|endoftext|> no<|endoftext|>"
+
+
 def test_columns_can_be_called_anything(make_section, write_jsonl, logged):
     path = write_jsonl([{"question": "Hi", "reply": "yes", "id": 3}])
     examples = encode_train(make_section(path=path, columns={"prompt": "question", "completion": "reply"}))

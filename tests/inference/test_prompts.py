@@ -117,7 +117,11 @@ def test_the_tools_of_a_row_are_offered(answered):
     ("prompt", "style", "why"),
     [
         (Prompt(source="row 1", messages=({"role": "user", "content": "a<|end|>b"},)), "phi4_mini", "special token"),
-        (Prompt(source="row 1", messages=(USER, ANSWER, USER)), "none", "no chat template"),
+        (
+            Prompt(source="row 1", messages=(USER, ANSWER, USER)),
+            "none",
+            "no chat template, .* Set data.chat_template=plain",
+        ),
         (Prompt(source="row 1", text=""), "phi4_mini", "empty"),
     ],
 )

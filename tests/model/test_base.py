@@ -164,6 +164,8 @@ def test_a_tokenizer_without_a_template_takes_the_configurations_or_that_of_a_fi
         build_tokenizer(section(**tokenizer, chat_template=str(tmp_path / "other.jinja")))
     with pytest.raises(ModelError, match=r"none\.jinja, which cannot be read: No such file"):
         build_tokenizer(section(**tokenizer, chat_template=str(tmp_path / "none.jinja")))
+    with pytest.raises(ModelError, match=r"phi4_mini, which is neither .* are values of data\.chat_template"):
+        build_tokenizer(section(**tokenizer, chat_template="phi4_mini"))
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):

@@ -15,7 +15,7 @@ from finetune.logs import log_above, report_progress, waiting
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
 from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show, give_up_dead_screens
-from finetune.terminal import say, screen_width, shown_folder, visible
+from finetune.terminal import as_written, say, screen_width, shown_folder, visible
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -107,8 +107,9 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
     """
     give_up_dead_screens()
     shown = shown_folder(folder)
-    # A row may hold characters that steer the terminal, which quotes for the shell do not stop.
-    question = shlex.quote(prompt) if prompt and visible(prompt) == prompt else '"…"'
+    # A row may hold characters that steer the terminal, which quotes for the shell do not stop, or that it cannot show.
+    is_exact = prompt and as_written(visible(prompt), sys.stdout) == prompt
+    question = shlex.quote(prompt) if prompt and is_exact else '"…"'
     command = f"finetune generate {shlex.quote(str(shown))} {question}"
     width = screen_width(sys.stdout)
     if width is not None and len(command) + len("Next: ") > width:  # a shell reads it as one line
