@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 8
+ENCODING_VERSION = 9
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 

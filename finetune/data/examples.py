@@ -177,7 +177,7 @@ def _load_source(section: DataSection, without: Collection[str] = ()) -> dict[st
         if source is None:
             _log.info("%s is off: %s", split, _why_off(split, at_path))
     found = {split: _as_examples(source, section) for split, source in sources.items() if source is not None}
-    return _hold_out(found, sizes, section.split_seed) if sizes else found
+    return _hold_out(found, sizes, section) if sizes else found
 
 
 class _Sources(NamedTuple):
@@ -219,11 +219,10 @@ def _size_of(split: str, text: str | None, at_path: _Splits | None) -> SplitSize
     return parse_split_size(text, split)
 
 
-def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], seed: int) -> dict[str, Examples]:
+def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:
     whole = found["train"]
-    for split in ("train", *sizes):
-        found[split] = whole.taking(partial(rows_of_split, split=split, sizes=sizes, seed=seed, label=whole.label))
-    return found
+    choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=whole.label)
+    return found | {split: whole.taking(partial(choose, split=split)) for split in ("train", *sizes)}
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:

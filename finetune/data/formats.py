@@ -39,6 +39,8 @@ class Example(NamedTuple):
     """False for an answer that its row labels as bad."""
     columns: Mapping[str, Any] | None = None
     """The whole row, for functions that reward answers; None for other objectives."""
+    digest: str = ""
+    """The `digest_row` of the row as it was read."""
 
     @property
     def contents(self) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import chain, islice
 
 from finetune.data.formats import FORMATS, LABELLED, PROMPTS, Example, Format, RowType, detect_format, parse_row
+from finetune.data.held_out import digest_row
 from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
 from finetune.data.values import BadRowError
@@ -82,7 +83,7 @@ class Examples(_OfRows):
         weight: the number of times that each row comes in an epoch of a mixture.
         name: of the source in a mixture, different from the names of the others; otherwise empty.
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
-        choose: returns the indices of this split's rows, given the number of rows in `whole`; None: all rows.
+        choose: returns the indices of this split's rows, given the `digest_row` of each row in `whole`; None: all rows.
         read_as: a description of the format and the columns; empty until the rows are read.
     """
 
@@ -100,10 +101,10 @@ class Examples(_OfRows):
         self.weight = 1.0
         self.name = ""
         self.whole: Examples = self
-        self.choose: Callable[[int], list[int]] | None = None
+        self.choose: Callable[[Sequence[str]], list[int]] | None = None
         self.read_as = ""
 
-    def taking(self, choose: Callable[[int], list[int]]) -> Examples:
+    def taking(self, choose: Callable[[Sequence[str]], list[int]]) -> Examples:
         """Return a split with some of these rows. The source is read once for all its splits."""
         part = Examples(self.source, self.format, self.columns, self.max_rows)
         part.whole, part.choose = self.whole, choose
@@ -149,7 +150,7 @@ class Examples(_OfRows):
         """All rows, in memory. Raises the errors of `read`."""
         if self.choose is not None:
             rows = self.whole.rows
-            return [rows[index] for index in self.choose(len(rows))]
+            return [rows[index] for index in self.choose([row.digest for row in rows])]
         return list(self.read())
 
 
@@ -205,7 +206,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
         try:
             if row.problem is not None:
                 raise BadRowError(row.problem)
-            example = parse_row(row.value, known, columns)._replace(source=place, number=row.number)
+            example = parse_row(row.value, known, columns)
+            example = example._replace(source=place, number=row.number, digest=digest_row(row.value))
             if known is PROMPTS:
                 example = example._replace(columns=row.value)
             first = first or example

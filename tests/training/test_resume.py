@@ -57,7 +57,8 @@ WITH_DROPOUT = {
 WITH_OTHER_ROWS = {
     f"data.{key}"
     for key in (
-        *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "format", "columns"),
+        *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "split_rule"),
+        *("format", "columns"),
         *("train_on", "max_length", "max_rows", "on_long_row", "on_no_target", "on_truncated_answer"),
         *("on_doubled_bos", "on_untrained_end", "on_overlap", "on_ignored_key", "chat_template"),
     )
