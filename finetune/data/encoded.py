@@ -235,9 +235,13 @@ class EncodedExamples(Dataset[EncodedExample]):
                 digest.update(source.is_target[start:end].numpy().data)
             yield digest.digest()
 
+    def raw_digests(self) -> list[str]:
+        """Return the `digest_row` of each row."""
+        return [digest.tobytes().hex() for digest in self.rows.raw_digests.numpy()]
+
     def digests_of_examples(self) -> list[str]:
-        """Return the `digest_row` of each example, as hex text."""
-        return [row.tobytes().hex() for row in self.rows.raw_digests[self.rows.begins_example].numpy()]
+        """Return the `digest_row` of each example."""
+        return self.select(self.rows.begins_example.nonzero()[:, 0]).raw_digests()
 
     @property
     def sides(self) -> tuple[EncodedExamples, ...]:
