@@ -33,9 +33,10 @@ from finetune.config.config_files import (
     list_configs,
     shown_path,
 )
-from finetune.config.keys import expected, fields, takes_text
+from finetune.config.keys import expected, fields, takes_text, values
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, resolved_yaml, show
+from finetune.config.run_paths import find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
 
@@ -138,13 +139,19 @@ def config_from_record(values: Mapping[str, object]) -> Config:
 
 
 def _as_recorded(config: Config) -> Config:
-    """Give a run that may be resumed the values of `_KEPT_ON_RESUME` that it recorded."""
+    """Give a run that may be resumed the values of `_KEPT_ON_RESUME` that it recorded, and the paths that it found."""
     if config.resume != "auto":
         return config
-    saved = Path(config.output_dir).expanduser() / SAVED_CONFIG
-    settings = {setting.dotted: setting for setting in _read_saved(saved, [])}  # none if there is no run yet
-    kept = [key for key in _KEPT_ON_RESUME if key in settings and config.origin(key) == "default"]
-    return config.with_values({key: (settings[key].value, settings[key].origin) for key in kept})
+    folder = Path(config.output_dir).expanduser()
+    saved = _read_saved(folder / SAVED_CONFIG, [])  # empty if there is no run yet
+    given = values(config)
+    kept = {
+        setting.dotted: (found.value, setting.origin)
+        for setting, found in zip(saved, find_again(saved, folder), strict=True)
+        if (setting.dotted in _KEPT_ON_RESUME and config.origin(setting.dotted) == "default")
+        or (found.value != setting.value == given.get(setting.dotted))
+    }
+    return config.with_values(kept)
 
 
 def _read_saved(path: Path, problems: list[str]) -> list[Setting]:
@@ -221,9 +228,9 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     path = find_file(group, choice.name, choice.place, problems)
     if path is None:
         return []
-    is_saved = path.name == SAVED_CONFIG
-    settings = _read_saved(path, problems) if is_saved else read_file(path, shown_path(path), problems)
-    return translate(settings, problems)
+    if path.name == SAVED_CONFIG:
+        return translate(find_again(_read_saved(path, problems), path.parent), problems)
+    return translate(read_file(path, shown_path(path), problems), problems)
 
 
 def _with_groups(settings: list[Setting]) -> _Asked:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import shutil
@@ -10,8 +11,9 @@ import pytest
 
 from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
+from finetune.config.shipped_files import resolve_shipped
 from finetune.data.held_out import digest_row
-from finetune.errors import ConfigError, DataError, RunFailedError
+from finetune.errors import ConfigError, DataError, ModelError, RunFailedError
 from finetune.inference.finished_run import FinishedRun
 from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
@@ -95,22 +97,18 @@ def test_other_rows_than_those_of_a_run_without_a_record_of_them_are_told(figure
 
 @pytest.fixture(scope="module")
 def held_out_run(tmp_path_factory):
-    """A run on 32 rows of one file, of which 6 are held out; the file, and its rows by split."""
+    """A run on 32 rows of one file, of which 6 are held out; the file, and its rows by split.
+
+    It was started with relative paths, in another folder than the tests are in.
+    """
     folder = tmp_path_factory.mktemp("held_out")
-    file, rows = (
-        folder / "rows.jsonl",
-        [{"prompt": f"code {n}", "completion": f"word {n * 37 % 101}"} for n in range(32)],
-    )
+    file = folder / "rows.jsonl"
+    rows = [{"prompt": f"code {n}", "completion": f"word {n * 37 % 101}"} for n in range(32)]
     write_lines(file, rows)
-    words = [
-        f"data.path={file}",
-        "data.format=auto",
-        "data.max_rows=null",
-        "data.test=6",
-        "testing.num_samples=0",
-        "testing.metrics=[]",
-    ]
-    run = train(folder, *words)
+    shutil.copytree(resolve_shipped("shipped:phi_tiny"), folder / "models" / "base")
+    paths = ["model.path=models/base", "data.path=rows.jsonl", "data.format=auto", "data.max_rows=null", "data.test=6"]
+    with contextlib.chdir(folder):
+        run = train(folder, *paths, "testing.num_samples=0", "testing.metrics=[]")
     record = read_row_record(RunFolder(run))
     by_split = {name: [row for row in rows if digest_row(row) in found] for name, found in record.splits.items()}
     assert {name: len(found) for name, found in by_split.items()} == {"train": 26, "test": 6}
@@ -188,6 +186,20 @@ def test_a_run_without_a_record_of_its_rule_and_rows_keeps_its_rows(figures, hel
     (run / "rows.safetensors").write_bytes(b"damaged")
     figures(run)
     assert "rows.safetensors cannot be read" in caplog.text
+
+
+def test_a_base_that_is_gone_is_named_and_not_looked_for_at_the_hub(held_out_run):
+    run, file, _ = held_out_run
+    base = file.parent / "models"
+    base.rename(file.parent / "gone")
+    try:
+        with pytest.raises(ModelError) as caught:
+            evaluate(run, [])
+        assert f"model.path is {base / 'base'}, but there is no such folder" in str(caught.value)
+        assert "moved or deleted since" in str(caught.value)
+        assert "hf download" not in str(caught.value)
+    finally:
+        (file.parent / "gone").rename(base)
 
 
 @pytest.mark.launch
