@@ -36,7 +36,7 @@ from finetune.config.config_files import (
 from finetune.config.keys import expected, fields, takes_text, values
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, resolved_yaml, show
-from finetune.config.run_paths import find_again
+from finetune.config.run_paths import absolute, find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
 
@@ -142,7 +142,7 @@ def _as_recorded(config: Config) -> Config:
     """Give a run that may be resumed the values of `_KEPT_ON_RESUME` that it recorded, and the paths that it found."""
     if config.resume != "auto":
         return config
-    folder = Path(config.output_dir).expanduser()
+    folder = Path(absolute(config.output_dir))
     saved = _read_saved(folder / SAVED_CONFIG, [])  # empty if there is no run yet
     given = values(config)
     kept = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ _KEYS = (
 )
 _MAY_BE_FOLDER = ("path", "tokenizer", "start_from")
 """Of these keys and of those in a mixture. The others take a file, or a name that is no path and has no suffix."""
-_FIELD = "resolved_paths"
+_SOURCE = re.compile(r"data\.mixture\[\d+\]")
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +48,7 @@ def recorded_paths(folder: Path) -> dict[str, str]:
         record = json.loads((folder / "run.json").read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    paths = record.get(_FIELD) if isinstance(record, dict) else None
+    paths = record.get("resolved_paths") if isinstance(record, dict) else None
     return {key: path for key, path in paths.items() if isinstance(path, str)} if isinstance(paths, dict) else {}
 
 
@@ -88,15 +89,10 @@ def _find(key: str, path: str, recorded: str) -> str:
 def _change(key: str, value: object, change: Callable[[str, str], str]) -> object:
     """Call a function with each path in the value of a key, and return the value with its results."""
     if key == "data.mixture" and isinstance(value, list):
-        return [_change_source(f"{key}[{number}]", source, change) for number, source in enumerate(value)]
-    return change(key, value) if key in _KEYS and isinstance(value, str) else value
-
-
-def _change_source(place: str, source: object, change: Callable[[str, str], str]) -> object:
-    if not isinstance(source, Mapping):
-        return source
-    is_path = {name: f"data.{name}" in _KEYS and isinstance(value, str) for name, value in source.items()}
-    return {name: change(f"{place}.{name}", value) if is_path[name] else value for name, value in source.items()}
+        return [_change(f"{key}[{number}]", source, change) for number, source in enumerate(value)]
+    if isinstance(value, Mapping) and _SOURCE.fullmatch(key):
+        return {name: _change(f"{key}.{name}", inner, change) for name, inner in value.items()}
+    return change(key, value) if isinstance(value, str) and _SOURCE.sub("data", key) in _KEYS else value
 
 
 def _exists(path: str, *, is_file: bool = False) -> bool:

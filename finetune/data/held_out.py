@@ -1,7 +1,8 @@
 """Hold out training rows for validation and test.
 
 Each row is ranked by a hash of its content with `data.split_seed`, and the first rows are held out. So a row keeps its
-split when other rows are added, removed or moved, and equal rows are neighbours, which only the end of a split parts.
+split when other rows are added, removed or moved. Equal rows have equal ranks, so they are in one split, unless the
+size of a split ends between them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Literal
 
 from finetune.errors import DataError
 
@@ -33,22 +33,18 @@ class SplitSize:
         return self.rows or max(1, int(self.fraction * num_rows + 0.5))
 
 
-SplitRule = Literal["content", "position"]
-"""What ranks the rows: their content, or, in runs of earlier versions, their position in the source."""
-
-
 def digest_row(row: object) -> str:
     """Return a digest of a row as it was read, 16 bytes as hex text. It depends on no tokenizer and no objective."""
     return blake2b(json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def rows_of_split(
-    digests: Sequence[str], *, split: str, sizes: Mapping[str, SplitSize], rule: SplitRule, seed: int, label: str
+    digests: Sequence[str], *, split: str, sizes: Mapping[str, SplitSize], rule: str, seed: int, label: str
 ) -> list[int]:
     """Return the rows of one split in ascending order. The split train has the rows that the others leave.
 
-    `digests` has the `digest_row` of each row, and `sizes` the size of each other split. `label` names the rows in
-    messages.
+    `digests` has the `digest_row` of each row, and `sizes` the size of each other split. `rule` is `data.split_rule`,
+    and `label` names the rows in messages.
 
     Raises:
         DataError: no row is left to train on.

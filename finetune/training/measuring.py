@@ -72,9 +72,9 @@ def measure_split(
     if changes is not None and any(changes):
         wanted, used = "the rows that the run recorded", "those that there are now"
         runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
-    num_trained = 0
+    num_rows = len(examples)
     if recorded is not None and split != "train":
-        examples, num_trained = _without_trained_rows(runtime, examples, split, recorded)
+        examples = _without_trained_rows(runtime, examples, split, recorded)
     if recorded is None and has_same_data and rows_of_run not in (None, examples.fingerprint):
         why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
         fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
@@ -92,27 +92,23 @@ def measure_split(
         collate=forward.collate,
     )
     evaluation = evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
-    return replace(evaluation, num_trained=None if recorded is None else num_trained, changes=changes)
+    num_trained = None if recorded is None else num_rows - len(examples)
+    return replace(evaluation, num_trained=num_trained, changes=changes)
 
 
 def _without_trained_rows(
     runtime: Runtime, examples: EncodedExamples, split: str, recorded: RowRecord
-) -> tuple[EncodedExamples, int]:
-    """Leave out the rows that the run was trained on. Returns the other rows, and how many were left out."""
+) -> EncodedExamples:
+    """Return the rows that the run was not trained on."""
     both = zip(examples.raw_digests(), examples.digests(with_targets=False), strict=True)
     kept = [row for row, (raw, ids) in enumerate(both) if recorded.trained.isdisjoint((raw, ids.hex()))]
-    num_trained = len(examples) - len(kept)
     if not kept:
         raise DataError(
-            f"the run was trained on all {num_trained:,} rows of the {split} split, so none is left to measure. Give "
+            f"the run was trained on all {len(examples):,} rows of the {split} split, so none is left to measure. Give "
             f"other rows with data.{split}=FILE, or measure the training rows with --split train."
         )
-    if num_trained:
-        fallback = Fallback(
-            what=f"the {split} split",
-            wanted=f"{len(examples):,} rows",
-            used=f"the {len(kept):,} that the run was not trained on",
-            why=f"training rows of the run among them: {num_trained:,}",
-        )
-        runtime.fallbacks.take(fallback)
-    return examples.select(kept), num_trained
+    if num_trained := len(examples) - len(kept):
+        wanted, used = f"{len(examples):,} rows", f"the {len(kept):,} that the run was not trained on"
+        why = f"training rows of the run among them: {num_trained:,}"
+        runtime.fallbacks.take(Fallback(what=f"the {split} split", wanted=wanted, used=used, why=why))
+    return examples.select(kept)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from itertools import chain
 
 import pytest
+from datasets import Dataset
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
@@ -116,6 +118,18 @@ def test_a_row_keeps_its_split_in_another_format_and_in_a_mixture(make_section, 
     examples = load_examples(make_section(mixture=mixture)).test
     assert {row.prompt for row in examples.parts[0]} == here
     assert len(examples.parts[1]) == 2
+
+
+def test_a_row_keeps_its_split_in_every_kind_of_file(make_section, write_jsonl, tmp_path):
+    rows = Dataset.from_list(ROWS)
+    rows.to_parquet(str(tmp_path / "rows.parquet"))
+    rows.to_csv(str(tmp_path / "rows.csv"))
+    rows.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    paths = [write_jsonl(ROWS), *(str(tmp_path / name) for name in ("rows.parquet", "rows.csv", "saved", "rows.json"))]
+    chosen = [[row.prompt for row in load_examples(make_section(path=path, test="8")).test] for path in paths]
+    assert len(chosen[0]) == 8
+    assert all(prompts == chosen[0] for prompts in chosen)
 
 
 def test_answers_of_one_conversation_and_sides_of_a_pair_stay_together(make_section, write_jsonl):
