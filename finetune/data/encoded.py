@@ -59,7 +59,7 @@ class RowTable(NamedTuple):
             full_lengths=source.full_lengths,
             num_targets=source.num_targets,
             is_good=source.is_good,
-            raw_digests=source.raw_digests.view(-1, 16),
+            raw_digests=source.raw_digests.view(len(source.numbers), 16),
             example_of=_example_of(source.numbers.diff() != 0),
             subset=torch.zeros(len(source.numbers), dtype=torch.int16),
         )
