@@ -19,6 +19,7 @@ from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.row_record import read_row_record
+from finetune.training.resume import _sha256
 from tests.data.conftest import write_lines
 from tests.inference.conftest import NUM_ROWS, train
 from tests.launches import run_launched
@@ -186,6 +187,32 @@ def test_a_run_without_a_record_of_its_rule_and_rows_keeps_its_rows(figures, hel
     (run / "rows.safetensors").write_bytes(b"damaged")
     figures(run)
     assert "rows.safetensors cannot be read" in caplog.text
+
+
+def test_a_run_of_an_earlier_version_keeps_its_rows_also_when_it_resumes(figures, held_out_run, tmp_path, capsys):
+    words = [f"data.path={held_out_run[1]}", "data.format=auto", "data.max_rows=null", "data.test=6"]
+    words += ["testing.num_samples=0", "testing.metrics=[]"]
+    run = train(tmp_path, *words, "data.split_rule=position")
+    capsys.readouterr()
+    before = json.loads((run / "run.json").read_text())["fingerprints"]
+    losses = figures(run)["tuned"]
+    # As that version left it.
+    (run / "rows.safetensors").unlink()
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("  split_rule: position\n", ""))
+    record = json.loads((run / "run.json").read_text())
+    del (
+        record["resolved_paths"],
+        record["started_with"]["config"]["data"]["split_rule"],
+        record["started_with"]["sha256"],
+    )
+    record["started_with"]["sha256"] = _sha256(record["started_with"])
+    (run / "run.json").write_text(json.dumps(record))
+    assert figures(run, "strict=true")["tuned"] == losses
+    train(tmp_path, *words, "resume=auto")
+    capsys.readouterr()
+    assert json.loads((run / "run.json").read_text())["fingerprints"]["data.test"] == before["data.test"]
+    assert load_config([], run=str(run / "config.yaml")).data.split_rule == "position"
+    assert changes_told(figures(run, "strict=true")) == [6, 0, 0, 0]
 
 
 def test_a_base_that_is_gone_is_named_and_not_looked_for_at_the_hub(held_out_run):
