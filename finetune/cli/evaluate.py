@@ -115,9 +115,14 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
 
 
 def _keeps_data(run: FinishedRun, *keys: str) -> bool:
-    """Return whether the command leaves these keys of `data` as the run had them; all keys if none is named."""
-    origins = [run.config.origin(f"data.{key}") for key in keys or type(run.config.data).model_fields]
-    return all(origin.startswith(("default", str(run.folder.config_file))) for origin in origins)
+    """Return whether the command leaves these keys of `data` as the run had them; all that decide rows by default."""
+    from finetune.config.config_files import shown_path
+    from finetune.config.keys import on_resume
+
+    recorded = ("default", shown_path(run.folder.config_file))
+    deciding = [key for key in type(run.config.data).model_fields if on_resume(f"data.{key}").matters != "never"]
+    origins = [run.config.origin(f"data.{key}") for key in keys or deciding]
+    return all(origin.startswith(recorded) for origin in origins)
 
 
 def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:
@@ -125,12 +130,22 @@ def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> E
     with importing():
         from finetune.distributed.launch import launch
         from finetune.inference.finished_run import read_finished_run
+        from finetune.runs.row_record import read_row_record
         from finetune.training.measuring import measure_split
 
-    rows = run.fingerprints.get(f"data.{split}") if _keeps_data(run) else None
+    recorded, has_same_data = read_row_record(run.folder), _keeps_data(run)
     with launch(run.config, trains=False) as runtime:
         loaded = read_finished_run(runtime, run)
-        evaluation = measure_split(runtime, run.config, loaded, split, metrics, rows_of_run=rows)
+        evaluation = measure_split(
+            runtime,
+            run.config,
+            loaded,
+            split,
+            metrics,
+            recorded=recorded,
+            has_same_data=has_same_data,
+            rows_of_run=run.fingerprints.get(f"data.{split}"),
+        )
         return evaluation if runtime.is_main_process else None
 
 
@@ -172,6 +187,9 @@ def _write(output: Path, record: Mapping[str, Any]) -> None:
 def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
     """Convert the scores to plain values. A score that is not finite becomes None."""
     record = {"run": str(run.folder.path), "weights": run.weights_name, "split": split, **_scores_as_record(evaluation)}
+    changes = evaluation.changes
+    record["trained_rows_left_out"] = evaluation.num_trained
+    record["recorded_rows_missing"], record["new_rows"] = changes or (None, None)
     if evaluation.subsets:
         record["sources"] = {name: _scores_as_record(each) for name, each in evaluation.subsets.items()}
     return record

@@ -34,11 +34,15 @@ from finetune.config.config_files import (
     list_configs,
     shown_path,
 )
-from finetune.config.keys import expected, fields, takes_text
+from finetune.config.keys import expected, fields, takes_text, values
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, resolved_yaml, show
+from finetune.config.run_paths import absolute, find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
+
+_KEPT_ON_RESUME = ("data.split_rule",)
+"""Keys whose default has changed. A resumed run has the value that it recorded, unless another one is set."""
 
 __all__ = ["compose", "config_from_dict", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
 
@@ -103,9 +107,10 @@ def compose(
     ]
     name_giver = asked.run or (chosen | asked.groups).get("task")
     run_name = Path(name_giver.name).stem if name_giver else "run"
-    return build_config(
+    config = build_config(
         chain(*layers), problems, run_name=run_name, complete=complete, needs_data=needs_data, typed=typed
     )
+    return _as_recorded(config)
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
@@ -121,7 +126,7 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     """
     problems: list[str] = []
     asked = _with_groups(translate(_read_dict(values, origin, problems), problems))
-    return build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
+    return _as_recorded(build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems))
 
 
 def config_from_record(values: Mapping[str, object]) -> Config:
@@ -132,6 +137,27 @@ def config_from_record(values: Mapping[str, object]) -> Config:
     """
     problems: list[str] = []
     return build_config(with_current_keys(_read_dict(values, "run.json", problems)), problems, complete=False)
+
+
+def _as_recorded(config: Config) -> Config:
+    """Give a run that may be resumed the values of `_KEPT_ON_RESUME` that it recorded, and the paths that it found."""
+    if config.resume != "auto":
+        return config
+    folder = Path(absolute(config.output_dir))
+    saved = _read_saved(folder / SAVED_CONFIG, [])  # empty if there is no run yet
+    given = values(config)
+    kept = {
+        setting.dotted: (found.value, setting.origin)
+        for setting, found in zip(saved, find_again(saved, folder), strict=True)
+        if (setting.dotted in _KEPT_ON_RESUME and config.origin(setting.dotted) == "default")
+        or (found.value != setting.value == given.get(setting.dotted))
+    }
+    return config.with_values(kept)
+
+
+def _read_saved(path: Path, problems: list[str]) -> list[Setting]:
+    """Read the settings that a run saved, with today's keys."""
+    return with_current_keys(read_file(path, shown_path(path), problems))
 
 
 @dataclass(frozen=True)
@@ -209,8 +235,9 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     path = find_file(group, choice.name, choice.place, problems)
     if path is None:
         return []
-    settings = read_file(path, shown_path(path), problems)
-    return translate(with_current_keys(settings) if path.name == SAVED_CONFIG else settings, problems)
+    if path.name == SAVED_CONFIG:
+        return translate(find_again(_read_saved(path, problems), path.parent), problems)
+    return translate(read_file(path, shown_path(path), problems), problems)
 
 
 def _with_groups(settings: list[Setting]) -> _Asked:

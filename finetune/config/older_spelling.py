@@ -85,6 +85,9 @@ RENAMED = {
 }
 """Keys that this project renamed. They are read only in the folders of runs that saved them."""
 
+ADDED = {"data.split_rule": "position"}
+"""Keys that this project added, with the value that describes a run from before. A run records all of its keys."""
+
 REMOVED = {"data.stream": "data.max_rows alone reads the first rows of a hub data set"}
 """Keys that this project removed, and why. Runs of earlier versions saved them."""
 
@@ -146,7 +149,13 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
 
 def with_current_keys(settings: Iterable[Setting]) -> list[Setting]:
     """Give today's keys to the settings that a run of an earlier version saved, and leave out removed keys."""
-    return [_with_current_key(setting) for setting in settings if setting.dotted not in REMOVED]
+    current = [_with_current_key(setting) for setting in settings if setting.dotted not in REMOVED]
+    saved = {setting.dotted: setting for setting in current}
+    if not {"resume_allow", "data.split_seed", "checkpoint.save_every"} <= saved.keys():
+        return current  # cut short, or not written by a run, which saves all of these
+    origin = saved["data.split_seed"].origin
+    added = [(key, value) for key, value in ADDED.items() if key not in saved]
+    return current + [Setting(key=tuple(key.split(".")), value=value, origin=origin) for key, value in added]
 
 
 def _with_current_key(setting: Setting) -> Setting:

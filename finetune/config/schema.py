@@ -184,6 +184,8 @@ class DataSection(Section):
     """Files, a split at `path`, or how many training rows. Default: the split of that name, if there is one."""
     split_seed: RowKey[Annotated[int, Field(ge=0, lt=2**63)]] = 0
     """Chooses the rows that are held out. Runs that differ in `seed` are therefore tested on the same rows."""
+    split_rule: RowKey[Literal["content", "position"]] = "content"
+    """Rank rows to hold out by their content, or by their position, as runs of earlier versions did."""
     format: RowKey[Literal["auto", "messages", "conversations", "prompt_completion", "instruction", "text"]] = "auto"
     """The format of a row; auto: recognise it by the columns."""
     separator: RowKey[Literal[",", ";", "|", "tab"] | None] = None

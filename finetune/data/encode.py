@@ -213,7 +213,7 @@ def _encode_source(
 def _part_of(encoded: EncodedExamples, part: Examples) -> Part:
     """Return the rows that a split has from a source."""
     if part.choose is not None:
-        encoded = encoded.select_examples(part.choose(encoded.num_examples))
+        encoded = encoded.select_examples(part.choose(encoded.digests_of_examples()))
     return Part(encoded, part.label, part.weight, part.name)
 
 
@@ -230,7 +230,7 @@ def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int, 
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
             if not isinstance(row, BadRowError):
-                writer.add(example.number, row, max_length=max_length, is_good=example.is_good)
+                writer.add(example.number, row, max_length=max_length, is_good=example.is_good, digest=example.digest)
                 continue
             if example.number != bad:
                 problems.add(example.source, str(row))

@@ -41,6 +41,8 @@ class RowTable(NamedTuple):
     """int64, shape (rows,)."""
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
+    raw_digests: torch.Tensor
+    """uint8, shape (rows, 16): the `digest_row` of each row, whatever its tokens."""
     example_of: torch.Tensor
     """int64, shape (rows,): the example of each row, ascending from 0. With `data.train_on=each_turn` the answers of a
     conversation are rows of one example; otherwise each row is one."""
@@ -57,6 +59,7 @@ class RowTable(NamedTuple):
             full_lengths=source.full_lengths,
             num_targets=source.num_targets,
             is_good=source.is_good,
+            raw_digests=source.raw_digests.view(len(source.numbers), 16),
             example_of=_example_of(source.numbers.diff() != 0),
             subset=torch.zeros(len(source.numbers), dtype=torch.int16),
         )
@@ -231,6 +234,14 @@ class EncodedExamples(Dataset[EncodedExample]):
             if with_targets:
                 digest.update(source.is_target[start:end].numpy().data)
             yield digest.digest()
+
+    def raw_digests(self) -> list[str]:
+        """Return the `digest_row` of each row."""
+        return [digest.tobytes().hex() for digest in self.rows.raw_digests.numpy()]
+
+    def digests_of_examples(self) -> list[str]:
+        """Return the `digest_row` of each example."""
+        return self.select(self.rows.begins_example.nonzero()[:, 0]).raw_digests()
 
     @property
     def sides(self) -> tuple[EncodedExamples, ...]:

@@ -192,7 +192,7 @@ def _load_source(section: DataSection, reads: Reads, without: Collection[str] = 
         names = ", ".join(at_path.not_read)
         _log.warning("%s: in no split, and not read unless a key of data names them: %s", at_path.label, names)
     found = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
-    return _hold_out(found, sizes, section.split_seed) if sizes else found
+    return _hold_out(found, sizes, section) if sizes else found
 
 
 class _Sources(NamedTuple):
@@ -235,11 +235,10 @@ def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) 
     return parse_split_size(text, split)
 
 
-def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], seed: int) -> dict[str, Examples]:
+def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:
     whole = found["train"]
-    for split in ("train", *sizes):
-        found[split] = whole.taking(partial(rows_of_split, split=split, sizes=sizes, seed=seed, label=whole.label))
-    return found
+    choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=whole.label)
+    return found | {split: whole.taking(partial(choose, split=split)) for split in ("train", *sizes)}
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:

@@ -46,6 +46,8 @@ class Example(NamedTuple):
     """Whether prompt and answer are texts in the row, also if a system turn or earlier turns made them messages."""
     columns: Mapping[str, Any] | None = None
     """The whole row, for functions that reward answers; None for other objectives."""
+    digest: str = ""
+    """The `digest_row` of the row as it was read."""
 
     @property
     def contents(self) -> tuple[str, ...]:

@@ -1,9 +1,15 @@
-"""Hold out training rows for validation and test. Which rows depends only on their number and on `data.split_seed`."""
+"""Hold out training rows for validation and test.
+
+Each row is ranked by a hash of its content with `data.split_seed`, and the first rows are held out. So a row keeps its
+split when other rows are added, removed or moved. Equal rows have equal ranks, so they are in one split, unless the
+size of a split ends between them.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -27,14 +33,23 @@ class SplitSize:
         return self.rows or max(1, int(self.fraction * num_rows + 0.5))
 
 
-def rows_of_split(num_rows: int, *, split: str, sizes: Mapping[str, SplitSize], seed: int, label: str) -> list[int]:
+def digest_row(row: object) -> str:
+    """Return a digest of a row as it was read, 16 bytes as hex text. It depends on no tokenizer and no objective."""
+    return blake2b(json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def rows_of_split(
+    digests: Sequence[str], *, split: str, sizes: Mapping[str, SplitSize], rule: str, seed: int, label: str
+) -> list[int]:
     """Return the rows of one split in ascending order. The split train has the rows that the others leave.
 
-    `sizes` has the size of each other split, and `label` names the rows in messages.
+    `digests` has the `digest_row` of each row, and `sizes` the size of each other split. `rule` is `data.split_rule`,
+    and `label` names the rows in messages.
 
     Raises:
         DataError: no row is left to train on.
     """
+    num_rows = len(digests)
     counts = {name: size.of(num_rows) for name, size in sizes.items()}
     counts["train"] = num_rows - sum(counts.values())
     if counts["train"] <= 0:
@@ -43,7 +58,8 @@ def rows_of_split(num_rows: int, *, split: str, sizes: Mapping[str, SplitSize], 
         raise DataError(f"{label} has {num_rows:,} rows, and {asked} {leave} none to train on. Hold fewer out.")
     before = _HELD_OUT_IN_THIS_ORDER[: _HELD_OUT_IN_THIS_ORDER.index(split)]
     start = sum(counts.get(name, 0) for name in before)
-    return sorted(shuffled(num_rows, seed)[start : start + counts[split]])
+    ranked = shuffled(num_rows, seed) if rule == "position" else _ranked(digests, seed)
+    return sorted(ranked[start : start + counts[split]])
 
 
 def parse_split_size(text: str, split: str) -> SplitSize | None:
@@ -64,6 +80,13 @@ def parse_split_size(text: str, split: str) -> SplitSize | None:
             "number of rows (200), the name of a split, or a file."
         )
     return SplitSize(text, fraction=fraction)
+
+
+def _ranked(digests: Sequence[str], seed: int) -> list[int]:
+    """Return the rows by a hash of their digest. Equal rows keep their order."""
+    key = seed.to_bytes(8, "little")
+    ranks = [blake2b(bytes.fromhex(digest), key=key, digest_size=16).digest() for digest in digests]
+    return sorted(range(len(digests)), key=ranks.__getitem__)
 
 
 def shuffled(num_rows: int, seed: int) -> list[int]:

@@ -19,6 +19,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
 
+from finetune.data.held_out import digest_row
 from finetune.data.templates import TokenisedRow
 from finetune.runs.durable import replacing
 
@@ -44,6 +45,8 @@ class EncodedRows(NamedTuple):
     """int64, shape (rows,): target tokens of the row."""
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
+    raw_digests: torch.Tensor
+    """uint8, shape (16 * rows,): the `digest_row` of each row."""
     row_type: str = "text"
     """messages, prompt_completion or text."""
     read_as: str = ""
@@ -94,10 +97,15 @@ class RowWriter:
             stream.truncate()
         self.offsets, self.numbers = array("q", [0]), array("q")
         self.full_lengths, self.num_targets = array("q"), array("q")
-        self.is_good = bytearray()
+        self.is_good, self.raw_digests = bytearray(), bytearray()
 
-    def add(self, number: int, row: TokenisedRow, *, max_length: int, is_good: bool = True) -> None:
-        """Append a row, cut at `max_length` tokens. Raise a CannotWriteError if the disk refuses it."""
+    def add(
+        self, number: int, row: TokenisedRow, *, max_length: int, is_good: bool = True, digest: str | None = None
+    ) -> None:
+        """Append a row, cut at `max_length` tokens. Raise a CannotWriteError if the disk refuses it.
+
+        `digest` is the `digest_row` of the row as it was read. Default: that of its tokens.
+        """
         ids, is_target = array("i", row.token_ids[:max_length]), row.is_target[:max_length]
         try:
             self._streams[0].write(ids)
@@ -109,11 +117,13 @@ class RowWriter:
         self.full_lengths.append(len(row.token_ids))
         self.num_targets.append(is_target.count(1))
         self.is_good.append(is_good)
+        self.raw_digests += bytes.fromhex(digest or digest_row(ids.tolist()))
 
     def of_each_row(self) -> dict[str, tuple[str, array[int] | bytearray]]:
         """Return the numbers of the rows by their names in `EncodedRows`, with their types in the file."""
         int64 = ("offsets", "numbers", "full_lengths", "num_targets")
-        return {**{name: ("I64", getattr(self, name)) for name in int64}, "is_good": ("BOOL", self.is_good)}
+        others = {"is_good": ("BOOL", self.is_good), "raw_digests": ("U8", self.raw_digests)}
+        return {**{name: ("I64", getattr(self, name)) for name in int64}, **others}
 
 
 def rows_in_memory(encode: Encode) -> EncodedRows:

@@ -18,6 +18,7 @@ from finetune.data.formats import (
     detect_format,
     parse_row,
 )
+from finetune.data.held_out import digest_row
 from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
 from finetune.data.values import BadRowError
@@ -115,7 +116,7 @@ class Examples(_OfRows):
         weight: the number of times that each row comes in an epoch of a mixture.
         name: of the source in a mixture, different from the names of the others; otherwise empty.
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
-        choose: returns the indices of this split's rows, given the number of rows in `whole`; None: all rows.
+        choose: returns the indices of this split's rows, given the `digest_row` of each row in `whole`; None: all rows.
         read_as: a description of the format and the columns; empty until the rows are read.
         unread: columns that belong to the prompt but are not read; empty until the rows are read.
         num_dropped: rows that were left out because they cannot be used; 0 until the rows are read.
@@ -140,12 +141,12 @@ class Examples(_OfRows):
         self.weight = 1.0
         self.name = ""
         self.whole: Examples = self
-        self.choose: Callable[[int], list[int]] | None = None
+        self.choose: Callable[[Sequence[str]], list[int]] | None = None
         self.read_as = ""
         self.unread: list[str] = []
         self.num_dropped = 0
 
-    def taking(self, choose: Callable[[int], list[int]]) -> Examples:
+    def taking(self, choose: Callable[[Sequence[str]], list[int]]) -> Examples:
         """Return a split with some of these rows. The source is read once for all its splits."""
         part = Examples(self.source, self.format, self.columns, self.max_rows, reads=self.reads, drops=self.drops)
         part.whole, part.choose = self.whole, choose
@@ -191,7 +192,7 @@ class Examples(_OfRows):
         """All rows, in memory. Raises the errors of `read`."""
         if self.choose is not None:
             rows = self.whole.rows
-            return [rows[index] for index in self.choose(len(rows))]
+            return [rows[index] for index in self.choose([row.digest for row in rows])]
         return list(self.read())
 
 
@@ -267,7 +268,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
             broken.add(place, row.problem)
             continue
         try:
-            example = parse_row(row.value, known, examples.columns)._replace(source=place, number=row.number)
+            example = parse_row(row.value, known, examples.columns)
+            example = example._replace(source=place, number=row.number, digest=digest_row(row.value))
             if examples.reads == "prompts":
                 example = example._replace(columns=row.value)
             first = first or example

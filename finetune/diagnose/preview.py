@@ -117,6 +117,8 @@ class Preview:
     rows: list[PreviewedRow]
     """A pair of answers is two entries: first the chosen side, then the rejected one."""
     findings: list[Finding] = field(default_factory=list)
+    raw_digests: list[str] = field(default_factory=list)
+    """The `digest_row` of each row of all splits."""
 
     def as_record(self, *, strict: bool) -> dict[str, Any]:
         """Convert to plain values for JSON, see docs/preview.md."""
@@ -186,6 +188,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
             *_judge_duplicates(summaries),
             *_judge_equal_answers(found),
         ],
+        raw_digests=[digest for of_split in found.values() for digest in of_split.sides[0].raw_digests()],
     )
 
 

@@ -42,6 +42,7 @@ from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finishe
 from finetune.model.base import read_model_config
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
+from finetune.runs.row_record import read_row_record
 from finetune.training.measuring import measure_split
 
 PYTHON = "FINETUNE_LLMCOMPRESSOR"
@@ -204,15 +205,15 @@ def _compare(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[st
     if not has_validation:
         return {}
     testing = run.config.testing.model_copy(update={"compare_base": False, "num_samples": MOST_ANSWERS})
-    config = run.config.model_copy(update={"testing": testing})
+    config, recorded = run.config.model_copy(update={"testing": testing}), read_row_record(run.folder)
     with launch(config, trains=False) as runtime:
-        before = measure_split(runtime, config, read_finished_run(runtime, run), "validation", {})
+        before = measure_split(runtime, config, read_finished_run(runtime, run), "validation", {}, recorded=recorded)
     # The engine does not know the layers of compressed-tensors.
     reference = config.training.model_copy(update={"kernels": "reference"})
     config = config.model_copy(update={"training": reference})
     with launch(config, trains=False) as runtime:
         compressed = LoadedRun(load_compressed(folder), build_run_tokenizer(config))
-        after = measure_split(runtime, config, compressed, "validation", {})
+        after = measure_split(runtime, config, compressed, "validation", {}, recorded=recorded)
     pairs = zip(before.answers, after.answers, strict=True)
     return {
         "num_validated": before.num_rows,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from finetune.inference.answer_metrics import SHARES
+from finetune.runs.row_record import RowChanges
 from finetune.signals import give_up_dead_screens
 from finetune.terminal import print_table, print_texts
 
@@ -77,6 +78,10 @@ class Evaluation:
     """Rows without a part in the loss (`testing.drop_last`)."""
     subsets: Mapping[str, Evaluation] = field(default_factory=dict)
     """The scores on the rows of each subset, by its name."""
+    num_trained: int | None = None
+    """Rows of the split that were left out because the run was trained on them. None if that is not known."""
+    changes: RowChanges | None = None
+    """How the rows differ from those that the run recorded. None if they were not compared."""
 
     @property
     def tuned(self) -> Scores:
@@ -108,6 +113,8 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
     title = f"{split.capitalize()} split, {evaluation.num_rows:,} rows"
     if evaluation.num_left_out:
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
+    if evaluation.num_trained:
+        title += f"; left out, because the run was trained on them: {evaluation.num_trained:,}"
     print_table(["", *columns], rows, right=columns, title=title)
     if evaluation.subsets:
         _show_subsets(evaluation.subsets)

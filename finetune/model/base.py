@@ -180,8 +180,11 @@ def locate(path: str, key: str) -> str:
     if not looks_local:
         return path
     if not folder.is_dir():
+        gone = (
+            " If a run used it, it was moved or deleted since: name its new place with --base." * folder.is_absolute()
+        )
         raise ModelError(
-            f"{key} is {path}, but there is no such folder. Give a folder that holds a model, or a hub id "
+            f"{key} is {path}, but there is no such folder.{gone} Give a folder that holds a model, or a hub id "
             "like microsoft/phi-4."
         )
     if key == "model.path" and not (folder / "config.json").is_file():

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from finetune.config.compose import load_config
 from finetune.errors import FinetuneError
 from finetune.runs.recorded_run import RecordedRun
+from finetune.runs.row_record import read_row_record
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview_splits import SplitSummary
@@ -77,13 +78,17 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
         places.append(facts if places else f"row {row.location.row}, {row.location.source}: {facts}")
         spans += [Span("\n", False, True)] if spans else []
         spans += join_alike(row.own_pieces())
+    findings = [f"{finding.what}: {finding.fix}" for finding in preview.findings]
+    recorded = read_row_record(run.folder)
+    if recorded is not None and any(changes := recorded.compare(preview.raw_digests)):
+        findings.append(f"the rows have changed since the run recorded them, and its results are of those ({changes})")
     return PreviewedData(
         labels=labels,
         source=preview.data,
         splits={str(name): summary for name, summary in preview.splits.items()},
         row=_shortened(spans),
         row_place="; ".join(places),
-        findings=[f"{finding.what}: {finding.fix}" for finding in preview.findings],
+        findings=findings,
     )
 
 

@@ -37,6 +37,7 @@ class RunFolder:
         self.config_file = self.path / "config.yaml"
         self.record_file = self.path / "run.json"
         self.metrics_file = self.path / "metrics.jsonl"
+        self.row_file = self.path / "rows.safetensors"
         self.log_file = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"
@@ -193,6 +194,7 @@ class RunFolder:
             self.config_file,
             self.record_file,
             self.metrics_file,
+            self.row_file,
             self.log_file,
             self.checkpoints,
             self.adapter,

@@ -7,7 +7,7 @@ import logging
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -52,6 +52,8 @@ class RunStart:
     """The result of `Fallbacks.as_records`."""
     fingerprints: Mapping[str, str]
     """Digests by name, for example of the data and the configuration."""
+    resolved_paths: Mapping[str, str] = field(default_factory=dict)
+    """The result of `resolved_paths`."""
     started_with: Mapping[str, Any] | None = None
     """The values with which `training.resume` compares the next start."""
     resume_changes: Sequence[Mapping[str, str]] = ()

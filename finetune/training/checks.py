@@ -109,6 +109,11 @@ def named_splits(splits: Any) -> dict[str, Any]:
     return {name: split for name, split in vars(splits).items() if split is not None}
 
 
+def raw_digests(splits: Any) -> dict[str, list[str]]:
+    """Return the `digest_row` of each row, by split. Both sides of a pair are from one row."""
+    return {name: split.sides[0].raw_digests() for name, split in named_splits(splits).items()}
+
+
 def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectives: Sequence[str]) -> None:
     """Refuse a model or trainer that contradicts the configuration, and rows longer than the model's context.
 

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import chain
 
 from finetune.config.schema import Config
 from finetune.data.batches import EvaluationLoader, loader_keys_on
 from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.subsets import by_column
 from finetune.distributed.runtime import Runtime
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
+from finetune.fallbacks import Fallback
 from finetune.inference.answer_metrics import Metric
 from finetune.inference.evaluation import evaluate_model
 from finetune.inference.finished_run import LoadedRun, place_finished_run
 from finetune.inference.scores import Evaluation
 from finetune.model.base import longrope_boundary
+from finetune.runs.row_record import RowRecord
+from finetune.training.checks import raw_digests
 from finetune.training.forward import agree_on_forward
-
-_log = logging.getLogger(__name__)
 
 
 def measure_split(
@@ -29,9 +32,13 @@ def measure_split(
     split: str,
     metrics: Mapping[str, Metric],
     *,
+    recorded: RowRecord | None = None,
+    has_same_data: bool = False,
     rows_of_run: str | None = None,
 ) -> Evaluation:
-    """Place a model, and measure it on every row of a split. Collective: every rank.
+    """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
+
+    Of the split train, all rows are measured.
 
     Args:
         runtime: the world of processes.
@@ -39,10 +46,14 @@ def measure_split(
         loaded: a model that is not placed yet, and its tokenizer.
         split: train, validation or test.
         metrics: of generated answers, by name.
-        rows_of_run: the fingerprint of the rows that the run had; a warning says if these are others. None: not known.
+        recorded: the rows that the run recorded; None if it recorded none.
+        has_same_data: whether the configuration names the data of the run. The rows are then compared with its own.
+        rows_of_run: for a run that recorded no rows: the fingerprint of its split. None: not known.
 
     Raises:
-        ConfigError: the run has no such split, or metrics are asked for and its rows have no answers.
+        ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed
+            and the run is strict.
+        DataError: the run was trained on all rows of the split.
     """
     model, tokenizer = loaded
     # Before the model is sharded: the engine refuses one with hooks.
@@ -57,12 +68,18 @@ def measure_split(
             f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
             "--metric, and set testing.metrics=[] where the run's config names some."
         )
-    if rows_of_run not in (None, examples.fingerprint):
-        _log.warning(
-            "the %s rows are not those of the run, so training rows may be among them. The data files or the tokenizer "
-            "have changed, or this folder has other files of the same name.",
-            split,
-        )
+    changes = recorded.compare(chain(*raw_digests(splits).values())) if recorded and has_same_data else None
+    if changes is not None and any(changes):
+        wanted, used = "the rows that the run recorded", "those that there are now"
+        runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
+    num_rows = len(examples)
+    if recorded is not None and split != "train":
+        examples = _without_trained_rows(runtime, examples, split, recorded)
+    if recorded is None and has_same_data and rows_of_run not in (None, examples.fingerprint):
+        why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
+        fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
+        warning = f"the {split} rows are not those of the run, so training rows may be among them: {why}"
+        runtime.fallbacks.take(fallback, warning=warning)
     if config.validation.by is not None:
         examples = by_column(config.data, config.validation.by, {split: examples})[split]
     runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
@@ -74,4 +91,24 @@ def measure_split(
         world_size=runtime.world_size,
         collate=forward.collate,
     )
-    return evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
+    evaluation = evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
+    num_trained = None if recorded is None else num_rows - len(examples)
+    return replace(evaluation, num_trained=num_trained, changes=changes)
+
+
+def _without_trained_rows(
+    runtime: Runtime, examples: EncodedExamples, split: str, recorded: RowRecord
+) -> EncodedExamples:
+    """Return the rows that the run was not trained on."""
+    both = zip(examples.raw_digests(), examples.digests(with_targets=False), strict=True)
+    kept = [row for row, (raw, ids) in enumerate(both) if recorded.trained.isdisjoint((raw, ids.hex()))]
+    if not kept:
+        raise DataError(
+            f"the run was trained on all {len(examples):,} rows of the {split} split, so none is left to measure. Give "
+            f"other rows with data.{split}=FILE, or measure the training rows with --split train."
+        )
+    if num_trained := len(examples) - len(kept):
+        wanted, used = f"{len(examples):,} rows", f"the {len(kept):,} that the run was not trained on"
+        why = f"training rows of the run among them: {num_trained:,}"
+        runtime.fallbacks.take(Fallback(what=f"the {split} split", wanted=wanted, used=used, why=why))
+    return examples.select(kept)

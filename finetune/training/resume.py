@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
 from finetune.config.on_resume import OnResume
+from finetune.config.run_paths import is_same_path, recorded_paths
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.comparison import differing
@@ -83,7 +84,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     before = _config_in(start) or run.config
     if before is None:
         _log.warning("%s, so nothing in it could be compared with this start", run.why_no_config)
-    found = _differences(before, config) if before else []
+    found = _differences(before, config, recorded_paths(folder.path)) if before else []
     rows = _other_rows(folder, start, fingerprints)
     counting = _what_counts(before or config, config, has_same_rows=rows == [])
     matters = [it for it in found if it.effect.matters in counting] + (rows or [])
@@ -174,8 +175,11 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
     return {name for name, holds in counts.items() if holds}
 
 
-def _differences(before: Config, now: Config) -> list[_Difference]:
-    """Return the keys that differ, in the order of the schema. Keys that the start does not record are skipped."""
+def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> list[_Difference]:
+    """Return the keys that differ, in the order of the schema. Keys that the start does not record are skipped.
+
+    Two paths are equal if they name the same place, `recorded` having the absolute paths of the start.
+    """
     known, wanted = values(before, only_set=True), values(now)
     if missing := wanted.keys() - known.keys():
         _log.warning(
@@ -185,7 +189,7 @@ def _differences(before: Config, now: Config) -> list[_Difference]:
     return [
         _Difference(key, *short_texts(*found), origin=now.origin(key), effect=on_resume(key))
         for key, found in differing([known, wanted])
-        if key in known
+        if key in known and not is_same_path(key, found, recorded)
     ]
 
 

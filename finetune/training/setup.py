@@ -30,7 +30,8 @@ from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
-from finetune.training.checks import check_fit, named_splits
+from finetune.runs.row_record import write_row_record
+from finetune.training.checks import check_fit, named_splits, raw_digests
 from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.half_precision import refuse_overflow
 from finetune.training.loaders import global_batch_size
@@ -355,6 +356,8 @@ def _open_journal(
         fingerprints=inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
     )
     runtime.on_close(journal.close)
+    tokens = (digest.hex() for side in splits.train.sides for digest in side.digests(with_targets=False))
+    write_row_record(journal.folder, raw_digests(splits), tokens)
     if _saves_base(config):
         save_base(journal.folder, without_adapter(model), tokenizer)
     return journal

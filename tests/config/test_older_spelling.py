@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.config.compose import compose, config_from_record
-from finetune.config.older_spelling import REMOVED, RENAMED, TABLE
+from finetune.config.compose import compose, config_from_dict, config_from_record
+from finetune.config.older_spelling import ADDED, REMOVED, RENAMED, TABLE
+from finetune.config.render import resolved_yaml
 from finetune.config.schema import Config
 from finetune.errors import ConfigError
 
@@ -235,3 +236,29 @@ def test_problems_name_the_key_as_it_was_written(tmp_path):
 def test_origins_are_those_of_the_older_keys(tmp_path):
     config = composed(tmp_path, "training:\n  optimizer_kwargs:\n    lr: 0.5\n")
     assert config.origin("optim.learning_rate") == f"{tmp_path}/old.yaml:3"
+
+
+def test_a_run_from_before_the_rule_of_splits_holds_out_rows_by_position(tmp_path):
+    assert ADDED == {"data.split_rule": "position"}
+    file, again = tmp_path / "config.yaml", {"model": "phi_tiny", "data": "orders", "output_dir": str(tmp_path)}
+    words = [f"{key}={value}" for key, value in again.items()]
+    saved = resolved_yaml(compose(words))
+
+    def rules() -> set[str]:
+        configs = (
+            compose([], run=str(file)),
+            compose([*words, "resume=auto"]),
+            config_from_dict({**again, "resume": "auto"}, "a dict"),
+            config_from_record(yaml.safe_load(file.read_text())),
+        )
+        return {config.data.split_rule for config in configs}
+
+    file.write_text(saved)
+    assert rules() == {"content"}
+    file.write_text(saved.replace("  split_rule: content\n", ""))
+    assert rules() == {"position"}
+    # A command may say otherwise. A new run and a file that no run wrote have the default.
+    assert compose([*words, "resume=auto", "data.split_rule=content"]).data.split_rule == "content"
+    assert compose(words).data.split_rule == "content"
+    file.write_text("data: {split_seed: 3}\n")
+    assert compose([], run=str(file), complete=False).data.split_rule == "content"

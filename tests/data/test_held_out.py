@@ -1,14 +1,22 @@
-"""Shares of the training rows: exact, the same every time, and read once."""
+"""Shares of the training rows: exact, the same every time, chosen by the rows' content, and read once."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections import Counter
+from itertools import chain
+
 import pytest
+from datasets import Dataset
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split, shuffled
+from finetune.data.held_out import SplitSize, digest_row, parse_split_size, rows_of_split, shuffled
+from finetune.data.preferences import encode_preferences
 from finetune.errors import DataError
 from tests.data.conftest import encode
+from tests.tiny import tiny_tokenizer
 
 ROWS = [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(40)]
 
@@ -21,16 +29,18 @@ def lines(examples: EncodedExamples | None) -> list[int]:
     ("validation", "test", "counts"),
     [("0.1", None, (36, 4, 0)), ("5%", "10", (28, 2, 10)), ("0.01", "0.5", (19, 1, 20)), (None, "39", (1, 0, 39))],
 )
-def test_shares_are_exact_apart_and_leave_no_row_out(make_section, write_jsonl, validation, test, counts):
-    splits = encode(make_section(path=write_jsonl(ROWS), validation=validation, test=test))
+@pytest.mark.parametrize("rule", ["content", "position"])
+def test_shares_are_exact_apart_and_leave_no_row_out(make_section, write_jsonl, validation, test, counts, rule):
+    splits = encode(make_section(path=write_jsonl(ROWS), validation=validation, test=test, split_rule=rule))
     found = [lines(split) if split else [] for split in (splits.train, splits.validation, splits.test)]
     assert tuple(map(len, found)) == counts
     assert sorted(number for split in found for number in split) == list(range(1, 41))
     assert all(split == sorted(split) for split in found)
 
 
-def test_which_rows_are_put_aside_depends_on_split_seed_alone(make_section, write_jsonl):
-    section = make_section(path=write_jsonl(ROWS), test=0.25)
+@pytest.mark.parametrize("rule", ["content", "position"])
+def test_which_rows_are_put_aside_depends_on_split_seed_alone(make_section, write_jsonl, rule):
+    section = make_section(path=write_jsonl(ROWS), test=0.25, split_rule=rule)
     first = lines(encode(section).test)
     assert lines(encode(section).test) == first
     assert lines(encode(section.model_copy(update={"validation": "0.2"})).test) == first
@@ -40,6 +50,49 @@ def test_which_rows_are_put_aside_depends_on_split_seed_alone(make_section, writ
 def test_the_order_is_the_same_on_every_machine():
     assert shuffled(8, 0) == [1, 5, 6, 0, 7, 4, 2, 3]
     assert sorted(shuffled(1000, 5)) == list(range(1000))
+    assert digest_row({"b": [1, None], "a": "é\ud800"}) == digest_row({"a": "é\ud800", "b": [1, None]})
+    assert digest_row({"prompt": "Hi 0", "completion": "yes"}) == "5a5c3db2b8774dbd6b46fb582f2cf8de"
+    assert held_out(ROWS, "test", test=4) == [4, 19, 28, 34]
+
+
+def held_out(rows: list, split: str, seed: int = 0, **sizes: int) -> list[int]:
+    """The rows of a split by their content, with these sizes of the others."""
+    of_splits = {name: SplitSize(str(size), rows=size) for name, size in sizes.items()}
+    digests = list(map(digest_row, rows))
+    return rows_of_split(digests, split=split, sizes=of_splits, rule="content", seed=seed, label="rows")
+
+
+def test_an_edit_of_the_rows_moves_at_most_one_other_row_in_or_out_of_a_split():
+    chance = random.Random(0)
+    for _ in range(300):
+        sizes = {"test": chance.randint(1, 6), "validation": chance.randint(1, 6)}
+        seed = chance.randrange(5)
+        # Some rows are equal, as in the files that people have.
+        rows = [{"text": str(chance.randrange(30))} for _ in range(chance.randint(14, 40))]
+        before = {split: held_out(rows, split, seed, **sizes) for split in ("train", *sizes)}
+        assert {split: len(before[split]) for split in sizes} == sizes
+        assert sorted(chain(*before.values())) == list(range(len(rows)))
+        assert held_out(rows, "test", seed, test=sizes["test"]) == before["test"]
+
+        content = {split: Counter(rows[row]["text"] for row in chosen) for split, chosen in before.items()}
+        parted = [text for text in {row["text"] for row in rows} if sum(text in of for of in content.values()) > 1]
+        assert len(parted) <= len(sizes)  # one at the end of each split
+
+        edited, gone, new = list(rows), None, None
+        edit = chance.choice(["remove", "add", "move"])
+        if edit != "add":
+            gone = edited.pop(chance.randrange(len(edited)))
+        if edit != "remove":
+            new = gone or {"text": str(chance.randrange(60))}
+            edited.insert(chance.randrange(len(edited) + 1), new)
+        for split, counts in content.items():
+            after = Counter(edited[row]["text"] for row in held_out(edited, split, seed, **sizes))
+            left, came = counts - after, after - counts
+            if edit == "move":
+                assert after == counts
+            # The edited row itself and one other.
+            assert (left - Counter(gone and [gone["text"]])).total() <= 1
+            assert (came - Counter(new and [new["text"]])).total() <= 1
 
 
 def test_the_rows_seen_before_encoding_are_those_encoded(make_section, write_jsonl):
@@ -47,6 +100,51 @@ def test_the_rows_seen_before_encoding_are_those_encoded(make_section, write_jso
     examples, encoded = load_examples(section), encode(section)
     assert [example.number for example in examples.train] == lines(encoded.train)
     assert [example.number for example in examples.validation] == lines(encoded.validation)
+
+
+def test_the_cache_holds_out_the_same_rows(make_section, write_jsonl, logged):
+    section = make_section(path=write_jsonl(ROWS), test="0.5")
+    first = lines(encode(section).test)
+    assert lines(encode(section).test) == first
+    assert any("encoded before" in line for line in logged())
+
+
+def test_a_row_keeps_its_split_in_another_format_and_in_a_mixture(make_section, write_jsonl):
+    test = encode(make_section(path=write_jsonl(ROWS), test="8")).test
+    here = {ROWS[number - 1]["prompt"] for number in lines(test)}
+    others = [{"prompt": f"Ho {number}", "completion": "yes"} for number in range(20)]
+    one, other = write_jsonl(ROWS[::-1], "one.jsonl"), write_jsonl(others, "other.jsonl")
+    mixture = [{"path": one, "test": 8}, {"path": other, "test": 2}]
+    examples = load_examples(make_section(mixture=mixture)).test
+    assert {row.prompt for row in examples.parts[0]} == here
+    assert len(examples.parts[1]) == 2
+
+
+def test_a_row_keeps_its_split_in_every_kind_of_file(make_section, write_jsonl, tmp_path):
+    rows = Dataset.from_list(ROWS)
+    rows.to_parquet(str(tmp_path / "rows.parquet"))
+    rows.to_csv(str(tmp_path / "rows.csv"))
+    rows.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    paths = [write_jsonl(ROWS), *(str(tmp_path / name) for name in ("rows.parquet", "rows.csv", "saved", "rows.json"))]
+    chosen = [[row.prompt for row in load_examples(make_section(path=path, test="8")).test] for path in paths]
+    assert len(chosen[0]) == 8
+    assert all(prompts == chosen[0] for prompts in chosen)
+
+
+def test_answers_of_one_conversation_and_sides_of_a_pair_stay_together(make_section, write_jsonl):
+    turns = [{"role": role, "content": f"{role} 1"} for role in ("user", "assistant")] * 2
+    talks = [{"messages": [{"role": "system", "content": str(number)}, *turns]} for number in range(10)]
+    section = make_section(path=write_jsonl(talks), test="3", train_on="each_turn")
+    encoded = encode(section).test
+    assert (encoded.num_examples, len(encoded)) == (3, 6)
+    assert sorted(set(lines(encoded))) == [example.number for example in load_examples(section).test]
+
+    pairs = [{"prompt": f"Hi {number}", "chosen": "yes", "rejected": "no"} for number in range(20)]
+    path = write_jsonl(pairs, "pairs.jsonl")
+    splits = encode_preferences(make_section(path=path, validation="5"), tiny_tokenizer("phi4_mini"))
+    assert lines(splits.validation.chosen) == lines(splits.validation.rejected)
+    assert len(splits.validation) == 5
 
 
 def test_a_source_is_encoded_once_for_all_of_its_splits(make_section, write_jsonl, logged):
@@ -76,8 +174,9 @@ def test_names_are_no_shares():
 
 def test_shares_that_leave_nothing_to_train_on_are_refused():
     sizes = {"validation": SplitSize("0.5", fraction=0.5), "test": SplitSize("2", rows=2)}
+    digests = [digest_row(row) for row in range(4)]
     for split in ("train", "validation", "test"):
         with pytest.raises(
             DataError, match=r"rows has 4 rows, and data.test=2 and data.validation=0.5 leave none to train on"
         ):
-            rows_of_split(4, split=split, sizes=sizes, seed=0, label="rows")
+            rows_of_split(digests, split=split, sizes=sizes, rule="content", seed=0, label="rows")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from finetune.diagnose.preview_splits import histogram, row_digests, summarize
 from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_tokenizer
 from finetune.report import data_preview
+from finetune.runs.recorded_run import RecordedRun
 from tests.launches import place_variables
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
@@ -289,8 +289,7 @@ def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
 def test_a_report_shows_both_sides_of_a_pair(words_of_pairs, tmp_path):
     config = load_config([*words_of_pairs, *TOLERANT])
     (tmp_path / "config.yaml").write_text(resolved_yaml(config))
-    run = SimpleNamespace(folder=SimpleNamespace(config_file=tmp_path / "config.yaml"))
-    shown = data_preview._read(run, ["a run"])
+    shown = data_preview._read(RecordedRun(tmp_path), ["a run"])
     assert [(span.text, span.carries_loss) for span in shown.row if not span.is_special] == [
         ("a", False),
         ("b", True),

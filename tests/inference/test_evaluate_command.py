@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import shutil
@@ -10,10 +11,17 @@ import pytest
 
 from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
-from finetune.errors import ConfigError, RunFailedError
+from finetune.config.shipped_files import resolve_shipped
+from finetune.data.held_out import digest_row
+from finetune.errors import ConfigError, DataError, ModelError, RunFailedError
 from finetune.inference.finished_run import FinishedRun
+from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
-from tests.inference.conftest import NUM_ROWS
+from finetune.runs.recorded_run import RecordedRun
+from finetune.runs.row_record import read_row_record
+from finetune.training.resume import _sha256
+from tests.data.conftest import write_lines
+from tests.inference.conftest import NUM_ROWS, train
 from tests.launches import run_launched
 
 pytestmark = pytest.mark.trains
@@ -73,10 +81,10 @@ def test_the_batch_size_changes_nothing(figures, whole, adapter_run, batch_size)
         assert found[name]["standard_error"] == pytest.approx(whole[name]["standard_error"], rel=1e-5)
 
 
-def test_other_rows_than_those_of_the_run_are_told(figures, adapter_run, tmp_path, caplog):
+def test_other_rows_than_those_of_a_run_without_a_record_of_them_are_told(figures, adapter_run, tmp_path, caplog):
     """`data.path` may lie elsewhere, or hold other rows than before: a row may be measured that was trained on."""
     run, told = tmp_path / "run", "the test rows are not those of the run"
-    shutil.copytree(adapter_run, run)
+    shutil.copytree(adapter_run, run, ignore=shutil.ignore_patterns("rows.safetensors"))
     figures(run)
     assert told not in caplog.text
     record = json.loads((run / "run.json").read_text())
@@ -86,6 +94,139 @@ def test_other_rows_than_those_of_the_run_are_told(figures, adapter_run, tmp_pat
     assert told not in caplog.text, "the command asks for other rows"
     figures(run)
     assert told in caplog.text
+
+
+@pytest.fixture(scope="module")
+def held_out_run(tmp_path_factory):
+    """A run on 32 rows of one file, of which 6 are held out; the file, and its rows by split.
+
+    It was started with relative paths, in another folder than the tests are in.
+    """
+    folder = tmp_path_factory.mktemp("held_out")
+    file = folder / "rows.jsonl"
+    rows = [{"prompt": f"code {n}", "completion": f"word {n * 37 % 101}"} for n in range(32)]
+    write_lines(file, rows)
+    shutil.copytree(resolve_shipped("shipped:phi_tiny"), folder / "models" / "base")
+    paths = ["model.path=models/base", "data.path=rows.jsonl", "data.format=auto", "data.max_rows=null", "data.test=6"]
+    with contextlib.chdir(folder):
+        run = train(folder, *paths, "testing.num_samples=0", "testing.metrics=[]")
+    record = read_row_record(RunFolder(run))
+    by_split = {name: [row for row in rows if digest_row(row) in found] for name, found in record.splits.items()}
+    assert {name: len(found) for name, found in by_split.items()} == {"train": 26, "test": 6}
+    return run, file, by_split
+
+
+def changes_told(found):
+    return [found[name] for name in ("num_rows", "trained_rows_left_out", "recorded_rows_missing", "new_rows")]
+
+
+def edits_of(rows):
+    """Changed data by name, and what evaluate tells of it: rows measured, left out, missing, new."""
+    train, test = rows["train"], rows["test"]
+    everything = [*test, *train]
+    return {
+        "none": (everything, [6, 0, 0, 0]),
+        "another order": (everything[::-1], [6, 0, 0, 0]),
+        "a test row less": (everything[1:], [5, 1, 1, 0]),
+        "a row more": ([*everything, {"prompt": "code 99", "completion": "word 1"}], [6, 0, 0, 1]),
+    }
+
+
+@pytest.mark.parametrize("edit", ["none", "another order", "a test row less", "a row more"])
+def test_rows_that_the_run_was_trained_on_are_left_out(measured, figures, held_out_run, edit, caplog):
+    run, file, by_split = held_out_run
+    rows, told = edits_of(by_split)[edit]
+    before = file.read_text()
+    write_lines(file, rows)
+    try:
+        assert changes_told(figures(run)) == told
+        assert ("recorded rows that are missing" in caplog.text) == any(told[2:])
+        (page,) = preview_data_of([RecordedRun(run)])
+        assert any("the rows have changed since the run" in finding for finding in page.findings) == any(told[2:])
+        if any(told[1:]):
+            title = measured(run, []).replace("\n", " ")
+            assert ("left out, because the run was trained on them: 1" in title) == bool(told[1])
+            with pytest.raises(ConfigError, match=f"missing: {told[2]}, new rows: {told[3]}. The run is strict"):
+                evaluate(run, ["strict=true"])
+        else:
+            figures(run, "strict=true")
+    finally:
+        file.write_text(before)
+
+
+def test_a_training_row_is_recognised_with_another_column_and_in_another_file(figures, held_out_run, tmp_path):
+    run, _, by_split = held_out_run
+    other = tmp_path / "other.jsonl"
+    write_lines(other, [{**row, "id": n} for n, row in enumerate([*by_split["train"], *by_split["test"]])])
+    words = [f"data.path={other}", "data.test=0.9"]
+    num_rows, left_out, *compared = changes_told(figures(run, *words))
+    assert num_rows + left_out == 29
+    assert 3 <= num_rows <= 6, "the six held-out rows, except those that are training rows now"
+    assert compared == [None, None], "the command names other data than the run"
+    with pytest.raises(ConfigError, match="the test split: wanted 29 rows"):
+        evaluate(run, [*words, "strict=true"])
+    write_lines(other, by_split["train"])
+    with pytest.raises(DataError, match=r"the run was trained on all 9 rows of the test split.* measure the training"):
+        evaluate(run, [f"data.path={other}", "data.test=9"])
+    # Training rows are measured where they are asked for.
+    assert changes_told(figures(run, split="train")) == [26, 0, 0, 0]
+
+
+def test_a_run_without_a_record_of_its_rule_and_rows_keeps_its_rows(figures, held_out_run, tmp_path, caplog):
+    run = shutil.copytree(held_out_run[0], tmp_path / "run")
+    config = (run / "config.yaml").read_text()
+    (run / "rows.safetensors").unlink()
+    (run / "config.yaml").write_text(config.replace("  split_rule: content\n", ""))
+    assert figures(run)["recorded_rows_missing"] is None
+    assert "the test rows are not those of the run" in caplog.text, "they were chosen by the other rule"
+    with pytest.raises(ConfigError, match="The run is strict"):
+        evaluate(run, ["strict=true"])
+    caplog.clear()
+    (run / "config.yaml").write_text(config)
+    figures(run, "strict=true")
+    (run / "rows.safetensors").write_bytes(b"damaged")
+    figures(run)
+    assert "rows.safetensors cannot be read" in caplog.text
+
+
+def test_a_run_of_an_earlier_version_keeps_its_rows_also_when_it_resumes(figures, held_out_run, tmp_path, capsys):
+    words = [f"data.path={held_out_run[1]}", "data.format=auto", "data.max_rows=null", "data.test=6"]
+    words += ["testing.num_samples=0", "testing.metrics=[]"]
+    run = train(tmp_path, *words, "data.split_rule=position")
+    capsys.readouterr()
+    before = json.loads((run / "run.json").read_text())["fingerprints"]
+    losses = figures(run)["tuned"]
+    # As that version left it.
+    (run / "rows.safetensors").unlink()
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("  split_rule: position\n", ""))
+    record = json.loads((run / "run.json").read_text())
+    del (
+        record["resolved_paths"],
+        record["started_with"]["config"]["data"]["split_rule"],
+        record["started_with"]["sha256"],
+    )
+    record["started_with"]["sha256"] = _sha256(record["started_with"])
+    (run / "run.json").write_text(json.dumps(record))
+    assert figures(run, "strict=true")["tuned"] == losses
+    train(tmp_path, *words, "resume=auto")
+    capsys.readouterr()
+    assert json.loads((run / "run.json").read_text())["fingerprints"]["data.test"] == before["data.test"]
+    assert load_config([], run=str(run / "config.yaml")).data.split_rule == "position"
+    assert changes_told(figures(run, "strict=true")) == [6, 0, 0, 0]
+
+
+def test_a_base_that_is_gone_is_named_and_not_looked_for_at_the_hub(held_out_run):
+    run, file, _ = held_out_run
+    base = file.parent / "models"
+    base.rename(file.parent / "gone")
+    try:
+        with pytest.raises(ModelError) as caught:
+            evaluate(run, [])
+        assert f"model.path is {base / 'base'}, but there is no such folder" in str(caught.value)
+        assert "moved or deleted since" in str(caught.value)
+        assert "hf download" not in str(caught.value)
+    finally:
+        (file.parent / "gone").rename(base)
 
 
 @pytest.mark.launch

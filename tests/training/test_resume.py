@@ -15,6 +15,7 @@ from finetune.cli.train import train_from_overrides
 from finetune.config.compose import compose, load_config, resolved_yaml
 from finetune.config.keys import fields, on_resume
 from finetune.config.on_resume import OnResume
+from finetune.config.run_paths import resolved_paths
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
@@ -57,7 +58,8 @@ WITH_DROPOUT = {
 WITH_OTHER_ROWS = {
     f"data.{key}"
     for key in (
-        *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "format", "columns"),
+        *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "split_rule"),
+        *("format", "columns"),
         *("train_on", "max_length", "max_rows", "on_long_row", "on_no_target", "on_truncated_answer"),
         *("on_doubled_bos", "on_untrained_end", "on_overlap", "on_ignored_key", "chat_template"),
     )
@@ -388,6 +390,21 @@ def test_a_record_that_tells_nothing_leaves_the_config_file(started, content, ca
     assert started.go_on(rows={"data.train": "dddd"}) == []
     assert "the rows of the start, so they could not be compared" in caplog.text
     assert "seed" in started.refusal("seed=9")
+
+
+def test_another_spelling_of_the_same_path_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("project/models/x", "elsewhere/models/x"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "project")
+    started = Started(tmp_path / "run", "model.path=models/x")
+    record = json.loads(started.folder.record_file.read_text())
+    record["resolved_paths"] = resolved_paths(load_config(started.words))
+    started.folder.record_file.write_text(json.dumps(record))
+    assert started.go_on("strict=true") == []
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for path in ("models/x", "../project/models/x", str(tmp_path / "project" / "models" / "x")):
+        assert started.go_on(f"model.path={path}") == []
+    assert "model.path: started with models/x, now ./models/x" in started.refusal("model.path=./models/x")
 
 
 # --- whole runs ---------------------------------------------------------------------------------------------------

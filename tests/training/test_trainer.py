@@ -93,7 +93,8 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     run = tmp_path / "run"
 
     names = {path.name for path in run.iterdir()}
-    assert names - {".lock"} == {"config.yaml", "run.json", "metrics.jsonl", "checkpoints", "adapter", "log.txt"}
+    files = {"config.yaml", "run.json", "metrics.jsonl", "rows.safetensors", "log.txt"}
+    assert names - {".lock"} == {*files, "checkpoints", "adapter"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000003", "step-000005"}
     assert {path.name for path in (run / "checkpoints" / "step-000005").iterdir()} == {
         *("adapter_model.safetensors", "adapter_config.json", "generation_config.json"),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
+from finetune.config.run_paths import resolved_paths
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation
@@ -108,6 +109,7 @@ class Journal:
                 global_batch=global_batch,
                 fallbacks=fallbacks.as_records(),
                 fingerprints=fingerprints,
+                resolved_paths=resolved_paths(config),
                 started_with=record_of_start(recorded, fingerprints),
                 resume_changes=changes,
             )

@@ -1,0 +1,91 @@
+"""The record of a run's rows: rows.safetensors in its folder, with 16 bytes for each row of each split.
+
+The commands that read the data again compare its rows with the record. A training row has 16 bytes more, a digest of
+its tokens, by which it is recognised even if a column was added to its file or the file has another format.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, NamedTuple
+
+from finetune.runs.durable import disk_failures_end_the_run, replace_file
+
+if TYPE_CHECKING:
+    from finetune.runs.folder import RunFolder
+
+_SPLITS = ("train", "validation", "test")
+_TOKENS, _EARLIER = "train.tokens", "train.earlier"
+_BYTES = 16
+_log = logging.getLogger(__name__)
+
+
+class RowChanges(NamedTuple):
+    """How the rows of the data differ from those that the run recorded."""
+
+    missing: int
+    """Recorded rows that the data no longer has."""
+    new: int
+    """Rows of the data that are not recorded."""
+
+    def __str__(self) -> str:
+        """Say it, as a clause."""
+        return f"recorded rows that are missing: {self.missing:,}, new rows: {self.new:,}"
+
+
+class RowRecord(NamedTuple):
+    """The rows of a run, as digests in hex text."""
+
+    splits: Mapping[str, AbstractSet[str]]
+    """The `digest_row` of each row, by split."""
+    trained: AbstractSet[str]
+    """The digests of all rows that the run was ever trained on: `digest_row`, and the digests of their tokens."""
+
+    def compare(self, rows: Iterable[str]) -> RowChanges:
+        """Compare the rows of all splits with the recorded ones."""
+        now, before = set(rows), set[str]().union(*self.splits.values())
+        return RowChanges(missing=len(before - now), new=len(now - before))
+
+
+def write_row_record(folder: RunFolder, splits: Mapping[str, Iterable[str]], tokens: Iterable[str]) -> None:
+    """Record the rows of a run that starts or resumes. Training rows of earlier starts stay recorded.
+
+    Args:
+        folder: the run's, open.
+        splits: the `digest_row` of each row, by split.
+        tokens: the digests of the tokens of the training rows.
+
+    Raises:
+        RunFailedError: the file cannot be written.
+    """
+    import numpy
+    from safetensors.numpy import save
+
+    earlier = read_row_record(folder) if folder.checkpoint_steps() else None
+    found = {name: set(digests) for name, digests in splits.items()} | {_TOKENS: set(tokens)}
+    found[_EARLIER] = set(earlier.trained if earlier else ()) - found["train"] - found[_TOKENS]
+    arrays = {
+        name: numpy.frombuffer(bytes.fromhex("".join(sorted(digests))), numpy.uint8).reshape(-1, _BYTES)
+        for name, digests in found.items()
+    }
+    with disk_failures_end_the_run("Writing", folder.row_file):
+        replace_file(folder.row_file, save(arrays))
+
+
+def read_row_record(folder: RunFolder) -> RowRecord | None:
+    """Read the record of a run's rows. Returns None, with a warning if the file is damaged, where there is none."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load
+
+    try:
+        arrays = load(folder.row_file.read_bytes())
+        found = {name: {row.tobytes().hex() for row in array} for name, array in arrays.items()}
+        trained = found["train"] | found[_TOKENS] | found[_EARLIER]
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        _log.warning("%s cannot be read, so rows are not compared with it: %s", folder.row_file, error)
+        return None
+    return RowRecord({name: found[name] for name in _SPLITS if name in found}, trained)
