@@ -30,6 +30,7 @@ from finetune.config.config_files import (
     SAVED_CONFIG,
     find_file,
     is_file_of_rows,
+    is_here,
     is_path,
     list_configs,
     shown_path,
@@ -39,6 +40,9 @@ from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, resolved_yaml, show
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
+
+_KEPT_ON_RESUME = ("data.validation",)
+"""Keys whose default has changed. A resumed run has the value that it recorded, unless another one is set."""
 
 __all__ = ["compose", "config_from_dict", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
 
@@ -103,9 +107,10 @@ def compose(
     ]
     name_giver = asked.run or (chosen | asked.groups).get("task")
     run_name = Path(name_giver.name).stem if name_giver else "run"
-    return build_config(
+    config = build_config(
         chain(*layers), problems, run_name=run_name, complete=complete, needs_data=needs_data, typed=typed
     )
+    return _as_recorded(config)
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
@@ -121,7 +126,7 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     """
     problems: list[str] = []
     asked = _with_groups(translate(_read_dict(values, origin, problems), problems))
-    return build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
+    return _as_recorded(build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems))
 
 
 def config_from_record(values: Mapping[str, object]) -> Config:
@@ -132,6 +137,21 @@ def config_from_record(values: Mapping[str, object]) -> Config:
     """
     problems: list[str] = []
     return build_config(with_current_keys(_read_dict(values, "run.json", problems)), problems, complete=False)
+
+
+def _as_recorded(config: Config) -> Config:
+    """Give a run that may be resumed the values of `_KEPT_ON_RESUME` that it recorded."""
+    saved = Path(config.output_dir, SAVED_CONFIG)
+    if config.resume != "auto" or not is_here(saved):
+        return config
+    settings = {setting.dotted: setting for setting in _read_saved(saved.expanduser(), [])}
+    kept = [key for key in _KEPT_ON_RESUME if key in settings and config.origin(key) == "default"]
+    return config.with_values({key: (settings[key].value, settings[key].origin) for key in kept})
+
+
+def _read_saved(path: Path, problems: list[str]) -> list[Setting]:
+    """Read the settings that a run saved, with today's keys."""
+    return with_current_keys(read_file(path, shown_path(path), problems))
 
 
 @dataclass(frozen=True)
@@ -209,8 +229,9 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     path = find_file(group, choice.name, choice.place, problems)
     if path is None:
         return []
-    settings = read_file(path, shown_path(path), problems)
-    return translate(with_current_keys(settings) if path.name == SAVED_CONFIG else settings, problems)
+    is_saved = path.name == SAVED_CONFIG
+    settings = _read_saved(path, problems) if is_saved else read_file(path, shown_path(path), problems)
+    return translate(settings, problems)
 
 
 def _with_groups(settings: list[Setting]) -> _Asked:

@@ -69,6 +69,8 @@ class Evaluation:
     """The scores on a split. On other ranks than the main process there are no metrics and no answers."""
 
     num_rows: int
+    split: str = "test"
+    """The rows of the test phase. Those of a run without a test split may be `validation`."""
     num_targets: int = 0
     scores: Mapping[ModelName, Scores]
     """Scores of the base, where it was measured, and of the tuned model."""
@@ -92,7 +94,7 @@ class Evaluation:
 def show_test_result(evaluation: Evaluation) -> None:
     """Print the result of the test phase of training."""
     give_up_dead_screens()
-    show_evaluation("test", evaluation, num_answers=_MAX_ANSWERS)
+    show_evaluation(evaluation.split, evaluation, num_answers=_MAX_ANSWERS)
 
 
 def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, with_perplexity: bool = False) -> None:

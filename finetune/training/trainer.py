@@ -174,7 +174,7 @@ class Trainer(Objective):
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
-        """Measure the published weights, and the base, on the test split; print the table.
+        """Measure the published weights, and the base, on the rows of `rows_to_test`; print the table.
 
         Rank 0 measures alone, without a collective. All ranks may call this, or only rank 0; the others return None.
         If the weights are sharded, this is a collective: every rank computes, and rank 0 returns and writes the scores.
@@ -193,6 +193,9 @@ class Trainer(Objective):
             with nullcontext() if is_alone else self.runtime.failing_together("reading the published weights"):
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
             evaluation = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
+            tested: object = test_loader.dataset
+            if tested is self.splits.validation:
+                evaluation = replace(evaluation, split="validation")
             self.runtime.at("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None

@@ -258,6 +258,7 @@ class Journal:
             }
             for row in evaluation.answers
         ]
+        self.result["test_split"] = evaluation.split
         self.result["test_rows"] = evaluation.num_rows
         self.result["test_rows_left_out"] = evaluation.num_left_out
         for model, scores in evaluation.scores.items():
