@@ -91,8 +91,7 @@ def holds_out_by_default(section: DataSection) -> bool:
         return False
     if section.path is None:
         return section.train is not None
-    is_at_hub = isinstance(section.path, str) and is_hub_id(section.path)
-    return not is_at_hub and _is_one_source(_find_splits(section))
+    return not any(map(is_hub_id, as_list(section.path))) and _is_one_source(_find_splits(section))
 
 
 def has_validation(section: DataSection) -> bool:
@@ -106,6 +105,11 @@ def has_validation(section: DataSection) -> bool:
         return splits.validation is not None
     rows = islice(splits.train.parts[0].source.rows(), min(AUTO_NEEDS_ROWS, section.max_rows or AUTO_NEEDS_ROWS))
     return sum(1 for _ in rows) == AUTO_NEEDS_ROWS
+
+
+def is_all_here(section: DataSection) -> bool:
+    """Return whether all training rows are on this machine, so that reading them copies nothing."""
+    return all(_is_here(name) for source in _sources_of(section) for name in as_list(source.path or source.train))
 
 
 def missing_here(section: DataSection) -> list[str]:

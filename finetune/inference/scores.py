@@ -61,6 +61,10 @@ class AnsweredRow:
     prompt: str
     expected: str
     answers: Mapping[ModelName, str]
+    context: str = ""
+    """The turns before `prompt`, each shortened to a line."""
+    question: str = ""
+    """The first turn of the user, which can be asked alone."""
     metrics: Mapping[ModelName, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -114,7 +118,8 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
     if evaluation.subsets:
         _show_subsets(evaluation.subsets)
     for row in evaluation.answers[:num_answers]:
-        print_texts([("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
+        context = [("context", row.context)] if row.context else []
+        print_texts([*context, ("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
 
 
 def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:

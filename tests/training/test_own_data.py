@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.cli.generate import show_records
 from finetune.cli.train import train_from_overrides
 from finetune.config import load_config
 from finetune.report import sentences
@@ -101,3 +102,54 @@ def test_early_stopping_needs_validation_rows(command, rows, tmp_path):
     assert "data.validation is auto. Set data.validation=5%, or name a file or a split; or remove" in few.errors
     assert not (tmp_path / "run").exists()
     assert run_finetune(command, *given).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory) -> Path:
+    """Conversations that all end with the answer to a tool's result; every fourth one offers no tools."""
+    tools = [{"type": "function", "function": {"name": "track", "parameters": {"type": "object"}}}]
+    path = tmp_path_factory.mktemp("calls") / "calls.jsonl"
+    with path.open("w") as file:
+        for number in range(40):
+            call = {"type": "function", "function": {"name": "track", "arguments": {"parcel": number}}}
+            turns = [
+                {"role": "user", "content": f"Where is parcel {number}?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": f'{{"place": "Porto {number}"}}'},
+                {"role": "assistant", "content": f"In Porto {number}."},
+            ]
+            row = {"messages": turns} | ({"tools": tools} if number % 4 else {})
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_a_run_with_tools_shows_them_in_context_and_offers_them_without_its_data(calls, tmp_path):
+    folder = tmp_path / "run"
+    few = ["data.chat_template=phi4_mini", "testing.num_samples=1", "testing.max_new_tokens=1"]
+    done = run_finetune("train", *words(calls, folder, *few))
+    assert done.returncode == 0, done.stdout
+    (answer,) = record(folder)["result"]["answers"]
+    number = answer["prompt"].removeprefix('{"place": "Porto ').removesuffix('"}')
+    assert number.isdecimal(), "the last turn is a tool's result"
+    asked, called = answer["context"].splitlines()
+    assert asked == f"user: Where is parcel {number}?"
+    assert '"name": "track"' in called
+    for line in (asked, f"Next: finetune generate {folder} \\\n  'Where is parcel {number}?'"):
+        assert line in done.stdout.replace(f"{folder} '", f"{folder} \\\n  '")
+    assert run_finetune("report", str(folder), "--output", str(tmp_path / "report.html")).returncode == 0
+    assert f'<p class="context"><bdi>{asked}' in (tmp_path / "report.html").read_text()
+
+    calls.rename(tmp_path / "elsewhere.jsonl")
+    asking = ["generate", str(folder), "Where is parcel 7?", "--max-new-tokens", "1", "--json"]
+    with_tools, without = run_finetune(*asking), run_finetune(*asking, "--tools", "")
+    assert with_tools.returncode == 0, with_tools.stdout
+    assert 'tools are offered, as in 30 of the first 40 training rows (--tools "" offers none): ' in with_tools.errors
+    assert "tools are offered" not in without.errors
+    lengths = [json.loads(one.answer)["num_prompt_tokens"] for one in (with_tools, without)]
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_an_empty_answer_is_said_to_be_empty(is_compared, capsys):
+    show_records([{"prompt": "p", "answer": "", "base": {"answer": ""}}], as_json=False, compare=is_compared)
+    assert capsys.readouterr().out.count("(empty)") == 1 + is_compared
