@@ -55,6 +55,15 @@ def test_auto_holds_rows_out_of_one_file_and_keeps_the_test_rows(make_section, w
     assert "validation is off: data.validation=auto holds nothing out of fewer than 40 rows" in logged()
 
 
+def test_auto_holds_rows_out_of_several_files_of_training_rows_as_of_one(make_section, write_jsonl):
+    files = [write_jsonl(ROWS[:30], "rows/a.jsonl"), write_jsonl(ROWS[30:], "rows/b.jsonl")]
+    for path in (files, files[0].rpartition("/")[0]):
+        section = make_section(path=path, validation="auto")
+        splits = encode(section)
+        assert [len(splits.train), len(splits.validation)] == [32, 8]
+        assert has_validation(section)
+
+
 def test_auto_is_the_split_of_that_name_where_there_is_more_than_one_file(make_section, write_jsonl):
     path = write_jsonl(ROWS)
     others = [{**row, "prompt": f"Yo {number}"} for number, row in enumerate(ROWS)]
