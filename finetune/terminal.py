@@ -194,6 +194,10 @@ def print_table(
                 console.print(line, soft_wrap=True)
 
 
+EMPTY = "(empty)"
+"""What is shown in place of an empty answer."""
+
+
 def print_texts(texts: Iterable[tuple[str, str]]) -> None:
     """Write texts to stdout, one below the other, each after its label. Text is never read as markup."""
     from rich.console import Console
@@ -204,7 +208,7 @@ def print_texts(texts: Iterable[tuple[str, str]]) -> None:
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in texts:
-        table.add_row(Text(label, style="bold"), Text(visible(text)))
+        table.add_row(Text(label, style="bold"), Text(visible(text) or EMPTY))
     Console().print(table)
 
 

@@ -74,6 +74,14 @@ def test_every_key_has_its_meaning():
     assert max(map(len, lines)) <= 130
 
 
+def test_the_file_names_the_validation_rows_only_where_one_file_would_give_them():
+    assert "\ndata.validation: auto\n" in printed("chats.jsonl")
+    assert "\ndata.validation: null\n" in printed("chats.jsonl", "data.validation=null")
+    for words in ([], ["data.mixture=[{path: chats.jsonl}]"]):
+        assert "\n#data.validation: auto\n" in printed(*words)
+    assert "\n#data.validation: null\n" in printed("chats.jsonl", "task=finetune_grpo", "reward.functions=length")
+
+
 def test_the_printed_default_trains_as_it_is():
     config = loaded(printed())
     assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "shipped:orders")
@@ -126,11 +134,14 @@ def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
         screen.press(b"runs/taken\n")
         screen.wait_for("Error: its run file would be taken.yaml, which exists.")
         screen.press(b"\n")
+        screen.wait_for("or a file [auto]: ")
+        screen.press(b"6\n")
         assert screen.wait() == 0
     assert "wrote chats.yaml\nnext: finetune plan chats.yaml, then finetune train chats.yaml\n" in screen.text
     assert (tmp_path / "taken.yaml").read_text() == "mine\n"
     config = load_config(run="chats.yaml")
     assert (config.model.path, config.data.path, config.output_dir) == ("shipped:phi_tiny", "chats.jsonl", "runs/chats")
+    assert config.data.validation == "6"
 
 
 @pytest.mark.process

@@ -24,7 +24,7 @@ from finetune.cli.run_options import (
     read_tools_option,
 )
 from finetune.errors import ConfigError, DataError
-from finetune.terminal import fold, visible
+from finetune.terminal import EMPTY, fold, visible
 
 if TYPE_CHECKING:
     from finetune.inference.answer_reader import Answer
@@ -145,7 +145,7 @@ class ChatSession:
             self._write("\n")
             self._note("stopped.")
         else:
-            self._write("\n")
+            self._write("\n" if self._answering.text(given).strip() else f"{EMPTY}\n")
         return self._answering.read(given)
 
     def _obey(self, command: Command) -> None:

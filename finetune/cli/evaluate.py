@@ -212,6 +212,7 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     return [
         {
             "source": row.source,
+            **({"context": row.context} if row.context else {}),
             "prompt": row.prompt,
             "expected": row.expected,
             **{name: {"answer": answer, **row.metrics[name]} for name, answer in row.answers.items()},

@@ -27,7 +27,7 @@ from finetune.cli.run_options import (
 )
 from finetune.errors import DataError
 from finetune.logs import waiting
-from finetune.terminal import print_json, print_table, visible
+from finetune.terminal import EMPTY, print_json, print_table, visible
 
 if TYPE_CHECKING:
     from finetune.inference.answering import Answering
@@ -100,7 +100,7 @@ def generate(
         records = _answer_all(answering, asked, names, batch_size or run.config.testing.batch_size)
         if not answering.runtime.is_main_process:
             return
-    _show(records, as_json=as_json, compare=compare)
+    show_records(records, as_json=as_json, compare=compare)
 
 
 def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
@@ -162,13 +162,14 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
     return records
 
 
-def _show(records: list[dict[str, Any]], *, as_json: bool, compare: bool) -> None:
+def show_records(records: list[dict[str, Any]], *, as_json: bool, compare: bool) -> None:
+    """Print the answers: as JSON lines, in a table beside those of the base, or alone."""
     for record in records:
         if as_json:
             print_json(record, indent=None)
         elif compare:
-            shown = {"base": record["base"]["answer"], "tuned": record["answer"]}
+            shown = {"base": record["base"]["answer"] or EMPTY, "tuned": record["answer"] or EMPTY}
             shown |= {"expected": record["expected"]} if "expected" in record else {}
             print_table(list(shown), [list(shown.values())], title=record["prompt"])
         else:
-            sys.stdout.write(f"{visible(record['answer'])}\n")
+            sys.stdout.write(f"{visible(record['answer']) or EMPTY}\n")

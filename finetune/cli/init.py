@@ -13,9 +13,10 @@ from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_
 from finetune.config.compose import compose, list_configs
 from finetune.config.config_files import GROUPS, is_list_or_glob, is_path
 from finetune.config.render import commented_run_file
-from finetune.config.schema import as_list, name_files
+from finetune.config.schema import AUTO_VALIDATION, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import suffix_of
+from finetune.data.examples import holds_out_by_default
 from finetune.data.readers import SUFFIXES
 from finetune.data.remote import is_address
 from finetune.errors import ConfigError
@@ -70,6 +71,9 @@ def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) ->
         if is_asking:
             place = _prompt("The folder of the run", place, partial(_free_folder, file))
         answers.append(f"output_dir={place}")
+    if config.origin("data.validation") == "default" and holds_out_by_default(config.data):
+        rows = _prompt(_ASK_VALIDATION, AUTO_VALIDATION, str) if is_asking else AUTO_VALIDATION
+        answers.append(f"data.validation={rows}")
     return answers
 
 
@@ -86,6 +90,7 @@ def _ask_data() -> str:
     return _prompt(question, default, partial(_existing, "data"))
 
 
+_ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40), null, a number, a share or a file"
 _QUESTIONS: dict[str, Callable[[], str]] = {"model": _ask_model, "data": _ask_data}
 
 

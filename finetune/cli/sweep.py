@@ -93,7 +93,7 @@ def _check(same: Sequence[str], drawn: Sequence[dict[str, str]], metric: str | N
     Raises:
         ConfigError: with every problem of every trial.
     """
-    from finetune.data.examples import load_examples
+    from finetune.data.examples import has_validation
     from finetune.training.checks import check_paths
     from finetune.training.train import trainer_for
 
@@ -111,7 +111,7 @@ def _check(same: Sequence[str], drawn: Sequence[dict[str, str]], metric: str | N
             trainer_for(config)  # knows which metrics its validations have
             data = str(config.data)
             if data not in validates:
-                validates[data] = load_examples(config.data).validation is not None
+                validates[data] = has_validation(config.data)
             if not validates[data]:
                 what = "there is no validation split, by which trials are compared"
                 raise ConfigError(f"{what}. Name one with data.validation=, or hold rows out: data.validation=10%.")

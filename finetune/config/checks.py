@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from finetune.config.config_files import GROUPS, list_configs
 from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes_mapping, takes_text
-from finetune.config.schema import Config, is_allowed_object, refused_object
+from finetune.config.objectives import OBJECTIVES
+from finetune.config.schema import AUTO_VALIDATION, Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
 from finetune.errors import ConfigError
 from finetune.terminal import without_passwords
@@ -48,6 +49,9 @@ def build_config(
     config = _validated(chosen, run_name, problems)
     if config is None or problems:
         raise ConfigError(_as_message(problems))
+    is_default = config.data.validation == AUTO_VALIDATION and config.origin("data.validation") == "default"
+    if is_default and OBJECTIVES[config.training.objective].rows == "prompts":  # each validation generates answers
+        config = config.with_values({"data.validation": (None, "default")})
     return config
 
 

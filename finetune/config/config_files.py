@@ -36,7 +36,7 @@ def is_path(group: str, name: str) -> bool:
     if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in _named_files(group):
         return False
     is_several = group == "data" and is_list_or_glob(name)
-    return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or _is_here(name)
+    return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or is_here(name)
 
 
 def is_list_or_glob(name: str) -> bool:
@@ -48,7 +48,7 @@ def is_file_of_rows(argument: str) -> bool:
     """Whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
     if argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES):
         return False
-    return is_list_or_glob(argument) or (_is_here(argument) and Path(argument).expanduser().is_file())
+    return is_list_or_glob(argument) or (is_here(argument) and Path(argument).expanduser().is_file())
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
@@ -69,7 +69,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     hints = [did_you_mean(name, [*files, *here]), _hint(group, name)]
     there = f"There is: {', '.join(sorted(files))}." if files else ""
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
-    if group in (*PATH_INSTEAD, RUN_FILES) and not _is_here(name):
+    if group in (*PATH_INSTEAD, RUN_FILES) and not is_here(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
     problems.append(" ".join(part for part in (f"{message}.", there, *hints) if part))
     return None
@@ -92,7 +92,8 @@ def shown_path(path: Path) -> str:
     return str(path)
 
 
-def _is_here(name: str) -> bool:
+def is_here(name: str | Path) -> bool:
+    """Whether there is a file or folder of this name."""
     try:
         return Path(name).expanduser().exists()
     except (OSError, RuntimeError):  # longer than a name may be, or of a user who is not there
@@ -100,7 +101,7 @@ def _is_here(name: str) -> bool:
 
 
 def _hint(group: str, name: str) -> str:
-    if group == RUN_FILES and _is_here(name):
+    if group == RUN_FILES and is_here(name):
         inside = Path(name) / SAVED_CONFIG
         if inside.is_file():
             return f"For the run in this folder write run={inside}."

@@ -152,6 +152,9 @@ class LoaderKeys(Section):
         return value
 
 
+AUTO_VALIDATION = "auto"
+"""The default of `data.validation`. With null, a single file is all for training."""
+
 OnRow = Literal["refuse", "drop", "warn"]
 """The action for rows that fail a check: end the run before step 1, drop them, or warn and go on."""
 
@@ -178,8 +181,8 @@ class DataSection(Section):
     """Branch, tag or commit of a hub data set."""
     train: RowKey[str | list[str] | None] = None
     """Files, or the name of a split at `path`. Default: the split `train`, or all rows of a single file."""
-    validation: RowKey[str | list[str] | None] = None
-    """Files, a split at `path`, or how many training rows (`5%`, `200`). Default: the split of that name."""
+    validation: RowKey[str | list[str] | None] = AUTO_VALIDATION
+    """Files, a split at `path`, or how many rows (`5%`, `200`); auto: the split of that name, or 5% of one file."""
     test: RowKey[str | list[str] | None] = None
     """Files, a split at `path`, or how many training rows. Default: the split of that name, if there is one."""
     split_seed: RowKey[Annotated[int, Field(ge=0, lt=2**63)]] = 0

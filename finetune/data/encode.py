@@ -14,6 +14,7 @@ from finetune.data.chat_template import ChatTemplate, describe_key, use_chat_tem
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
+from finetune.data.held_out import AUTO_NEEDS_ROWS
 from finetune.data.parallel import (
     PAYS_FROM_CHARACTERS,
     ROWS_AT_ONCE,
@@ -75,6 +76,9 @@ def encode_examples(
         for split, examples in vars(splits).items()
         if examples is not None
     }
+    if splits.validation is not None and not any(len(part.examples) for part in parts["validation"]):
+        del parts["validation"]
+        _log.info("validation is off: data.validation=auto holds nothing out of fewer than %d rows", AUTO_NEEDS_ROWS)
     if is_checked:
         parts = check_rows(parts, section, tokenizer.bos_token_id, tokens.template.name)
     result = EncodedSplits(**{split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()})

@@ -8,15 +8,16 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from glob import glob
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from finetune.config.config_files import is_list_or_glob
-from finetune.config.schema import DataSection, as_list, name_files
+from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
 from finetune.data.formats import Reads
-from finetune.data.held_out import SplitSize, parse_split_size, rows_of_split
+from finetune.data.held_out import AUTO_NEEDS_ROWS, SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
 from finetune.data.remote import JoinedRows, RemoteRows, RowSource, is_address, local_path, name_of, names_at
@@ -82,6 +83,33 @@ def load_examples(section: DataSection, reads: Reads = "answers") -> ExampleSpli
     if section.mixture:
         return _load_mixture(section, reads)
     return ExampleSplits(**_load_source(section, reads))
+
+
+def holds_out_by_default(section: DataSection) -> bool:
+    """Return whether `data.validation=auto` holds out training rows, if there are enough. The hub is not asked."""
+    if section.validation != AUTO_VALIDATION or section.mixture:
+        return False
+    if section.path is None:
+        return section.train is not None
+    return not any(map(is_hub_id, as_list(section.path))) and _is_one_source(_find_splits(section))
+
+
+def has_validation(section: DataSection) -> bool:
+    """Return whether a run on this data has validation rows. Reads at most the first `AUTO_NEEDS_ROWS` of them.
+
+    Raises:
+        ConfigError, DataError: see `load_examples`.
+    """
+    splits = load_examples(section)
+    if splits.validation is None or not holds_out_by_default(section):
+        return splits.validation is not None
+    rows = islice(splits.train.parts[0].source.rows(), min(AUTO_NEEDS_ROWS, section.max_rows or AUTO_NEEDS_ROWS))
+    return sum(1 for _ in rows) == AUTO_NEEDS_ROWS
+
+
+def is_all_here(section: DataSection) -> bool:
+    """Return whether all training rows are on this machine, so that reading them copies nothing."""
+    return all(_is_here(name) for source in _sources_of(section) for name in as_list(source.path or source.train))
 
 
 def missing_here(section: DataSection) -> list[str]:
@@ -177,7 +205,8 @@ def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
         for key, value in source.items()
         if key != "weight"
     }
-    return section.model_copy(update={**keys, "mixture": []})
+    validation = None if section.validation == AUTO_VALIDATION else section.validation
+    return section.model_copy(update={"validation": validation, **keys, "mixture": []})
 
 
 def _load_source(section: DataSection, reads: Reads, without: Collection[str] = ()) -> dict[str, Examples]:
@@ -215,6 +244,8 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         )
     wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
     sizes = {split: size for split, text in wanted.items() if (size := _size_of(split, text, at_path)) is not None}
+    if wanted.get("validation") == AUTO_VALIDATION:
+        wanted["validation"] = None  # the split of that name, unless rows are held out
     sources = {
         split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section)
         for split, text in wanted.items()
@@ -230,9 +261,18 @@ def _as_examples(source: RowSource, section: DataSection, reads: Reads) -> Examp
 
 def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) -> SplitSize | None:
     """Return the size of a split that is held out of the training rows; None if `text` names a split or a file."""
+    if split == "validation" and text == AUTO_VALIDATION:
+        return SplitSize(AUTO_VALIDATION) if _is_one_source(at_path) else None
     if split == "train" or not isinstance(text, str) or (at_path is not None and at_path.has(text)) or _is_file(text):
         return None
     return parse_split_size(text, split)
+
+
+def _is_one_source(at_path: _Splits | None) -> bool:
+    """Return whether the data is training rows alone. A folder with a file that is named train has splits."""
+    if at_path is None or at_path.what in (_ONE_FILE, _FILES):
+        return True
+    return at_path.what == _PARTS and list(at_path.names) != ["train"]
 
 
 def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:

@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from finetune.config.schema import AUTO_VALIDATION
 from finetune.errors import DataError
 
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?")
 _HELD_OUT_IN_THIS_ORDER = ("test", "validation", "train")  # the validation size never changes the test rows
+AUTO_NEEDS_ROWS = 40
+"""`data.validation=auto` holds no row out of fewer rows."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,14 @@ class SplitSize:
     """The size of a split that is held out of the training rows: a number of rows, or a fraction of them."""
 
     text: str
-    """As the user wrote it: `0.05`, `5%` or `200`."""
+    """As the user wrote it: `0.05`, `5%` or `200`; or `auto`."""
     rows: int = 0
     fraction: float = 0.0
 
     def of(self, num_rows: int) -> int:
         """Return the size as a number of rows. A fraction is rounded to the nearest number, and is at least one row."""
+        if self.text == AUTO_VALIDATION:
+            return min(max(8, int(0.05 * num_rows + 0.5)), 200) if num_rows >= AUTO_NEEDS_ROWS else 0
         return self.rows or max(1, int(self.fraction * num_rows + 0.5))
 
 

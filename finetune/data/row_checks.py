@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.data.encoded import Part
+from finetune.data.examples import holds_out_by_default
 from finetune.errors import DataError
 
 if TYPE_CHECKING:
@@ -209,7 +210,9 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
             f"{what}: results on them say nothing about new rows. Remove them from one of the two, or set "
             "data.on_overlap=drop to take them out of training"
         )
-        _warn_or_refuse(section.on_overlap, message, refused, _OR_KEEP)
+        # Nobody asked to hold rows out of one file, so a row that stands in it twice does not end the run.
+        is_default = split == "validation" and holds_out_by_default(section)
+        _warn_or_refuse("warn" if is_default else section.on_overlap, message, refused, _OR_KEEP)
 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:

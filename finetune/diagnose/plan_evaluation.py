@@ -12,6 +12,7 @@ from finetune.data.batches import evaluation_batches
 from finetune.data.encoded import EncodedSplits
 from finetune.diagnose.plan_rollouts import AnswerBatch, Generating
 from finetune.inference.decoding import group_prompts
+from finetune.training.loaders import rows_to_test
 from finetune.training.memory.forecast import Peak, StepForecast
 from finetune.training.reward_trainer import with_testable_rows
 from finetune.training.validation import answered_rows
@@ -129,7 +130,7 @@ def evaluations_of(config: Config, splits: AnySplits) -> Iterator[PlannedEvaluat
         )
     if isinstance(splits, EncodedSplits) and learns_prompts:
         splits = with_testable_rows(splits)
-    rows = splits.test
+    rows = rows_to_test(config, splits)
     if rows is not None:
         most = None if config.testing.metrics else config.testing.num_samples
         yield PlannedEvaluation(section="testing", rows=rows, has_loss=True, prompts=_prompts(rows, most))

@@ -72,6 +72,7 @@ from finetune.training.optim import build_optimizer
 from finetune.training.prompt_rows import PromptRows
 from finetune.training.schedule_free import is_schedule_free
 from finetune.training.train import trainer_for
+from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
@@ -138,6 +139,7 @@ class Planner:
         )
         if self._splits is not None:
             self.batching.refuse_dropping_all(self._splits)
+            refuse_early_stopping(config, self._splits)
         optimizer = build_optimizer(self.model, config.optim)
         self._need = optimizer_need(optimizer, device_type=device.type)
         self._is_schedule_free = is_schedule_free(optimizer)

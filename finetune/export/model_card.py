@@ -100,6 +100,7 @@ def _card(
         unit=recorded.objective.unit,
         scores=scores,
         metrics=sorted({metric for values in scores.values() for metric in values}),
+        tested_split=recorded.tested_split,
         rows_of_loss=recorded.rows_of_test_loss,
         settings=_settings(config),
         versions=recorded.part("versions"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.objectives import OBJECTIVES
+from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
 from finetune.inference.finished_run import FinishedRun, LoadedRun, load_finished_run
 from finetune.logs import importing
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from finetune.inference.answer_reader import Answer
     from finetune.inference.decoding import Decoding
     from finetune.inference.prompts import Opening, Prompt
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +90,7 @@ class Answering:
         self._settings = settings
         self._data = run.config.data
         self._reads = OBJECTIVES[run.config.training.objective].reads
+        self._run = run
 
     @property
     def has_base(self) -> bool:
@@ -109,12 +114,24 @@ class Answering:
     @cached_property
     def opening(self) -> Opening:
         """The system turn and the tools of a conversation that has none of its own."""
+        from finetune.data.turns import Dialogue
+        from finetune.data.values import quote
         from finetune.inference.prompts import Opening, usual_opening
+        from finetune.runs.recorded_run import RecordedRun
 
         system, tools = self._settings.system, self._settings.tools
         is_known = (system is not None and tools is not None) or self.tokenizer.chat_template is None
-        usual = Opening() if is_known else usual_opening(self._data, self._reads)
-        return Opening(usual.system if system is None else system or None, usual.tools if tools is None else tools)
+        is_of_run = not self._run.config.origin("data.path").startswith(COMMAND_LINE)
+        recorded = RecordedRun(self._run.folder.path).part("opening") if is_of_run else {}
+        usual = Opening() if is_known else usual_opening(self._data, self._reads, recorded)
+        if tools is None and usual.tools:
+            tools = "" if self._tokens.template.ignored(Dialogue((), (), usual.tools)) else usual.tools
+            count = f"as in {usual.num_with_tools} of the first {usual.num_rows} training rows"
+            if tools:
+                _log.info('tools are offered, %s (--tools "" offers none): %s', count, quote(tools))
+            else:
+                _log.info("tools are not offered, %s, because the chat template does not render them", count)
+        return Opening(usual.system if system is None else system or None, tools or "")
 
     @contextmanager
     def as_model(self, name: str) -> Iterator[Any]:

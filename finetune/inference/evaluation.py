@@ -8,10 +8,10 @@ changes no generated token in fp32, and the loss only by rounding (about 1e-7 of
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import groupby, pairwise, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,9 @@ from finetune.runs.model_files import has_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_LONGEST_LINE = 100
+"""The most characters of a turn in the context of an answer."""
 
 
 def run_test_phase(
@@ -98,6 +101,8 @@ def evaluate_model(
             AnsweredRow(
                 source=dialogue.sources[row],
                 prompt=dialogue.last_turn(row),
+                context=dialogue.context(row),
+                question=dialogue.question(row),
                 expected=dialogue.expected[row],
                 answers={name: answers[name][row] for name in names},
                 metrics={name: {key: values[row] for key, values in measured[name].items()} for name in names},
@@ -199,17 +204,44 @@ class Dialogues:
 
     def last_turn(self, row: int) -> str:
         """Return the text of the last turn before the answer, or the whole prompt if it has no turns."""
-        prompt = self.prompts[row]
-        ends = [position for position, token in enumerate(prompt) if token == self._tokens.end_id]
-        end = start = ends[-1] if ends else len(prompt)
-        while start > 0 and prompt[start - 1] not in self._tokens.special_ids:
-            start -= 1
-        turn, header = (
-            str(self._tokens.tokenizer.decode(ids, skip_special_tokens=True))
-            for ids in (prompt[start:end], prompt[end:])
-        )
-        # ChatML begins a turn with its role as plain text, which the header of the answer shows.
-        return (turn.removeprefix("user\n") if header.endswith("assistant\n") else turn).strip()
+        return self._turns(row)[-1][1]
+
+    def context(self, row: int) -> str:
+        """Return the turns before the last one, each on a short line. The system turn is left out."""
+        lines = (" ".join(f"{role}: {text}".split()) for role, text in self._turns(row)[:-1])
+        return "\n".join(line if len(line) <= _LONGEST_LINE else f"{line[: _LONGEST_LINE - 1]}…" for line in lines)
+
+    def question(self, row: int) -> str:
+        """Return the turn of the user that begins the conversation, which can be asked alone; empty without one."""
+        role, text = self._turns(row)[0]
+        return text if role in ("user", "") else ""
+
+    def _turns(self, row: int) -> list[tuple[str, str]]:
+        """Return role and text of each turn before the answer, without system turns unless they are all."""
+        prompt, end_id = self.prompts[row], self._tokens.end_id
+        ends = [place for place, token in enumerate(prompt) if token == end_id]
+        if not ends:
+            return [("", self._decode(prompt).strip())]
+        # ChatML and others write roles as plain text, which the header of the answer shows.
+        has_plain_roles = self._decode(prompt[ends[-1] :]).strip().startswith(("assistant", "model"))
+        turns = [self._turn(prompt[start + 1 : end], has_plain_roles) for start, end in pairwise([-1, *ends])]
+        return [turn for turn in turns if turn[0] not in ("system", "developer")] or turns
+
+    def _turn(self, ids: Sequence[int], has_plain_role: bool) -> tuple[str, str]:
+        tokenizer = self._tokens.tokenizer
+        runs = groupby(ids, self._tokens.special_ids.__contains__)
+        text = "\n".join(filter(None, (self._decode(run).strip() for is_special, run in runs if not is_special)))
+        if has_plain_role:
+            role, _, text = text.partition("\n")
+        elif text.startswith("<|"):  # the template writes a role that is no token of this tokenizer
+            role, _, text = text.removeprefix("<|").partition("|>")
+        else:  # the first special token: <|user|>
+            special = (token for token in ids if token in self._tokens.special_ids and token != tokenizer.bos_token_id)
+            role = str(tokenizer.convert_ids_to_tokens(next(special, []))).strip("<|>[]")
+        return role, text.strip()
+
+    def _decode(self, ids: Iterable[int]) -> str:
+        return str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.schema import name_files
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _ROWS_LOOKED_AT = 100
+_SHARE_WITH_TOOLS = 0.1
+"""Tools are offered if at least this share of the rows has some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,10 @@ class Opening(NamedTuple):
 
     system: str | None = None
     tools: str = ""
+    num_with_system: int = 0
+    num_with_tools: int = 0
+    num_rows: int = 0
+    """Of the training rows that were looked at, the number with this system turn, with any tools, and of all."""
 
 
 def read_arguments(arguments: Sequence[str]) -> list[Prompt]:
@@ -141,28 +147,49 @@ def read_tools(path: Path) -> str:
         raise DataError(f"--tools: {error}.") from None
 
 
-def usual_opening(section: DataSection, reads: Reads = "answers") -> Opening:
-    """Return the most frequent system turn and tools of the first training rows: like them, prompts work best."""
+def read_opening(section: DataSection, reads: Reads = "answers") -> Opening:
+    """Read the most frequent tools and system turn of the first training rows: like them, prompts work best.
+
+    Raises:
+        DataError: the rows cannot be read.
+    """
     from finetune.data.examples import load_examples
 
+    # Splits of so few rows could leave none for training.
+    only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
+    mixture = [{key: value for key, value in source.items() if key not in only_a_few} for source in section.mixture]
+    loaded_again = logging.getLogger("finetune.data")  # has said all about these rows, in training
+    level = loaded_again.level
+    loaded_again.setLevel(logging.WARNING)
     try:
-        # Splits of so few rows could leave none for training.
-        only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
-        mixture = [{key: value for key, value in source.items() if key not in only_a_few} for source in section.mixture]
         rows = load_examples(section.model_copy(update={**only_a_few, "mixture": mixture}), reads).train
-        openings = Counter(Opening(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT))
+        openings = [(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT)]
+    finally:
+        loaded_again.setLevel(level)
+    offered = Counter(tools for _, tools in openings if tools)
+    has_tools = offered.total() >= _SHARE_WITH_TOOLS * len(openings)
+    tools = offered.most_common(1)[0][0] if offered and has_tools else ""
+    ((system, _),) = Counter(system for system, offers in openings if offers == tools).most_common(1)
+    num_with_system = sum(system == other for other, _ in openings)
+    return Opening(system, tools, num_with_system, offered.total(), len(openings))
+
+
+def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapping[str, Any] | None = None) -> Opening:
+    """Return the system turn and the tools of a conversation that has none: those that the run recorded, or read them.
+
+    The log has the system turn, and where it comes from.
+    """
+    try:
+        is_recorded = recorded is not None and recorded.keys() == set(Opening._fields)
+        usual = Opening(**recorded) if recorded is not None and is_recorded else read_opening(section, reads)
     except DataError as error:
         _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
         return Opening()
-    (usual, _), *others = openings.most_common()
-    where = (
-        "" if section.path is None else f" in {name_files(section.path)}"
-    )  # which may be another file than the run had
-    often = f"as in {'most of the first' if others else 'the'} training rows{where}"
     if usual.system is not None:
-        _log.info("system turn, %s: %s", often, quote(usual.system))
-    if usual.tools:
-        _log.info("tools, %s: %s", often, quote(usual.tools))
+        # The file may be another one than the run had.
+        where = "" if is_recorded or section.path is None else f" in {name_files(section.path)}"
+        count = f"{usual.num_with_system} of the first {usual.num_rows} training rows{where}"
+        _log.info("system turn, as in %s: %s", count, quote(usual.system))
     return usual
 
 

@@ -62,6 +62,10 @@ class AnsweredRow:
     prompt: str
     expected: str
     answers: Mapping[ModelName, str]
+    context: str = ""
+    """The turns before `prompt`, each shortened to a line."""
+    question: str = ""
+    """The first turn of the user, which can be asked alone."""
     metrics: Mapping[ModelName, Mapping[str, float]] = field(default_factory=dict)
 
 
@@ -70,6 +74,8 @@ class Evaluation:
     """The scores on a split. On other ranks than the main process there are no metrics and no answers."""
 
     num_rows: int
+    split: str = "test"
+    """The rows of the test phase. Those of a run without a test split may be `validation`."""
     num_targets: int = 0
     scores: Mapping[ModelName, Scores]
     """Scores of the base, where it was measured, and of the tuned model."""
@@ -97,7 +103,7 @@ class Evaluation:
 def show_test_result(evaluation: Evaluation) -> None:
     """Print the result of the test phase of training."""
     give_up_dead_screens()
-    show_evaluation("test", evaluation, num_answers=_MAX_ANSWERS)
+    show_evaluation(evaluation.split, evaluation, num_answers=_MAX_ANSWERS)
 
 
 def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, with_perplexity: bool = False) -> None:
@@ -119,7 +125,8 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
     if evaluation.subsets:
         _show_subsets(evaluation.subsets)
     for row in evaluation.answers[:num_answers]:
-        print_texts([("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
+        context = [("context", row.context)] if row.context else []
+        print_texts([*context, ("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
 
 
 def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:

@@ -187,10 +187,10 @@ def _facts(run: RecordedRun) -> dict[str, str]:
 
 
 def _answers(run: RecordedRun) -> list[dict[str, str | None]]:
-    """Return the prompts in run.json with the expected answer and the answers of both models."""
+    """Return the prompts in run.json with their context, the expected answer and the answers of both models."""
     answers = run.result.get("answers")
     found = [mapping(answer) for answer in answers] if isinstance(answers, list) else []
-    names = ("prompt", "expected", "base", "tuned")
+    names = ("context", "prompt", "expected", "base", "tuned")
     return [{name: None if (text := one.get(name)) is None else str(text) for name in names} for one in found]
 
 

@@ -34,7 +34,8 @@ class Summary(NamedTuple):
     """The training loss of the first step and of the last one."""
     base: dict[str, float]
     tuned: dict[str, float]
-    """The scores on the test split, by name."""
+    """The scores on the tested split, by name."""
+    tested_split: str
     rows_of_test_loss: str
     """`4 of 5 rows` if the test loss leaves rows out, else empty."""
     epoch: int | None
@@ -83,6 +84,7 @@ def summarize(run: RecordedRun) -> Summary:
         last_loss=losses[-1][1] if losses else None,
         base=run.scores().get("base", {}),
         tuned=run.scores().get("tuned", {}),
+        tested_split=run.tested_split,
         rows_of_test_loss=run.rows_of_test_loss,
         epoch=int(epochs[-1][1]) + 1 if epochs else None,
         tokens=sum(value for _, value in finite(run.points("step", "num_tokens"))),
@@ -140,9 +142,11 @@ def _of_one(run: RecordedRun) -> str:
     base, tuned = scores.get("base", {}), scores.get("tuned", {})
     if "exact_match" in tuned:
         before = f" The base model: {percent(base['exact_match'])}." if "exact_match" in base else ""
-        return f"{percent(tuned['exact_match'])} of its answers on the test split are exactly right.{before}"
+        return (
+            f"{percent(tuned['exact_match'])} of its answers on the {run.tested_split} split are exactly right.{before}"
+        )
     if "loss" in tuned and "loss" in base:
-        change = _change("Loss on the test split", base["loss"], tuned["loss"])
+        change = _change(f"Loss on the {run.tested_split} split", base["loss"], tuned["loss"])
         rows = f", over {run.rows_of_test_loss}" if run.rows_of_test_loss else ""
         return f"{change}, from base to tuned model{rows}."
     validation, training = (finite(run.points(event_type, "loss")) for event_type in ("validation", "step"))

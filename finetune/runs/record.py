@@ -92,6 +92,7 @@ class RunRecord:
             "num_steps": None,
             "memory": earlier.get("memory"),
             "low_precision": None,
+            "opening": earlier.get("opening"),
             "profile": earlier.get("profile"),
             "finished": None,
             "result": None,

@@ -173,6 +173,11 @@ class RecordedRun:
         }
 
     @property
+    def tested_split(self) -> str:
+        """The split that the test phase measured: `test`, or `validation` in a run without test rows."""
+        return str(self.result.get("test_split", "test"))
+
+    @property
     def rows_of_test_loss(self) -> str:
         """`4 of 5 rows` if `testing.drop_last` left rows out of the test losses, else empty."""
         rows, left_out = (whole(self.result.get(name)) for name in ("test_rows", "test_rows_left_out"))

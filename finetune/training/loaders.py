@@ -14,6 +14,7 @@ from finetune.data.batches import (
     loader_keys_on,
 )
 from finetune.data.encoded import EncodedExamples
+from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
@@ -81,6 +82,17 @@ def plan_batches(
     )
 
 
+def rows_to_test(config: Config, splits: Any) -> Any:
+    """Return the rows of the test phase: the test split, or the validation rows that `data.validation=auto` held out.
+
+    None if there are neither, or if the only rows are pairs or labels.
+    """
+    is_measured = isinstance(splits.validation, EncodedExamples) and config.training.objective == "sft"
+    return (
+        splits.validation if splits.test is None and is_measured and holds_out_by_default(config.data) else splits.test
+    )
+
+
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
     """Refuse a split if `drop_last` leaves nothing to train on or to measure. `rule` belongs to the training split.
 
@@ -95,7 +107,7 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
         )
     for section, keys, split in (
         ("validation", config.validation, splits.validation),
-        ("testing", config.testing, splits.test),
+        ("testing", config.testing, rows_to_test(config, splits)),
     ):
         if split is not None and keys.drop_last and not evaluation_batches(split, keys, rule.boundary):
             raise DataError(
@@ -134,10 +146,11 @@ def build_loaders(
 
     rank, world_size = runtime.rank, runtime.world_size
     train_keys = loader_keys_on(device_type, config.training)
+    tested = rows_to_test(config, splits)
     loaders = (
         TrainLoader(splits.train, rule, train_keys, rank=rank, world_size=world_size, collate=collate),
         evaluation(splits.validation, config.validation, rank, world_size),
-        evaluation(splits.test, config.testing, *((0, 1) if runtime.shard_size is None else (rank, world_size))),
+        evaluation(tested, config.testing, *((0, 1) if runtime.shard_size is None else (rank, world_size))),
     )
     for loader in loaders:
         if loader is not None:

@@ -62,7 +62,8 @@ def measure_split(
     splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
     examples = getattr(splits, split)
     if examples is None:
-        raise ConfigError(f"this run has no {split} split. Give one with data.{split}=FILE_OR_SPLIT.")
+        others = "" if split == "validation" or splits.validation is None else " Or measure --split validation."
+        raise ConfigError(f"this run has no {split} split. Give one with data.{split}=FILE_OR_SPLIT.{others}")
     if metrics and examples.row_type == "text":
         raise ConfigError(
             f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "

@@ -40,7 +40,12 @@ from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
 from finetune.training.reporting.journal import Journal
-from finetune.training.validation import check_metrics, measured_in_subsets, refuse_rows_without_answers
+from finetune.training.validation import (
+    check_metrics,
+    measured_in_subsets,
+    refuse_early_stopping,
+    refuse_rows_without_answers,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,6 +183,7 @@ def set_up(
     splits = _with_subsets(config, splits)
     in_subsets = measured_in_subsets(config, splits.validation)
     metrics = check_metrics(config, objective.metrics_of(config), in_subsets)
+    refuse_early_stopping(config, splits)
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
+from finetune.data.examples import is_all_here
 from finetune.distributed.runtime import Runtime
+from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, SplitLosses, sum_losses
+from finetune.inference.prompts import read_opening
 from finetune.inference.scores import Evaluation, show_test_result
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
@@ -174,7 +178,7 @@ class Trainer(Objective):
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
-        """Measure the published weights, and the base, on the test split; print the table.
+        """Measure the published weights, and the base, on the rows of `rows_to_test`; print the table.
 
         Rank 0 measures alone, without a collective. All ranks may call this, or only rank 0; the others return None.
         If the weights are sharded, this is a collective: every rank computes, and rank 0 returns and writes the scores.
@@ -193,6 +197,9 @@ class Trainer(Objective):
             with nullcontext() if is_alone else self.runtime.failing_together("reading the published weights"):
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
             evaluation = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
+            tested: object = test_loader.dataset
+            if tested is self.splits.validation:
+                evaluation = replace(evaluation, split="validation")
             self.runtime.at("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None
@@ -232,6 +239,12 @@ class Trainer(Objective):
         snapshot = take_snapshot(journal.folder, model=self.model, optimizer=optimizer, state=self._fresh_state())
         keep, has_best = self.config.checkpoint.save_total_limit, self.splits.validation is not None
         log_disk_need(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
+        opening = None
+        with suppress(ConfigError, DataError):  # a script may train on rows that its configuration does not name
+            reads = OBJECTIVES[self.config.training.objective].reads
+            opening = read_opening(self.config.data, reads) if is_all_here(self.config.data) else None
+        if opening is not None:
+            journal.record(opening=opening._asdict())
         journal.start_training(state, cadence.num_steps)
 
     def _publish(self, journal: Journal, state: TrainerState, cadence: Cadence, run: TrainingRun) -> None:

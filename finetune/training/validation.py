@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import did_you_mean
 from finetune.data.held_out import shuffled
@@ -189,6 +189,21 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
         if sample is not None and bool((sample.rows.subset == index).any()):
             found += [subset_key(metric, name) for metric in config.validation.metrics]
     return found
+
+
+def refuse_early_stopping(config: Config, splits: Any) -> None:
+    """Refuse to wait for validations that do not improve in a run without a validation split.
+
+    Raises:
+        ConfigError: `early_stopping.patience` is set.
+    """
+    patience = config.early_stopping.patience
+    if patience is not None and splits.validation is None:
+        raise ConfigError(
+            f"early_stopping.patience is {patience} ({config.origin('early_stopping.patience')}), but the run has no "
+            f"validation split that could stop it: data.validation is {config.data.validation or 'null'}. Set "
+            "data.validation=5%, or name a file or a split; or remove early_stopping.patience."
+        )
 
 
 def refuse_rows_without_answers(config: Config, row_type: str) -> None:

@@ -18,8 +18,8 @@ from tests.tiny import tiny_tokenizer
 
 @pytest.fixture
 def make_section(tmp_path):
-    """A data section with a cache of its own."""
-    return lambda **keys: DataSection(**{"cache_dir": str(tmp_path / "cache"), **keys})
+    """A data section with a cache of its own. A single file is all for training unless the test says otherwise."""
+    return lambda **keys: DataSection(**{"cache_dir": str(tmp_path / "cache"), "validation": None, **keys})
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset
 
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import load_examples
+from finetune.data.examples import has_validation, holds_out_by_default, load_examples
 from finetune.data.held_out import SplitSize, digest_row, parse_split_size, rows_of_split, shuffled
 from finetune.data.preferences import encode_preferences
 from finetune.errors import DataError
@@ -36,6 +36,67 @@ def test_shares_are_exact_apart_and_leave_no_row_out(make_section, write_jsonl, 
     assert tuple(map(len, found)) == counts
     assert sorted(number for split in found for number in split) == list(range(1, 41))
     assert all(split == sorted(split) for split in found)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size"), [(39, 0), (40, 8), (169, 8), (170, 9), (1000, 50), (4000, 200), (100_000, 200)]
+)
+def test_auto_is_5_percent_between_8_and_200_rows(num_rows, size):
+    assert SplitSize("auto").of(num_rows) == size
+
+
+def test_auto_holds_rows_out_of_one_file_and_keeps_the_test_rows(make_section, write_jsonl, logged):
+    path = write_jsonl(ROWS)
+    section = make_section(path=path, validation="auto")
+    for one_file in (section, make_section(train=path, validation="auto")):
+        splits = encode(one_file)
+        assert [len(splits.train), len(splits.validation), splits.test] == [32, 8, None]
+        assert holds_out_by_default(one_file)
+        assert has_validation(one_file)
+    tested = make_section(path=path, test="10")
+    both = encode(tested.model_copy(update={"validation": "auto"}))
+    assert lines(both.test) == lines(encode(tested).test)
+    assert [len(both.train), len(both.validation)] == [22, 8]  # of all 40 rows, not of the 30 that are no test rows
+    few = section.model_copy(update={"max_rows": 39})
+    assert not has_validation(few)
+    splits = encode(few)
+    assert [len(splits.train), splits.validation] == [39, None]
+    assert "validation is off: data.validation=auto holds nothing out of fewer than 40 rows" in logged()
+
+
+def test_auto_holds_rows_out_of_several_files_of_training_rows_as_of_one(make_section, write_jsonl):
+    files = [write_jsonl(ROWS[:30], "rows/a.jsonl"), write_jsonl(ROWS[30:], "rows/b.jsonl")]
+    for path in (files, files[0].rpartition("/")[0]):
+        section = make_section(path=path, validation="auto")
+        splits = encode(section)
+        assert [len(splits.train), len(splits.validation)] == [32, 8]
+        assert has_validation(section)
+
+
+def test_auto_is_the_split_of_that_name_where_there_is_more_than_one_file(make_section, write_jsonl):
+    path = write_jsonl(ROWS)
+    others = [{**row, "prompt": f"Yo {number}"} for number, row in enumerate(ROWS)]
+    folder = write_jsonl(others, "rows/train.jsonl").rpartition("/")[0]
+    for keys in ({"path": folder}, {"mixture": [{"path": path}, {"path": folder}]}):
+        section = make_section(validation="auto", **keys)
+        assert encode(section).validation is None
+        assert not holds_out_by_default(section)
+        assert not has_validation(section)
+    of_one_source = make_section(mixture=[{"path": path, "validation": "auto"}, {"path": folder}])
+    assert len(encode(of_one_source).validation) == 8
+    write_jsonl([{"prompt": "Hi", "completion": "no"}], "rows/dev.jsonl")
+    named = make_section(path=folder, validation="auto")
+    assert len(encode(named).validation) == 1
+    assert has_validation(named)
+
+
+def test_a_row_that_stands_twice_does_not_end_a_run_that_named_no_validation(make_section, write_jsonl, logged):
+    path = write_jsonl([{**row, "copy": copy} for copy in range(2) for row in ROWS])
+    splits = encode(make_section(path=path, validation="auto"))
+    assert [len(splits.train), len(splits.validation)] == [72, 8]
+    assert any("of 8 rows are training rows too" in line for line in logged())
+    with pytest.raises(DataError, match="of 8 rows are training rows too"):
+        encode(make_section(path=path, validation="8"))
 
 
 @pytest.mark.parametrize("rule", ["content", "position"])

@@ -108,4 +108,24 @@ def test_a_row_is_shown_by_its_last_turn_before_the_answer(style):
     (encoded,) = encode_batch([row], tokens, "all")
     examples = EncodedExamples.from_rows([(encoded.token_ids, encoded.is_target)], end_id=tokens.end_id)
     examples.sources = tuple(source._replace(row_type="messages") for source in examples.sources)
-    assert Dialogues(examples, tokens.tokenizer).last_turn(0) == "And now?"
+    shown = Dialogues(examples, tokens.tokenizer)
+    assert shown.last_turn(0) == "And now?"
+    assert shown.context(0) == f"user: {QUESTION['content']}\nassistant: yes"
+    assert shown.question(0) == QUESTION["content"]
+
+
+def test_the_result_of_a_tool_is_shown_with_the_call_before_it_and_is_no_question():
+    tokens = tokens_with("phi4_mini")
+    call = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]}
+    turns = [QUESTION, call, {"role": "tool", "content": "three crates " * 20}, {"role": "tool", "content": "31"}]
+    row = parse_row({"messages": [*turns, {"role": "assistant", "content": "yes"}]}, FORMATS["messages"], {})
+    encoded = [(row.token_ids, row.is_target) for row in encode_batch([row], tokens, "all")]
+    examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id)
+    examples.sources = tuple(source._replace(row_type="messages") for source in examples.sources)
+    shown = Dialogues(examples, tokens.tokenizer)
+    assert (shown.last_turn(0), shown.question(0)) == ("31", QUESTION["content"])
+    first, called, long = shown.context(0).splitlines()
+    assert first == f"user: {QUESTION['content']}"
+    assert CALL["name"] in called
+    assert long.startswith("tool_response: three crates three")
+    assert (len(long), long[-1]) == (100, "…")

@@ -8,11 +8,13 @@ from finetune.config.schema import DataSection
 from finetune.data.templates import AnswerTokens
 from finetune.errors import DataError
 from finetune.inference.prompts import (
+    Opening,
     Prompt,
     encode_prompt,
     read_arguments,
     read_file,
     read_json_lines,
+    read_opening,
     read_text,
     read_tools,
     usual_opening,
@@ -155,18 +157,37 @@ def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog
     path = tmp_path / "rows.jsonl"
     with_one, without = {"messages": [SYSTEM, USER, ANSWER]}, {"messages": [USER, ANSWER]}
     path.write_text("\n".join(lines(without, with_one, with_one)))
-    assert usual_opening(DataSection(path=str(path))) == ("Be brief.", "")
+    assert usual_opening(DataSection(path=str(path)))[:2] == ("Be brief.", "")
     path.write_text("\n".join(lines(without, with_one, without)))
-    assert usual_opening(DataSection(path=str(path))) == (None, "")
-    assert usual_opening(DataSection(path=str(tmp_path / "gone.jsonl"))) == (None, "")
+    assert usual_opening(DataSection(path=str(path)))[:2] == (None, "")
+    assert usual_opening(DataSection(path=str(tmp_path / "gone.jsonl")))[:2] == (None, "")
     assert "no system turn is used" in caplog.text
+
+
+@pytest.mark.parametrize(("num_with_tools", "is_offered"), [(9, False), (10, True)])
+def test_tools_that_a_tenth_of_the_rows_has_are_offered_and_recorded(num_with_tools, is_offered, tmp_path, caplog):
+    path = tmp_path / "rows.jsonl"
+    often, seldom = [{"name": "weather"}], [{"name": "track"}]
+    with_tools = [
+        {"messages": [SYSTEM, USER, ANSWER], "tools": seldom if number == 0 else often}
+        for number in range(num_with_tools)
+    ]
+    without = [{"messages": [USER, ANSWER]}] * (100 - num_with_tools)
+    path.write_text("\n".join(lines(*with_tools, *without)))
+    section = DataSection(path=str(path))
+    opening = read_opening(section)
+    assert (opening.system, opening.tools) == (("Be brief.", json.dumps(often)) if is_offered else (None, ""))
+    assert (opening.num_with_tools, opening.num_rows) == (num_with_tools, 100)
+    path.unlink()
+    assert usual_opening(section, recorded=json.loads(json.dumps(opening._asdict()))) == opening
+    assert usual_opening(section, recorded={"tools": "[]"}) == Opening(), "an incomplete record is not used"
 
 
 def test_the_usual_opening_of_a_mixture_is_found_whatever_its_sources_put_aside(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(lines(*[{"messages": [SYSTEM, USER, ANSWER]}] * 3)))
     source = {"path": str(path), "validation": "200", "test": "0.5", "max_rows": 9999}
-    assert usual_opening(DataSection(mixture=[source])) == ("Be brief.", "")
+    assert usual_opening(DataSection(mixture=[source]))[:2] == ("Be brief.", "")
 
 
 def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_path, caplog, monkeypatch):
@@ -177,7 +198,7 @@ def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_pat
     caplog.set_level(logging.INFO, "finetune")
     opening = usual_opening(DataSection(path=str(path)))
     assert (opening.system, json.loads(opening.tools)) == ("Be brief.", tools)
-    assert f"tools, as in the training rows in {path}: " in caplog.text
+    assert f"system turn, as in 1 of the first 1 training rows in {path}: 'Be brief.'" in caplog.text
     file.write_text(json.dumps(tools))
     assert json.loads(read_tools(file)) == tools
     (prompt,) = read_arguments(["three crates"])

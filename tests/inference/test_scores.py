@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -81,3 +82,10 @@ def test_evaluate_prints_the_same_table_with_perplexity_and_metrics_of_the_users
 @pytest.mark.parametrize(("loss", "perplexity"), [(0.0, 1.0), (1000.0, math.inf), (math.nan, math.nan)])
 def test_perplexity_of_a_loss(loss, perplexity):
     assert Scores(loss=loss).perplexity == pytest.approx(perplexity, nan_ok=True)
+
+
+def test_context_is_above_the_prompt_and_an_empty_answer_is_said_to_be_empty(render):
+    answer = replace(answered("p", "e", base="", tuned="t"), context="user: a\nassistant: b")
+    text = render({"tuned": Scores(loss=0.25)}, [answer])
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert rows[-6:] == ["context user: a", "assistant: b", "prompt p", "expected e", "base (empty)", "tuned t"]

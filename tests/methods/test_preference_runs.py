@@ -186,7 +186,7 @@ def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_
     train_from_overrides([*words_for(inputs, tmp_path / "run"), *WORDS, *rows])
     done = run_finetune("generate", tmp_path / "run", "please send apples", "--max-new-tokens", "2")
     assert done.returncode == 0, done.stdout
-    assert f"system turn, as in the training rows in {tmp_path / 'pairs.jsonl'}: 'Be brief.'" in done.stdout
+    assert "system turn, as in 1 of the first 1 training rows: 'Be brief.'" in done.stdout
 
 
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):

@@ -251,15 +251,17 @@ class Journal:
 
     def test(self, evaluation: Evaluation) -> None:
         """Record the result of the test phase: the scores of both models, and their answers in run.json."""
-        self._example_prompt = next((row.prompt for row in evaluation.answers), None)
+        self._example_prompt = next((row.question for row in evaluation.answers if row.question), None)
         self.result["answers"] = [
             {
+                **({"context": row.context} if row.context else {}),
                 "prompt": row.prompt,
                 "expected": row.expected,
                 **{name: row.answers.get(name) for name in ("tuned", "base")},
             }
             for row in evaluation.answers
         ]
+        self.result["test_split"] = evaluation.split
         self.result["test_rows"] = evaluation.num_rows
         self.result["test_rows_left_out"] = evaluation.num_left_out
         for model, scores in evaluation.scores.items():

@@ -1,7 +1,8 @@
-"""Summarize a run in five lines before the live view: model, data, steps, device and folder."""
+"""Summarize a run in a few lines before the live view: model, data, steps, device and folder."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.config.objectives import OBJECTIVES
+from finetune.data.examples import holds_out_by_default
 from finetune.logs import speaks_to_a_person
 from finetune.model.base import count_parameters
 from finetune.terminal import fold, shown_folder, visible
@@ -19,24 +21,34 @@ if TYPE_CHECKING:
     from finetune.data.batches import BatchRule
     from finetune.distributed.runtime import Runtime
 
+_log = logging.getLogger(__name__)
 _LABEL_WIDTH = 8
 
 
 def show_summary(
     runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
 ) -> None:
-    """Write five lines to stderr if it is a terminal. Elsewhere, the log has the same information.
+    """Write the lines to stderr if it is a terminal. Elsewhere, the log has the same information.
 
     `first_step` is the number of steps before this start, and `num_steps` the number of steps of the whole run.
     """
-    if not speaks_to_a_person():
-        return
     rows = f"{OBJECTIVES[config.training.objective].example_name}s"
+    held_out = ""
+    if splits.validation is not None and holds_out_by_default(config.data):
+        held_out = (
+            f"{len(splits.validation):,} {rows} are held out to validate, so adapter/ will hold the best step, not the "
+            "last; data.validation=null trains on them too"
+        )
+    if not speaks_to_a_person():
+        if held_out:
+            _log.info("%s", held_out)
+        return
     counted = rows if rule.examples is None else "conversations"
     folder = shown_folder(Path(config.output_dir).absolute())
     facts = {
         "model": _model(config, model),
         "data": _data(config, splits, rows),
+        **({"measure": held_out} if held_out else {}),
         "steps": f"{num_steps:,} of {rule.global_batch_size} {counted}, {rule.steps_per_epoch:,} an epoch",
         "device": f"{_device(runtime.device)}, {runtime.precision}",
         "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),

@@ -1,0 +1,155 @@
+"""Runs on one file of rows for which no validation split is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.cli.generate import show_records
+from finetune.cli.train import train_from_overrides
+from finetune.config import load_config
+from finetune.report import sentences
+from finetune.runs.recorded_run import RecordedRun
+from tests.in_process import run_finetune
+from tests.methods.tiny_training import events, record
+from tests.tiny_runs import write_rows
+
+pytestmark = pytest.mark.trains
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> Path:
+    """A file of 48 rows, enough for 8 validation rows."""
+    return write_rows(tmp_path_factory.mktemp("own") / "rows", train=48, validation=0, test=0) / "train.jsonl"
+
+
+def words(rows: Path, folder: Path, *more: str) -> list[str]:
+    short = ["training.max_steps=2", "optim.warmup_steps=0", "testing.num_samples=0"]
+    return ["model=phi_tiny", f"data={rows}", f"data.cache_dir={rows.parent}", f"output_dir={folder}", *short, *more]
+
+
+def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_path):
+    folder = tmp_path / "run"
+    done = run_finetune("train", *words(rows, folder, "validation.validate_every=1", "checkpoint.save_every=1"))
+    assert done.returncode == 0, done.stdout
+    assert "Validation split, 8 rows" in done.stdout
+    held_out = (
+        "8 rows are held out to validate, so adapter/ will hold the best step, not the last; data.validation=null"
+    )
+    assert held_out in (folder / "log.txt").read_text()
+    result = record(folder)["result"]
+    assert (result["test_split"], result["test_rows"]) == ("validation", 8)
+    validated = {event["step"]: event["loss"] for event in events(folder, "validation")}
+    assert result["test_tuned"]["loss"] == pytest.approx(validated[result["best_step"]], rel=1e-6)
+    assert result["test_base"]["loss"] != result["test_tuned"]["loss"]
+    assert sentences.headline([RecordedRun(folder)]).startswith("Loss on the validation split ")
+    report = run_finetune("report", str(folder), "--output", str(tmp_path / "report.html"))
+    assert report.returncode == 0, report.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert "<th>validation split</th>" in page
+    assert "test split" not in page
+    refused = run_finetune("evaluate", str(folder))
+    assert refused.returncode == 2
+    assert "this run has no test split. Give one with data.test=FILE_OR_SPLIT. Or measure --split validation." in (
+        refused.errors
+    )
+
+
+def test_a_test_split_is_measured_in_its_place(rows, tmp_path):
+    train_from_overrides(words(rows, tmp_path / "run", "data.test=4"))
+    result = record(tmp_path / "run")["result"]
+    assert (result["test_split"], result["test_rows"]) == ("test", 4)
+    assert events(tmp_path / "run", "validation")
+
+
+def test_pairs_are_validated_but_have_no_test_phase(tmp_path):
+    rows = tmp_path / "pairs.jsonl"
+    pairs = ({"prompt": f"Hi {number}", "chosen": "yes", "rejected": "no"} for number in range(40))
+    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    folder = tmp_path / "run"
+    train_from_overrides(words(rows, folder, "training.objective=dpo"))
+    assert [event["num_targets"] for event in events(folder, "validation")] == [8]
+    assert "test_split" not in record(folder)["result"]
+
+
+def test_a_run_that_began_without_validation_resumes_without_it(rows, tmp_path):
+    folder = tmp_path / "run"
+    train_from_overrides(words(rows, folder, "data.validation=null", "training.max_steps=1", "optim.schedule=constant"))
+    again = words(rows, folder, "resume=auto", "optim.schedule=constant")
+    config = load_config(again)
+    assert (config.data.validation, config.origin("data.validation").partition(":")[0]) == (
+        None,
+        str(folder / "config.yaml"),
+    )
+    train_from_overrides(again)
+    assert [event["step"] for event in events(folder, "step")] == [1, 2]
+    assert not events(folder, "validation")
+    refused = run_finetune("train", *again, "data.validation=auto")
+    assert refused.returncode == 2
+    assert "data.validation: started with null, now auto (command line)" in refused.errors
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_early_stopping_needs_validation_rows(command, rows, tmp_path):
+    given = words(rows, tmp_path / "run", "early_stopping.patience=2")
+    few = run_finetune(command, *given, "data.max_rows=39")
+    assert few.returncode == 2, few.stdout
+    assert "early_stopping.patience is 2 (command line), but the run has no validation split that could stop it" in (
+        few.errors
+    )
+    assert "data.validation is auto. Set data.validation=5%, or name a file or a split; or remove" in few.errors
+    assert not (tmp_path / "run").exists()
+    assert run_finetune(command, *given).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory) -> Path:
+    """Conversations that all end with the answer to a tool's result; every fourth one offers no tools."""
+    tools = [{"type": "function", "function": {"name": "track", "parameters": {"type": "object"}}}]
+    path = tmp_path_factory.mktemp("calls") / "calls.jsonl"
+    with path.open("w") as file:
+        for number in range(40):
+            call = {"type": "function", "function": {"name": "track", "arguments": {"parcel": number}}}
+            turns = [
+                {"role": "user", "content": f"Where is parcel {number}?"},
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "content": f'{{"place": "Porto {number}"}}'},
+                {"role": "assistant", "content": f"In Porto {number}."},
+            ]
+            row = {"messages": turns} | ({"tools": tools} if number % 4 else {})
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def test_a_run_with_tools_shows_them_in_context_and_offers_them_without_its_data(calls, tmp_path):
+    folder = tmp_path / "run"
+    few = ["data.chat_template=phi4_mini", "testing.num_samples=1", "testing.max_new_tokens=1"]
+    done = run_finetune("train", *words(calls, folder, *few))
+    assert done.returncode == 0, done.stdout
+    (answer,) = record(folder)["result"]["answers"]
+    number = answer["prompt"].removeprefix('{"place": "Porto ').removesuffix('"}')
+    assert number.isdecimal(), "the last turn is a tool's result"
+    asked, called = answer["context"].splitlines()
+    assert asked == f"user: Where is parcel {number}?"
+    assert '"name": "track"' in called
+    for line in (asked, f"Next: finetune generate {folder} \\\n  'Where is parcel {number}?'"):
+        assert line in done.stdout.replace(f"{folder} '", f"{folder} \\\n  '")
+    assert run_finetune("report", str(folder), "--output", str(tmp_path / "report.html")).returncode == 0
+    assert f'<p class="context"><bdi>{asked}' in (tmp_path / "report.html").read_text()
+
+    calls.rename(tmp_path / "elsewhere.jsonl")
+    asking = ["generate", str(folder), "Where is parcel 7?", "--max-new-tokens", "1", "--json"]
+    with_tools, without = run_finetune(*asking), run_finetune(*asking, "--tools", "")
+    assert with_tools.returncode == 0, with_tools.stdout
+    assert 'tools are offered, as in 30 of the first 40 training rows (--tools "" offers none): ' in with_tools.errors
+    assert "tools are offered" not in without.errors
+    lengths = [json.loads(one.answer)["num_prompt_tokens"] for one in (with_tools, without)]
+    assert lengths[0] > lengths[1]
+
+
+@pytest.mark.parametrize("is_compared", [False, True])
+def test_an_empty_answer_is_said_to_be_empty(is_compared, capsys):
+    show_records([{"prompt": "p", "answer": "", "base": {"answer": ""}}], as_json=False, compare=is_compared)
+    assert capsys.readouterr().out.count("(empty)") == 1 + is_compared
