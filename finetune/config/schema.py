@@ -198,8 +198,7 @@ class DataSection(Section):
     train_on: RowKey[Literal["all", "last", "each_turn"]] = "all"
     """The answers of a conversation that carry loss: all, the last, or each one after the turns as they are served."""
     chat_template: RowKey[str | None] = None
-    """A chat template in place of the tokenizer's own: `phi4_mini`, which renders tool calls, `plain`, which needs no
-    special tokens but the end of text, or a .jinja file."""
+    """A chat template in place of the tokenizer's own: `phi4_mini`, with tool calls; `plain`; or a .jinja file."""
     max_length: RowKey[PositiveInt] = 2048
     """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None

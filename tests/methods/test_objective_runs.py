@@ -149,7 +149,7 @@ def test_what_does_not_suit_an_objective_is_refused_before_anything_is_read(inpu
 def test_pairs_are_no_labelled_rows(inputs, tmp_path):
     done = run_finetune("train", *words(inputs, tmp_path / "run", "kto"), f"data.path={inputs / 'rows'}")
     assert done.returncode == 2
-    assert "no column completion; it has prompt, chosen, rejected" in done.stdout
+    assert "has the columns prompt, chosen, rejected. Expected those of one format (" in done.stdout
 
 
 def test_a_label_is_true_or_false_in_any_spelling_and_nothing_else(inputs, tmp_path):

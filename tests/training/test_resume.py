@@ -60,7 +60,16 @@ WITH_OTHER_ROWS = {
     for key in (
         *("path", "mixture", "name", "revision", "train", "validation", "test", "split_seed", "split_rule"),
         *("format", "columns"),
-        *("train_on", "max_length", "max_rows", "on_long_row", "on_no_target", "on_truncated_answer"),
+        *(
+            "train_on",
+            "max_length",
+            "max_rows",
+            "on_bad_row",
+            "separator",
+            "on_long_row",
+            "on_no_target",
+            "on_truncated_answer",
+        ),
         *("on_doubled_bos", "on_untrained_end", "on_overlap", "on_ignored_key", "chat_template"),
     )
 }
