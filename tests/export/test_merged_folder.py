@@ -57,6 +57,7 @@ def merged(run):
     return write_merged(run, run.folder.path.with_name("merged"))
 
 
+@pytest.mark.slow
 def test_it_answers_like_base_and_adapter_where_neither_we_nor_peft_are_installed(run, merged):
     done = subprocess.run([sys.executable, "-c", ANSWER_WITHOUT_US, str(merged.folder)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

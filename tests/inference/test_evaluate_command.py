@@ -81,6 +81,7 @@ def test_the_batch_size_changes_nothing(figures, whole, adapter_run, batch_size)
         assert found[name]["standard_error"] == pytest.approx(whole[name]["standard_error"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_other_rows_than_those_of_a_run_without_a_record_of_them_are_told(figures, adapter_run, tmp_path, caplog):
     """`data.path` may lie elsewhere, or hold other rows than before: a row may be measured that was trained on."""
     run, told = tmp_path / "run", "the test rows are not those of the run"

@@ -76,7 +76,7 @@ def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original
         assert not torch.allclose(plain["base"], ours, atol=1e-3), f"{name} learnt nothing"
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["dora", "lora_plus", "patterns", "pissa_fast", "whole layers"]
 )  # rsLoRA only changes a scale

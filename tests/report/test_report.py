@@ -198,6 +198,7 @@ def test_settings_under_older_names_are_shown_under_todays(tmp_path):
     assert not [row for row in setting_rows(run) if row.meaning == "not a key of this version"]
 
 
+@pytest.mark.slow
 @pytest.mark.trains
 def test_what_a_profile_found_is_told(tmp_path):
     run = write_run(tmp_path / "a")

@@ -91,7 +91,7 @@ def test_a_run_that_began_without_validation_resumes_without_it(rows, tmp_path):
     assert "data.validation: started with null, now auto (command line)" in refused.errors
 
 
-@pytest.mark.parametrize("command", ["train", "plan"])
+@pytest.mark.parametrize("command", ["train", pytest.param("plan", marks=pytest.mark.slow)])
 def test_early_stopping_needs_validation_rows(command, rows, tmp_path):
     given = words(rows, tmp_path / "run", "early_stopping.patience=2")
     few = run_finetune(command, *given, "data.max_rows=39")
