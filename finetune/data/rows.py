@@ -59,7 +59,9 @@ class RowProblems:
         self.count += 1
         if self.count <= _MAX_SHOWN:
             self._shown.append(f"  {place}: {problem}")
-        reason = problem.rpartition("; ")[2]  # after the value that was found, which differs from row to row
+        found, _, expected = problem.rpartition("; ")
+        # What was found differs from row to row, unless it is a column that is not there.
+        reason = expected if expected.startswith("expected") or not found else found
         self._reasons[reason] += 1
         self._first.setdefault(reason, place)
 

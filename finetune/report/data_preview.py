@@ -28,6 +28,8 @@ class PreviewedData:
     labels: list[str]
     """The names of the runs."""
     source: str
+    read_as: list[str]
+    """The format of the rows, the columns that are read and not read, and the rows that were left out."""
     splits: dict[str, SplitSummary]
     row: list[Span]
     row_place: str
@@ -59,7 +61,9 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
     except Exception as error:  # the page is useful even if the run's data cannot be read
         why = f"{type(error).__name__}: {error}"
     _log.warning("%s: its data could not be read again: %s", labels[0], why)
-    return PreviewedData(labels=labels, source="", splits={}, row=[], row_place="", findings=[], why_not=why)
+    return PreviewedData(
+        labels=labels, source="", read_as=[], splits={}, row=[], row_place="", findings=[], why_not=why
+    )
 
 
 def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
@@ -85,6 +89,7 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
     return PreviewedData(
         labels=labels,
         source=preview.data,
+        read_as=preview.read_as,
         splits={str(name): summary for name, summary in preview.splits.items()},
         row=_shortened(spans),
         row_place="; ".join(places),

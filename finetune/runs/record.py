@@ -52,6 +52,8 @@ class RunStart:
     """The result of `Fallbacks.as_records`."""
     fingerprints: Mapping[str, str]
     """Digests by name, for example of the data and the configuration."""
+    rows_read_as: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """For each split: the format of its rows, the columns that are read and not read, and the rows left out."""
     resolved_paths: Mapping[str, str] = field(default_factory=dict)
     """The result of `resolved_paths`."""
     started_with: Mapping[str, Any] | None = None

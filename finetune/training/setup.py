@@ -359,6 +359,7 @@ def _open_journal(
             "batch_size": config.training.batch_size,
             "world_size_asked": config.parallel.world_size or environment.world_size,
         },
+        rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
         fingerprints=inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
     )
     runtime.on_close(journal.close)

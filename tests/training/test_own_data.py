@@ -32,9 +32,15 @@ def words(rows: Path, folder: Path, *more: str) -> list[str]:
 
 def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_path):
     folder = tmp_path / "run"
-    done = run_finetune("train", *words(rows, folder, "validation.validate_every=1", "checkpoint.save_every=1"))
+    own = tmp_path / "own.jsonl"
+    own.write_text(rows.read_text() + '{"messages": [{"role": "assistant", "content": ""}]}\n')
+    more = ("validation.validate_every=1", "checkpoint.save_every=1", "data.on_bad_row=drop")
+    done = run_finetune("train", *words(own, folder, *more))
     assert done.returncode == 0, done.stdout
     assert "Validation split, 8 rows" in done.stdout
+    left_out = f"left out (data.on_bad_row=drop): 1 (expected text to learn; first {own}:49)"
+    for read_as in record(folder)["rows_read_as"].values():
+        assert read_as[0].endswith(left_out)
     held_out = (
         "8 rows are held out to validate, so adapter/ will hold the best step, not the last; data.validation=null"
     )
@@ -49,6 +55,7 @@ def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_p
     assert report.returncode == 0, report.stdout
     page = (tmp_path / "report.html").read_text()
     assert "<th>validation split</th>" in page
+    assert left_out in page
     assert "test split" not in page
     refused = run_finetune("evaluate", str(folder))
     assert refused.returncode == 2

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
@@ -54,6 +54,7 @@ class Journal:
         world: world_size, processes_started, launcher, backend, threads, sharding, shard_size, device and precision.
         global_batch: the parts of the global batch size.
         fingerprints: digests of data, template and configuration.
+        rows_read_as: for each split, a description of each source of its rows.
 
     Raises:
         CheckpointError: the folder cannot be used, see `RunFolder.open`, or its run was started with another
@@ -68,6 +69,7 @@ class Journal:
         world: Mapping[str, Any],
         global_batch: Mapping[str, Any],
         fingerprints: Mapping[str, str],
+        rows_read_as: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.folder = RunFolder(config.output_dir).open(config.resume)
         self.result: dict[str, Any] = {}
@@ -109,6 +111,7 @@ class Journal:
                 global_batch=global_batch,
                 fallbacks=fallbacks.as_records(),
                 fingerprints=fingerprints,
+                rows_read_as=rows_read_as or {},
                 resolved_paths=resolved_paths(config),
                 started_with=record_of_start(recorded, fingerprints),
                 resume_changes=changes,
