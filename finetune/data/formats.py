@@ -165,8 +165,6 @@ def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, colu
     if isinstance(prompt, str) and isinstance(answer, str):
         return Example("prompt_completion", prompt=prompt, completion=answer, is_of_texts=True)
     is_of_texts = isinstance(answer, str) and isinstance(cells.get("prompt"), str)
-    # LLaMA-Factory learns the answers of a history too.
-    earlier = prompt.learnt if isinstance(prompt, Dialogue) and column in ("completion", "output") else ()
     if isinstance(prompt, str):
         prompt = dialogue_of([text_turn("user", refuse_blank(prompt, cells.name("prompt")))])
     if isinstance(answer, str):
@@ -176,6 +174,8 @@ def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, colu
         raise BadRowError(f"prompt and {cells.name(column)} offer tools that differ; expected them in the prompt alone")
     answer = answer._replace(tools=prompt.tools or answer.tools)
     example = _conversation(answer, given)
+    # In supervised training the answers of a history are learnt too, as in LLaMA-Factory.
+    earlier = prompt.learnt if column in ("completion", "output") and given == prompt.turns else ()
     return example._replace(is_of_texts=is_of_texts, learnt=(*earlier, *example.learnt))
 
 

@@ -167,7 +167,7 @@ class Examples(_OfRows):
     def check_format(self) -> None:
         """Raise a DataError if the first row that can be read has columns of no known format. Read no other row."""
         if self.format == "auto":
-            _detect(iter(self.source.rows()), self)
+            _detect(self.source.rows(), self)
 
     def read(self) -> Iterator[Example]:
         """Read and check the rows of the whole source one by one, without keeping them.
@@ -182,6 +182,7 @@ class Examples(_OfRows):
         raw = chain([first], raw)
         named = FORMATS_OF[self.reads].get(self.format)  # pairs and prompts have no formats of these names
         if named is not None and self.reads in ("answers", "labelled"):
+            _refuse_pair(first, self)
             return _read_examples(raw, named, self)
         known, leading = _detect(raw, self)
         return _read_examples(chain(leading, raw), known, self)
@@ -221,9 +222,8 @@ def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[Raw
     for row in raw:
         leading.append(row)
         if isinstance(row.value, Mapping):
+            _refuse_pair(row, examples)
             known = detect_format(row.value, examples.columns, examples.reads)
-            if examples.reads == "answers":
-                _refuse_pair(row, examples)
             if known is not None:
                 return known, leading
             raise DataError(_unknown_columns(row, examples))
@@ -233,6 +233,8 @@ def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[Raw
 
 def _refuse_pair(row: RawRow, examples: Examples) -> None:
     """Refuse rows of two answers: supervised training would learn neither of them, or turns that are no answers."""
+    if examples.reads != "answers" or not isinstance(row.value, Mapping):
+        return
     found = find_columns(row.value, examples.columns)
     if "rejected" in found and ("chosen" in found or found["rejected"] in OTHER_NAMES["rejected"]):
         names = " and ".join(found[side] for side in ("chosen", "rejected") if side in found)

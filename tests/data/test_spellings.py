@@ -335,6 +335,12 @@ def read(make_section: Any, write_jsonl: Any, case: Case) -> Example:
     return row
 
 
+def test_a_format_that_is_named_does_not_make_pairs_answers(make_section, write_jsonl):
+    row = {"messages": [USER, GOOD], "rejected_response": B}
+    with pytest.raises(DataError, match="Set training.objective=dpo"):
+        len(load_examples(make_section(path=write_jsonl([row]), format="messages")).train)
+
+
 def shown(row: Example) -> list[str]:
     if row.row_type != "messages":
         return [f"text: {row.prompt}|{row.completion}"]
