@@ -337,7 +337,7 @@ def read(make_section: Any, write_jsonl: Any, case: Case) -> Example:
 
 def test_a_format_that_is_named_does_not_make_pairs_answers(make_section, write_jsonl):
     row = {"messages": [USER, GOOD], "rejected_response": B}
-    with pytest.raises(DataError, match="Set training.objective=dpo"):
+    with pytest.raises(DataError, match=r"Set training\.objective=dpo"):
         len(load_examples(make_section(path=write_jsonl([row]), format="messages")).train)
 
 
