@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,6 +28,12 @@ def finetune(*words: str | Path) -> str:
     done = run_command([sys.executable, "-m", "finetune", *words], limit_seconds=900)
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def record(*words: str | Path) -> dict[str, Any]:
+    """The JSON that a command prints after its log, which also says what a slow machine is waiting for."""
+    output = finetune(*words, "--json")
+    return json.JSONDecoder().raw_decode(output[output.index("{") :])[0]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +77,7 @@ def test_it_learns_the_orders(run, result):
 
 
 def test_the_plan_predicts_its_memory(run, words):
-    plan = json.loads(finetune("plan", *words, "--json"))
+    plan = record("plan", *words)
     planned = sum(plan["peak"]["parts"].values()) + plan["device"]["reserve"]
     measured = events(run, "resources")[-1]["host_memory"]
     print(f"planned {planned / 1e9:.3f} GB, measured {measured / 1e9:.3f} GB")
@@ -78,7 +85,7 @@ def test_the_plan_predicts_its_memory(run, words):
 
 
 def test_the_merged_model_is_verified(run, merged):
-    assert json.loads(finetune("verify", merged, "--json"))["verdict"] == "same"
+    assert record("verify", merged)["verdict"] == "same"
 
 
 def test_transformers_generates_the_same_answers(result, merged):
