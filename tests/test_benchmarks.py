@@ -257,7 +257,7 @@ def test_ratios_are_taken_within_a_round():
     assert "| `ours` | 80 ± 20 |" in page
     assert "| 3.00 ± 1.00 | 3 |" in page
     assert "3, 1 failed" in page
-    assert "| share of the matmul limit, `real`, fp32 | itself | at least 0.8 | not measured yet |" in page
+    assert "| share of the matmul limit, `real`, fp32 (fused) | itself | at least 0.8 | not measured yet |" in page
     assert "DPO on pairs" not in page, "none of its engines ran"
 
 
