@@ -163,7 +163,7 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
 
 
 def show_records(records: list[dict[str, Any]], *, as_json: bool, compare: bool) -> None:
-    """Print the answers: as JSON lines, in a table beside those of the base, or alone."""
+    """Print the answers as JSON lines, in a table with the answers of the base, or as plain text."""
     for record in records:
         if as_json:
             print_json(record, indent=None)

@@ -42,7 +42,7 @@ from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
 
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
-"""Keys whose default has changed. A resumed run has the value that it recorded, unless another one is set."""
+"""Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
 
 __all__ = ["compose", "config_from_dict", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
 

@@ -5,7 +5,8 @@ Sources: the pages on data of TRL, LLaMA-Factory, axolotl, ms-swift, argilla and
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from finetune.config.schema import ROW_COLUMNS
@@ -63,15 +64,7 @@ class Cells(dict[str, Any]):
 
 def find_columns(row: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, str]:
     """Return our columns that a row has, each with its name in the row. `renamed` is `data.columns`."""
-    found = {}
-    taken = set(renamed.values())
-    for ours in ROW_COLUMNS:
-        own = (name for name in (ours, *OTHER_NAMES.get(ours, ())) if name not in taken)
-        name = next((name for name in ((renamed[ours],) if ours in renamed else own) if name in row), None)
-        if name is not None:
-            found[ours] = name
-    if "input" not in renamed and "instruction" not in found and found.get("prompt", "instruction") != "instruction":
-        found.pop("input", None)  # beside a prompt that is no instruction, it may be anything
+    found = dict(_find_columns(tuple(row), tuple(renamed.items())))
     if "completion" in found and "prompt" not in found and "messages" not in found:
         whole = row[found["completion"]]  # a conversation without a column for its prompt
         if isinstance(whole, list) or (isinstance(whole, str) and is_transcript(whole)):
@@ -79,8 +72,22 @@ def find_columns(row: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str
     return found
 
 
+@lru_cache(maxsize=64)  # most rows of a file have the same columns
+def _find_columns(names: Sequence[str], renamed: Sequence[tuple[str, str]]) -> Mapping[str, str]:
+    """Return our columns among these names, each with its name."""
+    theirs, found = dict(renamed), {}
+    for ours in ROW_COLUMNS:
+        own = (name for name in (ours, *OTHER_NAMES.get(ours, ())) if name not in theirs.values())
+        name = next((name for name in ((theirs[ours],) if ours in theirs else own) if name in names), None)
+        if name is not None:
+            found[ours] = name
+    if "input" not in theirs and "instruction" not in found and found.get("prompt", "instruction") != "instruction":
+        found.pop("input", None)  # beside a prompt that is no instruction, it may be anything
+    return found
+
+
 def propose_columns(names: Collection[str], needs: Collection[str]) -> str:
-    """Return settings of `data.columns` that read all columns that have a meaning; empty if there are none such.
+    """Return settings of `data.columns` that read every column with a known meaning. Empty text if that is impossible.
 
     `needs` are our columns that a row must have.
     """
@@ -93,8 +100,4 @@ def propose_columns(names: Collection[str], needs: Collection[str]) -> str:
             settings[ours] = name
     if not settings.keys() >= set(needs):
         return ""
-    return " ".join(_settings(settings))
-
-
-def _settings(columns: Mapping[str, str]) -> Iterator[str]:
-    return (f"data.columns.{ours}={theirs}" for ours, theirs in columns.items() if ours != theirs)
+    return " ".join(f"data.columns.{ours}={theirs}" for ours, theirs in settings.items() if ours != theirs)

@@ -47,7 +47,7 @@ class Example(NamedTuple):
     columns: Mapping[str, Any] | None = None
     """The whole row, for functions that reward answers; None for other objectives."""
     digest: str = ""
-    """The `digest_row` of the row as it was read."""
+    """The result of `digest_row` for the raw row."""
 
     @property
     def contents(self) -> tuple[str, ...]:
@@ -82,7 +82,7 @@ class Format:
 
 
 def parse_row(row: object, known: Format, renamed: Mapping[str, str]) -> Example:
-    """Make an example from a row as it was read. `renamed` maps our names of columns to theirs, if they differ.
+    """Make an example from a raw row. `renamed` is `data.columns`.
 
     Raises:
         BadRowError: the row cannot be used.
@@ -257,10 +257,20 @@ def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
                 )
             answers = {"chosen": dialogue_of([last]), **answers}
             context = context._replace(turns=context.turns[:-1])
-        if not (isinstance(answers["chosen"], Dialogue) and answers["chosen"].turns[0]["role"] != "assistant"):
+        elif context.turns[-1]["role"] == "assistant" and not _repeats_prompt(answers["chosen"]):
+            raise BadRowError(
+                f"{cells.name(column)} ends with a turn of the assistant, while {cells.name('chosen')} has an answer; "
+                "expected a turn of the user at the end"
+            )
+        if not _repeats_prompt(answers["chosen"]):
             return _with_system(context, cells), answers
     prompt, answers = _common_prompt(answers, cells)
     return _with_system(prompt, cells), answers
+
+
+def _repeats_prompt(answer: str | Dialogue) -> bool:
+    """Return whether an answer is a whole conversation."""
+    return isinstance(answer, Dialogue) and answer.turns[0]["role"] != "assistant"
 
 
 def _common_prompt(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple[Dialogue, dict[str, str | Dialogue]]:
@@ -283,7 +293,7 @@ def _common_prompt(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple
 
 
 def _parse_labelled(known: Format, cells: Cells) -> Example:
-    """Read an answer and its label. In a conversation, the last answer is the one that is labelled."""
+    """Read an answer and its label. In a conversation, the label belongs to the last answer."""
     name, label = cells.name("label"), cells["label"]
     word = str(label).strip().lower()
     if word not in _LABELS:

@@ -39,7 +39,7 @@ class SplitSize:
 
 
 def digest_row(row: object) -> str:
-    """Return a digest of a row as it was read, 16 bytes as hex text. It depends on no tokenizer and no objective."""
+    """Return a digest of a raw row: 16 bytes as hex text. It does not depend on the tokenizer or the objective."""
     return blake2b(json.dumps(row, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 

@@ -180,8 +180,8 @@ class Examples(_OfRows):
         if first is None:
             raise DataError(f"{self.label} has no rows. Put at least one in, or leave the split out.")
         raw = chain([first], raw)
-        named = FORMATS_OF[self.reads].get(self.format)  # pairs and prompts have no formats of these names
-        if named is not None and self.reads in ("answers", "labelled"):
+        named = FORMATS_OF[self.reads].get(self.format)
+        if named is not None and self.reads in ("answers", "labelled"):  # pairs and prompts are known by their columns
             _refuse_pair(first, self)
             return _read_examples(raw, named, self)
         known, leading = _detect(raw, self)

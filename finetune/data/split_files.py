@@ -22,7 +22,7 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def files_of_splits(names: Sequence[str]) -> dict[str, list[str]]:
-    """Return the files of each split: the one with its name (`dev.jsonl`), or all whose names have it as a word.
+    """Return the files of each split: the file with its name (`dev.jsonl`), or all files with its name as a word.
 
     `train-1.jsonl` and `train-2.jsonl` are parts of one split. If no file is named after a split, all are for training.
     """

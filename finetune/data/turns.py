@@ -43,7 +43,7 @@ _OTHER_ROLES = {
 }
 """Our role for the roles of other files: ShareGPT's, Vertex AI's, OpenAI's older ones, ms-swift's and Llama 3's."""
 _CALL_ROLES = ("function_call", "tool_call")
-"""Roles of turns whose text is a tool call as JSON: LLaMA-Factory's and ms-swift's."""
+"""Roles of turns that hold a tool call as JSON text, in LLaMA-Factory and ms-swift."""
 _MASKS = ("weight", "loss", "train", "training")
 """Keys that say whether an answer carries loss: OpenAI's, ms-swift's, and two of axolotl's."""
 _SPAN_MASKS = ("train_detail", "training_detail")

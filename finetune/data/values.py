@@ -40,12 +40,12 @@ def refuse_blank(value: str, where: str) -> str:
 
 
 def list_in_cell(value: object) -> object:
-    """Parse a JSON list in a cell of a CSV file. Other text stays as it is, and is refused later."""
+    """Parse a JSON list in a cell of a CSV file. Return any other value unchanged."""
     return json_in_cell(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
 def json_in_cell(value: object) -> object:
-    """Parse JSON text. Other text stays as it is, and is refused later."""
+    """Parse JSON text. Return any other value unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):

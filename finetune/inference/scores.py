@@ -75,7 +75,7 @@ class Evaluation:
 
     num_rows: int
     split: str = "test"
-    """The rows of the test phase. Those of a run without a test split may be `validation`."""
+    """The split that was measured. The test phase of a run without a test split measures `validation`."""
     num_targets: int = 0
     scores: Mapping[ModelName, Scores]
     """Scores of the base, where it was measured, and of the tuned model."""

@@ -141,6 +141,9 @@ CASES = {
         ["system: Be brief.", ASKED, f"*assistant: {A}"],
         "chosen",
     ),
+    "an answer in the context and in a column": Case(
+        {"messages": [USER, GOOD], "chosen": A, "rejected": B}, "messages ends with a turn of the assistant", "chosen"
+    ),
     "axolotl, chatml.argilla": Case(
         {"system": "Be brief.", "instruction": Q, "chosen_response": A, "rejected_response": B},
         ["system: Be brief.", ASKED, f"*assistant: {B}"],
