@@ -216,16 +216,17 @@ def _note_time(_: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
+def waiting(what: str, *, is_on_view: bool = False) -> Iterator[None]:
     """Within the block, show that a slow task is running, and how far it has come (`report_progress`).
 
     On an interactive terminal, this is a line with the time so far, which disappears at the end. Elsewhere, rank 0 logs
     a line when nothing else was logged for 10 seconds. Inside another `waiting`, the line of that one tells of both.
+    With `is_on_view`, a live view shows the task, see `task_on_view`.
     """
     task = [what, ""]
     _tasks.append(task)
     is_outermost = _is_main and _one_line.acquire(blocking=False)
-    shown = _waiting_line if speaks_to_a_person() else _lines_in_silence
+    shown = nullcontext if is_on_view else _waiting_line if speaks_to_a_person() else _lines_in_silence
     try:
         with shown() if is_outermost else nullcontext():
             yield
@@ -244,6 +245,12 @@ def report_progress(progress: str) -> None:
     """Say how far the innermost task of `waiting` has come, for example `64 answers`."""
     if _tasks:
         _tasks[-1][1] = progress
+
+
+def task_on_view() -> str:
+    """Describe for a live view how far its task has come, or what is running inside its task."""
+    parts = _tasks[-1] if len(_tasks) > 1 else [task[1] for task in _tasks]
+    return visible(", ".join(filter(None, parts)))
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 import io
 import logging
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -54,3 +56,13 @@ def test_another_rank_or_a_log_that_has_lines_is_left_alone(log, monkeypatch):
     with waiting("merging"):
         logging.getLogger("finetune.export").info("written")
     assert len(log.getvalue().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_a_pipe_is_told_of_slow_imports(tmp_path):
+    program = "import finetune.logs, finetune.cli; finetune.logs.SILENCE_SECONDS = 0.1; finetune.cli.main()"
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    words = ["train", "model=no/such/folder", "data=rows.jsonl", "output_dir=run"]
+    done = subprocess.run([sys.executable, "-c", program, *words], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert "INFO finetune.logs: loading PyTorch and Transformers (0." in done.stderr

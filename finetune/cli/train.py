@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from finetune.logs import importing
+from finetune.logs import configure_logs, importing
 
 
 def train_from_overrides(overrides: Sequence[str]) -> None:
@@ -13,9 +13,11 @@ def train_from_overrides(overrides: Sequence[str]) -> None:
     from finetune.cli.overrides import config_from_overrides
     from finetune.distributed.environment import read_environment
 
-    read_environment(os.environ)  # refuses an incomplete launch before the slow imports
+    environment = read_environment(os.environ)  # refuses an incomplete launch before the slow imports
     config = config_from_overrides(overrides)
 
+    # `launch` configures the log again: it knows more about the launch, but only after the imports.
+    configure_logs(environment.rank, num_processes=max(environment.world_size, config.parallel.num_processes or 1))
     with importing():
         from finetune.training.train import train
 

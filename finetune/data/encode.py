@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-@waiting("reading and encoding the rows")
 def encode_examples(
     splits: ExampleSplits,
     tokenizer: PreTrainedTokenizerBase,
@@ -66,11 +65,56 @@ def encode_examples(
             tokenizer cannot encode them.
         ConfigError: there is no template of the name in `data.chat_template`.
     """
+    (encoded,) = encode_sides([splits], tokenizer, section, fallbacks=fallbacks, is_checked=is_checked)
+    return encoded
+
+
+@waiting("reading and encoding the rows")
+def encode_sides(
+    sides: Sequence[ExampleSplits],
+    tokenizer: PreTrainedTokenizerBase,
+    section: DataSection,
+    *,
+    fallbacks: Fallbacks | None = None,
+    is_checked: bool = True,
+) -> list[EncodedSplits]:
+    """Encode the same rows as often as they are read, once for each side of a pair. A row is kept if all sides have it.
+
+    For the arguments and errors see `encode_examples`.
+    """
     use_chat_template(tokenizer, section.chat_template)
     fallbacks = fallbacks or Fallbacks()
     tokens = AnswerTokens(tokenizer, section.chat_template or "")
     digest = digest_tokenizer(tokenizer)
-    encoded = {whole: _encode_source(whole, tokens, digest, section, fallbacks) for whole in splits.wholes()}
+    encode = partial(_encode_source, tokens=tokens, tokenizer_digest=digest, section=section, fallbacks=fallbacks)
+    encoded = _in_all_sides([{whole: encode(whole) for whole in side.wholes()} for side in sides])
+    return [
+        _split(side, rows, tokens, section, is_checked=is_checked) for side, rows in zip(sides, encoded, strict=True)
+    ]
+
+
+def _in_all_sides(sides: Sequence[Mapping[Examples, EncodedExamples]]) -> list[dict[Examples, EncodedExamples]]:
+    """Leave out the rows that one side has and another side lacks, because it could not encode them."""
+    if len(sides) == 1:
+        return [dict(sides[0])]
+    kept: list[dict[Examples, EncodedExamples]] = [{} for _ in sides]
+    for wholes in zip(*sides, strict=True):
+        found = [side[whole] for side, whole in zip(sides, wholes, strict=True)]
+        common = set.intersection(*(set(rows.rows.numbers.tolist()) for rows in found))
+        for side, whole, rows in zip(kept, wholes, found, strict=True):
+            side[whole] = rows.select([row for row, n in enumerate(rows.rows.numbers.tolist()) if n in common])
+    return kept
+
+
+def _split(
+    splits: ExampleSplits,
+    encoded: Mapping[Examples, EncodedExamples],
+    tokens: AnswerTokens,
+    section: DataSection,
+    *,
+    is_checked: bool,
+) -> EncodedSplits:
+    """Choose the rows of each split, check them, and log a summary of each."""
     parts = {
         split: [_part_of(encoded[part.whole], part) for part in examples.parts]
         for split, examples in vars(splits).items()
@@ -80,7 +124,7 @@ def encode_examples(
         del parts["validation"]
         _log.info("validation is off: data.validation=auto holds nothing out of fewer than %d rows", AUTO_NEEDS_ROWS)
     if is_checked:
-        parts = check_rows(parts, section, tokenizer.bos_token_id, tokens.template.name)
+        parts = check_rows(parts, section, tokens.tokenizer.bos_token_id, tokens.template.name)
     result = EncodedSplits(**{split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()})
     for line in describe(result):
         _log.info("%s", line)
@@ -128,9 +172,7 @@ def encode_rows(
         return _batches(examples, section.train_on, facts.row_type)
 
     def write(encoded: Iterable[Encoded]) -> RowProblems:
-        # Each side of a pair is encoded separately: left out of one alone, a row would pair with another.
-        can_drop = examples.reads not in ("chosen", "rejected")
-        problems = RowProblems(drops=examples.drops and can_drop, can_drop=can_drop)
+        problems = RowProblems(drops=examples.drops)
         _write_rows(encoded, writer, section.max_length, problems)
         problems.raise_if_any(examples.label, seen.num_rows)
         return problems

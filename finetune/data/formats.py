@@ -9,9 +9,11 @@ one, and a labelled row has a label beside its answer.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from finetune.data.columns import BAD_LABEL, Cells, find_columns
@@ -21,6 +23,7 @@ from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, r
 RowType = Literal["messages", "prompt_completion", "text"]
 Reads = Literal["answers", "chosen", "rejected", "labelled", "prompts"]
 """What an objective reads of a row: answers to learn, one side of a pair, a labelled answer, or a prompt."""
+_BEFORE_SPACE = re.compile(r"(?=\s)")
 _LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
@@ -129,9 +132,14 @@ def _prompt(cells: Cells, column: str) -> str | Dialogue:
         question = f"{question}\n\n{addition}" if question.strip() else addition
     if column == "instruction" and not question.strip():
         raise BadRowError(f"{name} and input are blank; expected text that says what to do")
+    return _asked(question, cells, is_text=column == "prompt")
+
+
+def _asked(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
+    """Return a question with the earlier turns, the tools and the system turn of its row; text if it has none."""
     earlier = _history(cells) if cells.has("history") else []
     tools = parse_tools(cells.get("tools"), cells.name("tools"))
-    if column == "prompt" and not (earlier or tools or cells.has("system")):
+    if is_text and not (earlier or tools or cells.has("system")):
         return question
     turns = dialogue_of([*earlier, text_turn("user", question)])._replace(tools=tools)
     return _with_system(turns, cells)
@@ -264,6 +272,9 @@ def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
             )
         if not _repeats_prompt(answers["chosen"]):
             return _with_system(context, cells), answers
+    if not any(isinstance(answer, Dialogue) for answer in answers.values()):
+        start, answers = _common_start(answers, cells)
+        return _asked(start, cells), answers
     prompt, answers = _common_prompt(answers, cells)
     return _with_system(prompt, cells), answers
 
@@ -273,12 +284,30 @@ def _repeats_prompt(answer: str | Dialogue) -> bool:
     return isinstance(answer, Dialogue) and answer.turns[0]["role"] != "assistant"
 
 
+def _common_start(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple[str, dict[str, str | Dialogue]]:
+    """Split two texts into the words that both begin with, which are the prompt, and the rest of each.
+
+    TRL reads these rows in the same way (`extract_prompt`), but may split a word. Here, a prompt ends before white
+    space, so that both answers begin with a whole word.
+    """
+    texts = [str(answer) for answer in answers.values()]
+    words, other_words = (_BEFORE_SPACE.split(text)[:-1] for text in texts)  # the last word is never the prompt's
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(words, other_words, strict=False))
+    start = "".join(word for word, _ in alike).rstrip()
+    if not start:
+        names = " and ".join(cells.name(name) for name in answers)
+        raise BadRowError(
+            f"no column prompt, and the texts {names} begin differently; expected a prompt, or texts that begin with it"
+        )
+    return start, {name: text[len(start) :] for name, text in zip(answers, texts, strict=True)}
+
+
 def _common_prompt(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple[Dialogue, dict[str, str | Dialogue]]:
     """Split two conversations into the turns that both begin with, and the rest of each."""
     sides = {name: answer for name, answer in answers.items() if isinstance(answer, Dialogue)}
     names = " and ".join(cells.name(name) for name in answers)
     if len(sides) < 2:
-        raise BadRowError(f"no column prompt, and {names} are texts; expected a prompt, or turns that begin with it")
+        raise BadRowError(f"one of {names} is text and one is turns; expected two texts or two lists of turns")
     chosen, rejected = (side.turns for side in sides.values())
     alike = (one == other for one, other in zip(chosen, rejected, strict=False))
     count = next((k for k, is_alike in enumerate(alike) if not is_alike), min(len(chosen), len(rejected)))
@@ -407,8 +436,9 @@ def _pairs(side: str) -> dict[str, Format]:
         "instruction": Format("pairs", ("instruction", *both), _OF_PROMPT, read),
         "conversations": Format("pairs", ("conversations", *both), _BESIDE, read),
         "input": Format("pairs", ("input", *both), _BESIDE, read),
-        "pairs": Format("pairs", both, ("messages", *_BESIDE), read),
+        "context": Format("pairs", ("messages", *both), _BESIDE, read),
         "messages": Format("pairs", ("messages", "rejected"), _BESIDE, read),
+        "pairs": Format("pairs that begin with their prompt", both, _BESIDE, read),
     }
 
 

@@ -2,7 +2,7 @@
 
 Each row is ranked by a hash of its content with `data.split_seed`, and the first rows are held out. So a row keeps its
 split when other rows are added, removed or moved. Equal rows have equal ranks, so they are in one split, unless the
-size of a split ends between them.
+size of a split ends between them. `data.validation=auto` has no exact size, so it takes such rows too, up to 200 rows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?")
 _HELD_OUT_IN_THIS_ORDER = ("test", "validation", "train")  # the validation size never changes the test rows
 AUTO_NEEDS_ROWS = 40
 """`data.validation=auto` holds no row out of fewer rows."""
+_AUTO_MOST_ROWS = 200
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class SplitSize:
     def of(self, num_rows: int) -> int:
         """Return the size as a number of rows. A fraction is rounded to the nearest number, and is at least one row."""
         if self.text == AUTO_VALIDATION:
-            return min(max(8, int(0.05 * num_rows + 0.5)), 200) if num_rows >= AUTO_NEEDS_ROWS else 0
+            return min(max(8, int(0.05 * num_rows + 0.5)), _AUTO_MOST_ROWS) if num_rows >= AUTO_NEEDS_ROWS else 0
         return self.rows or max(1, int(self.fraction * num_rows + 0.5))
 
 
@@ -55,7 +56,12 @@ def rows_of_split(
         DataError: no row is left to train on.
     """
     num_rows = len(digests)
+    ranked = shuffled(num_rows, seed) if rule == "position" else _ranked(digests, seed)
     counts = {name: size.of(num_rows) for name, size in sizes.items()}
+    if counts.get("validation") and sizes["validation"].text == AUTO_VALIDATION:
+        end = sum(counts.values())
+        while counts["validation"] < _AUTO_MOST_ROWS and digests[ranked[end - 1]] == digests[ranked[end]]:
+            counts["validation"], end = counts["validation"] + 1, end + 1
     counts["train"] = num_rows - sum(counts.values())
     if counts["train"] <= 0:
         asked = " and ".join(f"data.{name}={size.text}" for name, size in sorted(sizes.items()))
@@ -63,7 +69,6 @@ def rows_of_split(
         raise DataError(f"{label} has {num_rows:,} rows, and {asked} {leave} none to train on. Hold fewer out.")
     before = _HELD_OUT_IN_THIS_ORDER[: _HELD_OUT_IN_THIS_ORDER.index(split)]
     start = sum(counts.get(name, 0) for name in before)
-    ranked = shuffled(num_rows, seed) if rule == "position" else _ranked(digests, seed)
     return sorted(ranked[start : start + counts[split]])
 
 

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch.utils.data import Dataset
 
-from finetune.data.encode import encode_examples
+from finetune.data.encode import encode_sides
 from finetune.data.encoded import EncodedExample, EncodedExamples, SplitsOf
 from finetune.data.examples import load_examples
 from finetune.data.row_checks import ROW_CHECKS
@@ -126,12 +126,9 @@ def encode_preferences(
     refuse_each_turn(section)
     if is_checked:
         _refuse_drops(section)
-    sides = []
-    for side in ("chosen", "rejected"):
-        examples = load_examples(section, side)
-        sides.append(encode_examples(examples, tokenizer, section, fallbacks=fallbacks, is_checked=is_checked))
-    chosen, rejected = sides
-    train = EncodedPairs(chosen.train, rejected.train, examples.train.label)
+    sides = [load_examples(section, "chosen"), load_examples(section, "rejected")]
+    chosen, rejected = encode_sides(sides, tokenizer, section, fallbacks=fallbacks, is_checked=is_checked)
+    train = EncodedPairs(chosen.train, rejected.train, sides[0].train.label)
     if chosen.validation is None or rejected.validation is None:
         return EncodedPairSplits(train=train)
     return EncodedPairSplits(train=train, validation=EncodedPairs(chosen.validation, rejected.validation, "validation"))

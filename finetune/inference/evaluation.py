@@ -26,7 +26,7 @@ from finetune.inference.answer_reader import AnswerReader
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
 from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, Scores
-from finetune.logs import report_progress, waiting
+from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key
 from finetune.runs.model_files import has_adapter
@@ -252,7 +252,6 @@ def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_sh
             found = measure_losses(runtime, model, microbatch)
             if rows is not None:
                 mine[:, rows] = torch.stack([found.nats, found.num_targets.double()]).cpu()
-                report_progress(f"the loss of {int(mine[1].count_nonzero()):,}")
     if not is_shared:
         return mine
     return torch.tensor(runtime.sum(mine.flatten().tolist()), dtype=torch.float64).view_as(mine)

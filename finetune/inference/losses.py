@@ -118,7 +118,6 @@ def sum_losses(
             means = nats[counts > 0] / counts[counts > 0]
             batch = (total, counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
             totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
-            report_progress(f"validation, {totals[2]:.0f} rows")
             if len(subsets) and rows is not None:
                 subsets.index_add_(0, examples.rows.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
     of_subsets = (LossSums(*sums) for sums in subsets.tolist())
@@ -134,6 +133,10 @@ def _sums_of_rows(nats: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 def in_even_rounds(runtime: Runtime, loader: EvaluationLoader) -> Iterator[Microbatch]:
     """Yield this rank's micro-batches. If the weights are sharded, add empty ones until all ranks have had as many."""
-    yield from loader
+    num_done, num_rows = 0, sum(map(len, loader.row_batches))
+    for rows, microbatch in zip(loader.row_batches, loader, strict=True):
+        report_progress(f"{num_done:,} of {num_rows:,} rows")
+        yield microbatch
+        num_done += len(rows)
     if runtime.shard_size is not None:
         yield from [EMPTY_MICROBATCH] * (loader.most_batches - len(loader.row_batches))

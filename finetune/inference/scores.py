@@ -19,7 +19,8 @@ _LABELS = {
     "json_valid": "valid JSON",
     "json_equal": "equal JSON",
     "token_f1": "token F1",
-    "loss": "loss (nats per target token)",
+    "reward_accuracy": "reward accuracy",
+    "reward_margin": "reward margin",
 }
 _MAX_ANSWERS = 3
 
@@ -80,6 +81,7 @@ class Evaluation:
     scores: Mapping[ModelName, Scores]
     """Scores of the base, where it was measured, and of the tuned model."""
     answers: Sequence[AnsweredRow] = ()
+    loss_unit: str = "nats per target token"
     num_left_out: int = 0
     """Rows without a part in the loss (`testing.drop_last`)."""
     subsets: Mapping[str, Evaluation] = field(default_factory=dict)
@@ -112,8 +114,9 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
         name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
         for name, each in evaluation.scores.items()
     }
+    labels = {**_LABELS, "loss": f"loss ({evaluation.loss_unit})"}
     rows = [
-        [_LABELS.get(name, name), *(_format_score(name, column[name]) for column in columns.values())]
+        [labels.get(name, name), *(_format_score(name, column[name]) for column in columns.values())]
         for name in columns["tuned"]
     ]
     title = f"{split.capitalize()} split, {evaluation.num_rows:,} rows"
@@ -140,7 +143,7 @@ def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:
         for each in subsets.values()
     ]
     keys = list(dict.fromkeys(key for row in cells for key in row))
-    columns = [f"{model} {_LABELS.get(metric, metric).partition(' (')[0]}" for model, metric in keys]
+    columns = [f"{model} {_LABELS.get(metric, metric)}" for model, metric in keys]
     rows = [
         [name, f"{each.num_rows:,}", f"{each.num_targets:,}", *(row.get(key, "–") for key in keys)]
         for (name, each), row in zip(subsets.items(), cells, strict=True)

@@ -57,6 +57,8 @@ class RunView:
         self.step = 0
         self.headline = ""
         """The run's name and state; `finetune watch` sets it."""
+        self.task = ""
+        """What the run does beside its steps, for example validate; training sets it."""
         self.seconds_left: float | None = None
         """The time left, if training sets it; otherwise it is estimated from the last steps."""
         self._last: Event = {}
@@ -131,6 +133,8 @@ class RunView:
         if self.headline:
             rows.append(("run", self.headline))
         rows.append(("step", self._progress()))
+        if self.task:
+            rows.append(("now", self.task))
         if self._last:
             rows.append(("loss", self._loss()))
         if "reward" in self._last:

@@ -12,17 +12,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.encoded import EncodedSplits
-from finetune.data.examples import is_all_here
+from finetune.data.examples import holds_out_by_default, is_all_here
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.losses import LossSums, SplitLosses, sum_losses
 from finetune.inference.prompts import read_opening
-from finetune.inference.scores import Evaluation, show_test_result
+from finetune.inference.scores import Evaluation, ModelName, Scores, show_test_result
+from finetune.logs import waiting
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
 from finetune.runs.folder import RunFolder
-from finetune.runs.model_files import load_model
+from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
@@ -173,6 +174,9 @@ class Trainer(Objective):
         if end.is_preempted:
             raise preempted_in_training(runtime, end.state.step)
         self._setup.on_main(lambda journal: self._publish(journal, end.state, cadence, run), "publishing the adapter")
+        is_compared = OBJECTIVES[config.training.objective].rows in ("pairs", "labelled")
+        if val_loader is not None and is_compared and holds_out_by_default(config.data):
+            self._compare_with_base(val_loader, end.state.step)
         no_step_is_left()
         runtime.at("after training", end.state.step, timed=False)  # the script decides what comes next
         return TrainingResults(end.state, run.last_loss), run.last_validation
@@ -212,6 +216,26 @@ class Trainer(Objective):
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """See `Objective.measure`."""
         return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.stop_requested_on_any_rank)
+
+    def _compare_with_base(self, loader: EvaluationLoader, step: int) -> None:
+        """Measure the base and the published weights on the validation rows of pairs or labels. Collective."""
+        _log.info("Comparing base and tuned model on the validation rows...")
+        with self.runtime.failing_together("reading the published weights"):
+            load_model(self.model, RunFolder(self.config.output_dir).adapter)
+        scores: dict[ModelName, Scores] = {}
+        names: list[ModelName] = ["base", "tuned"] if has_adapter(self.model) else ["tuned"]
+        for name in names:
+            without = self.model.disable_adapter() if name == "base" else nullcontext()
+            with without, waiting(f"measuring the {name} model on the validation rows"):
+                sums = self.measure(loader).over_ranks(self.runtime).whole
+            if sums.num_cut_short:
+                raise preempted_in_training(self.runtime, step)
+            scores[name] = Scores(loss=sums.loss, standard_error=sums.standard_error, metrics=self.validation_metrics)
+        unit = OBJECTIVES[self.config.training.objective].unit
+        found = Evaluation(num_rows=int(sums.num_examples), split="validation", scores=scores, loss_unit=unit)
+        self._setup.on_main(lambda journal: journal.test(found), "recording the comparison")
+        if self.runtime.is_main_process:
+            show_test_result(found)
 
     def _fresh_state(self) -> TrainerState:
         return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)

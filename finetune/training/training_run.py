@@ -16,6 +16,7 @@ from finetune.errors import FinetuneError, RunFailedError
 from finetune.fallbacks import Fallback
 from finetune.inference.evaluation import Dialogues, measure_answers
 from finetune.inference.losses import LossSums
+from finetune.logs import waiting
 from finetune.runs.checkpoints import take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
@@ -121,7 +122,7 @@ class TrainingRun:
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
         assert self._val_loader is not None
-        with weights_to_answer_with(self._optimizer):
+        with weights_to_answer_with(self._optimizer), waiting("validation"):
             return self._validate(state, self._val_loader)
 
     def _validate(self, state: TrainerState, loader: EvaluationLoader) -> Validated | None:

@@ -81,6 +81,23 @@ CASES = {
         "chosen",
     ),
     # implicit prompts
+    "TRL, texts without a prompt": Case(
+        {"chosen": "The sky is blue.", "rejected": "The sky is black."}, ["text: The sky is| blue."], "chosen"
+    ),
+    "TRL, texts without a prompt, rejected": Case(
+        {"chosen": "The sky is blue.", "rejected": "The sky is black."}, ["text: The sky is| black."], "rejected"
+    ),
+    "one text begins with the other": Case(
+        {"chosen": "So it is", "rejected": "So it is not"}, ["text: So it| is"], "chosen"
+    ),
+    "texts without a prompt, with a system turn": Case(
+        {"system": "Be brief.", "chosen": "The sky is blue.", "rejected": "The sky is black."},
+        ["system: Be brief.", "user: The sky is", "*assistant:  blue."],
+        "chosen",
+    ),
+    "texts without a prompt that begin differently": Case(
+        {"chosen": "Blue.", "rejected": "Black."}, "the texts chosen and rejected begin differently", "chosen"
+    ),
     "TRL, implicit prompt": Case(
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
     ),
@@ -88,9 +105,6 @@ CASES = {
         {"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD], "chosen_rating": 5.0},
         ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
         "chosen",
-    ),
-    "texts without a prompt": Case(
-        {"chosen": A, "rejected": B}, "no column prompt, and chosen and rejected are", "chosen"
     ),
     "nothing in common": Case(
         {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "Hi"}, BAD]},
@@ -471,6 +485,10 @@ def test_bad_rows_are_dropped_counted_by_reason_and_named(make_section, write_js
 
 
 def test_both_sides_of_a_pair_lose_the_same_rows(make_section, write_jsonl):
-    pairs = [{"prompt": f"{Q} {k}", "chosen": A, "rejected": rejected} for k, rejected in enumerate([B, "", B, 3, B])]
-    rows = encode_preferences(make_section(path=write_jsonl(pairs), on_bad_row="drop"), tiny_tokenizer()).train
-    assert rows.chosen.rows.numbers.tolist() == rows.rejected.rows.numbers.tolist() == [1, 3, 5]
+    given = [B, "", B, 3, B, "<|end|>"]  # only the tokenizer refuses the last one, and only in this side
+    pairs = [{"prompt": f"{Q} {k}", "chosen": A, "rejected": rejected} for k, rejected in enumerate(given)]
+    path = write_jsonl(pairs)
+    for _ in ("encoded", "read from the cache"):
+        rows = encode_preferences(make_section(path=path, on_bad_row="drop"), tiny_tokenizer()).train
+        assert rows.chosen.rows.numbers.tolist() == rows.rejected.rows.numbers.tolist() == [1, 3, 5]
+        assert [rows.chosen.num_dropped, rows.rejected.num_dropped] == [2, 3]

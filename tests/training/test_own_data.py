@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -64,21 +65,34 @@ def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_p
     )
 
 
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+def test_pairs_and_labels_are_compared_with_the_base_too(rows, tmp_path, objective):
+    asked = [json.loads(line)["messages"] for line in rows.read_text().splitlines()]
+    label = objective == "kto"
+    path = tmp_path / "rows.jsonl"
+    with path.open("w") as file:
+        for number, turns in enumerate(asked):
+            question, answer = turns[-2]["content"], turns[-1]["content"]
+            pair = {"prompt": question, "chosen": answer, "rejected": "I cannot say."}
+            one = {"prompt": question, "completion": answer if number % 2 else "No.", "label": bool(number % 2)}
+            file.write(json.dumps(one if label else pair) + "\n")
+    folder = tmp_path / "run"
+    train_from_overrides(words(path, folder, f"training.objective={objective}", "optim.learning_rate=1e-3"))
+    result = record(folder)["result"]
+    assert (result["test_split"], result["test_rows"]) == ("validation", 8)
+    last = events(folder, "validation")[-1]
+    assert result["test_tuned"]["loss"] == pytest.approx(last["loss"], rel=1e-6)
+    assert result["test_tuned"]["reward_accuracy"] == last["reward_accuracy"]
+    if objective == "dpo":
+        assert result["test_base"]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert result["test_base"]["loss"] != result["test_tuned"]["loss"]
+
+
 def test_a_test_split_is_measured_in_its_place(rows, tmp_path):
     train_from_overrides(words(rows, tmp_path / "run", "data.test=4"))
     result = record(tmp_path / "run")["result"]
     assert (result["test_split"], result["test_rows"]) == ("test", 4)
     assert events(tmp_path / "run", "validation")
-
-
-def test_pairs_are_validated_but_have_no_test_phase(tmp_path):
-    rows = tmp_path / "pairs.jsonl"
-    pairs = ({"prompt": f"Hi {number}", "chosen": "yes", "rejected": "no"} for number in range(40))
-    rows.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    folder = tmp_path / "run"
-    train_from_overrides(words(rows, folder, "training.objective=dpo"))
-    assert [event["num_targets"] for event in events(folder, "validation")] == [8]
-    assert "test_split" not in record(folder)["result"]
 
 
 def test_a_run_that_began_without_validation_resumes_without_it(rows, tmp_path):

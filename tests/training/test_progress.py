@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from finetune.logs import configure_logs
+from finetune.logs import configure_logs, report_progress, waiting
 from finetune.signals import stops_after_step
 from finetune.training.reporting.progress import TrainingProgress, show_what_next
 
@@ -76,6 +76,27 @@ def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
     assert "step 5/20" in kept.getvalue()
     assert logger.handlers[0].stream is stream is sys.stderr
     assert capsys.readouterr().err.count("afterwards") == 1
+
+
+def test_the_view_shows_how_far_a_validation_has_come(monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [])
+    configure_logs(0)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with TrainingProgress(20, log_every=5, console=console) as progress:
+        progress.take(event(5, 1, 0.5, 1000))
+        assert rows_of_view(console, progress).keys() == {"step", "loss", "rate", "speed"}
+        with waiting("validation"):
+            report_progress("64 of 200 rows")
+            assert rows_of_view(console, progress)["now"] == "validation, 64 of 200 rows"
+        assert "now" not in rows_of_view(console, progress)
+
+
+def rows_of_view(console: Console, progress: TrainingProgress) -> dict[str, str]:
+    lines = (
+        line for segments in console.render_lines(progress._screen()) for line in ["".join(it.text for it in segments)]
+    )
+    return {line.split()[0]: line.split(maxsplit=1)[1].strip() for line in lines if line.strip()}
 
 
 def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):

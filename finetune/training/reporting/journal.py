@@ -268,7 +268,7 @@ class Journal:
         self.result["test_rows"] = evaluation.num_rows
         self.result["test_rows_left_out"] = evaluation.num_left_out
         for model, scores in evaluation.scores.items():
-            metrics = {"exact_match": scores.exact_match, "json_valid": scores.json_valid}
+            metrics = {"exact_match": None, "json_valid": None, **scores.metrics}
             in_subsets = {
                 subset_key(metric, name): value
                 for name, each in evaluation.subsets.items()

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from finetune.logs import log_above, report_progress, waiting
+from finetune.logs import log_above, report_progress, task_on_view, waiting
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
 from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show, give_up_dead_screens
@@ -45,6 +45,7 @@ class TrainingProgress:
         self._view.step = first_step
         self._shown = ExitStack()
         self._started = time.monotonic()
+        self._is_live = False
 
     def recall(self, events: Iterable[Event]) -> None:
         """Add the events of earlier starts to the view of a resumed run."""
@@ -58,7 +59,7 @@ class TrainingProgress:
         if event["event"] == "step":
             step = self._view.step
             self._view.seconds_left = self._seconds_left(step)
-            report_progress(self._view.line())
+            report_progress("" if self._is_live else self._view.line())
             if step % self._log_every == 0 or step == self._total:
                 _log.info("%s", self._view.line(), extra={"is_on_view": True})
 
@@ -80,6 +81,8 @@ class TrainingProgress:
     def _show_view(self, console: Console) -> None:
         from rich.live import Live
 
+        self._is_live = True
+        self._shown.enter_context(waiting("training", is_on_view=True))
         self._shown.enter_context(log_above(console))
         self._shown.enter_context(Live(get_renderable=self._screen, console=console, refresh_per_second=4))
         self._shown.enter_context(ctrl_c_is_shown())
@@ -89,6 +92,7 @@ class TrainingProgress:
         from rich.console import Group
         from rich.text import Text
 
+        self._view.task = task_on_view()
         return Group(self._view, *(Text(line, style="bold") for line in ctrl_c_to_show()))
 
     def _seconds_left(self, step: int) -> float:
