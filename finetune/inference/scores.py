@@ -19,6 +19,8 @@ _LABELS = {
     "json_valid": "valid JSON",
     "json_equal": "equal JSON",
     "token_f1": "token F1",
+    "chosen_reward": "chosen reward",
+    "rejected_reward": "rejected reward",
     "reward_accuracy": "reward accuracy",
     "reward_margin": "reward margin",
 }
