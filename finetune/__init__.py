@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from finetune.model.lora import add_lora as add_lora
     from finetune.model.new_tokens import add_tokens as add_tokens
     from finetune.model.quantized import build_quantized_base as build_quantized_base
-    from finetune.training.preference_trainer import PreferenceTrainer as PreferenceTrainer
-    from finetune.training.reward_trainer import RewardTrainer as RewardTrainer
     from finetune.training.train import train as train
+    from finetune.training.trainer import PreferenceTrainer as PreferenceTrainer
+    from finetune.training.trainer import RewardTrainer as RewardTrainer
     from finetune.training.trainer import Trainer as Trainer
     from finetune.training.trainer_ddp import TrainerDDP as TrainerDDP
 
@@ -55,8 +55,8 @@ _HOMES = {
     "load_examples": "finetune.data.examples",
     "stop_ids": "finetune.data.templates",
     "train": "finetune.training.train",
-    "PreferenceTrainer": "finetune.training.preference_trainer",
-    "RewardTrainer": "finetune.training.reward_trainer",
+    "PreferenceTrainer": "finetune.training.trainer",
+    "RewardTrainer": "finetune.training.trainer",
     "Trainer": "finetune.training.trainer",
     "TrainerDDP": "finetune.training.trainer_ddp",
 }

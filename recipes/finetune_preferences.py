@@ -9,7 +9,7 @@ texts or lists of turns:
 """
 
 from finetune import (
-    PreferenceTrainer,
+    Trainer,
     add_lora,
     build_base_model,
     build_tokenizer,
@@ -32,7 +32,7 @@ def main(overrides: list[str]) -> None:
         # Where the loss has a reference, it is the base itself, with the adapter switched off: no second model.
         model = add_lora(build_base_model(config.model), config.lora)
 
-        trainer = PreferenceTrainer(runtime, config, model, tokenizer, splits)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, val_loader, _ = trainer.prepare_dataloaders()
         trainer.run_training(train_loader, val_loader)
 

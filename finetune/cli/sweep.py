@@ -95,7 +95,7 @@ def _check(same: Sequence[str], drawn: Sequence[dict[str, str]], metric: str | N
     """
     from finetune.data.examples import has_validation
     from finetune.training.checks import check_paths
-    from finetune.training.train import trainer_for
+    from finetune.training.train import checked_objective
 
     name = None if metric is None else metric.removeprefix(_PREFIX)
     configs: list[Config] = []
@@ -108,7 +108,7 @@ def _check(same: Sequence[str], drawn: Sequence[dict[str, str]], metric: str | N
             if name is not None:
                 config = config.with_values({"checkpoint.best_metric": (name, "--metric")})
             check_paths(config)
-            trainer_for(config)  # knows which metrics its validations have
+            checked_objective(config)  # knows which metrics its validations have
             data = str(config.data)
             if data not in validates:
                 validates[data] = has_validation(config.data)

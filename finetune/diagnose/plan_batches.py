@@ -13,8 +13,8 @@ from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.diagnose.plan_rollouts import AssumedAnswers
 from finetune.engine.prefixes import RowGroup
+from finetune.training.cadence import Cadence
 from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
-from finetune.training.loop import Cadence
 from finetune.training.memory.forecast import longest_rows
 
 if TYPE_CHECKING:

@@ -71,7 +71,7 @@ from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from finetune.training.prompt_rows import PromptRows
 from finetune.training.schedule_free import is_schedule_free
-from finetune.training.train import trainer_for
+from finetune.training.train import checked_objective
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Planner:
     def __init__(self, config: Config, device: Device) -> None:
         self._device = device
         self.findings: list[Finding] = []
-        self._trainer = trainer_for(config)
+        self._objective = checked_objective(config)
         self.precision = choose_precision(config.training.precision, best=device.precision)
         here = torch.device(device.type) if device.is_here else None
         why_not = (
@@ -115,7 +115,7 @@ class Planner:
             self._is_in_fp8 = True
             self.model = self._build_model(checkpointed=False)
         self._how = Computation(
-            loss_of=partial(self._trainer.loss_of, config),
+            loss_of=partial(self._objective.loss, config),
             device_type=device.type,
             dtype=DTYPES[self.precision],
             is_fused=wants_fused(config.training, device.type),
@@ -123,7 +123,7 @@ class Planner:
         self._prompts: list[list[int]] | None = None
         self._splits = self._encode()
         self._answers = self._assume_answers()
-        collate = self._trainer.collation_of(self._config, forward.collate)
+        collate = self._objective.collate(self._config, forward.collate)
         self.choice = self._choose_by_memory(collate)
         self._config = config = self.choice.resolve(config)
         if self.choice.gradient_checkpointing:
@@ -236,7 +236,7 @@ class Planner:
         held = weights.adapter + weights.held(self._shards) + weights.gathered(self._shards)
         longest = self._config.data.max_length if self._answers is None else int(self._answers.lengths.max())
         if self._splits is not None:
-            longest = self._trainer.longest_row(self._config, self._splits)
+            longest = self._objective.longest_row(self._config, self._splits)
         return choose(
             self._config,
             self.model,
@@ -265,7 +265,7 @@ class Planner:
 
     @cached_property
     def _evaluates(self) -> Computation:
-        return replace(self._how, learns=False, loss_of=partial(self._trainer.evaluation_of, self._config))
+        return replace(self._how, learns=False, loss_of=partial(self._objective.evaluation, self._config))
 
     def _forecast_prompts(self, prompts: Any, what: str, batch_key: str) -> StepForecast | None:
         """Run the forward pass over prompts without data."""

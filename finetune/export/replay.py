@@ -28,8 +28,8 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
+from finetune.training.cadence import Cadence
 from finetune.training.checks import named_splits
-from finetune.training.loop import Cadence
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
 from finetune.training.rollouts import RolloutLoader

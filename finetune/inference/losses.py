@@ -54,13 +54,15 @@ class SplitLosses(NamedTuple):
     whole: LossSums
     subsets: Mapping[str, LossSums] = {}
     """The sums of each subset, by its name."""
+    metrics: Mapping[str, float] = {}
+    """Means over all ranks, by name, the same on every rank."""
 
     def over_ranks(self, runtime: Runtime) -> SplitLosses:
         """Return the sums over all ranks, which have the same subsets. Collective: one for all sums."""
         width = len(LossSums._fields)
         values = runtime.sum([value for sums in (self.whole, *self.subsets.values()) for value in sums])
         whole, *others = (LossSums(*values[start : start + width]) for start in range(0, len(values), width))
-        return SplitLosses(whole, dict(zip(self.subsets, others, strict=True)))
+        return self._replace(whole=whole, subsets=dict(zip(self.subsets, others, strict=True)))
 
     def subset_metrics(self) -> dict[str, float]:
         """Return `loss/NAME`, `standard_error/NAME` and `num_targets/NAME` of each subset that has targets.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.hub import Repository
 from finetune.config.objectives import OBJECTIVES, SECTIONS
+from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.data.labelled import EncodedLabelled
+from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.model.base import locate, max_context
 from finetune.model.from_hub import Part, has_to_use_cache, missing_from_cache, repository_of
@@ -114,19 +116,20 @@ def raw_digests(splits: Any) -> dict[str, list[str]]:
     return {name: split.sides[0].raw_digests() for name, split in named_splits(splits).items()}
 
 
-def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectives: Sequence[str]) -> None:
-    """Refuse a model or trainer that contradicts the configuration, and rows longer than the model's context.
+def check_fit(config: Config, model: Any, splits: Any) -> None:
+    """Refuse rows or a model that contradict the configuration, and rows longer than the model's context.
 
     Raises:
         ConfigError: names both sides.
     """
-    if config.training.objective not in objectives:
-        is_rewarded = OBJECTIVES[config.training.objective].rows == "prompts"
-        other = "RewardTrainer" if is_rewarded else "PreferenceTrainer (recipes/finetune_preferences.py)"
+    row_type = {"pairs": EncodedPairs, "labelled": EncodedLabelled}.get(
+        OBJECTIVES[config.training.objective].rows, EncodedExamples
+    )
+    if not isinstance(splits.train, row_type):
         raise ConfigError(
-            f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but "
-            f"{trainer} trains {objectives[0]}. Use {other} or `finetune train`, or set "
-            f"training.objective={objectives[0]}."
+            f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but the rows "
+            f"are encoded for {_objectives_of(splits.train)}. Encode them with encode_for_objective, or set "
+            "training.objective to the objective of these rows."
         )
     has_adapter = hasattr(model, "peft_config")
     if has_adapter != (config.training.method == "lora"):
@@ -152,6 +155,12 @@ def check_fit(config: Config, model: Any, splits: Any, *, trainer: str, objectiv
                 f"but the model's context ends at {context}. KTO puts prompts before the answers of other rows. "
                 f"{advice}"
             )
+
+
+def _objectives_of(rows: Any) -> str:
+    """Name the objectives for which rows were encoded."""
+    read = {EncodedPairs: "pairs", EncodedLabelled: "labelled"}.get(type(rows), "answers")
+    return " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
 
 
 def _parts_at_hub(section: ModelSection, *, needs_weights: bool) -> Iterator[tuple[Repository, Part, str]]:

@@ -13,7 +13,7 @@ from finetune.runs.disk_space import disk_need
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import verify, verify_published
-from finetune.training.loop import Cadence
+from finetune.training.cadence import Cadence
 from finetune.training.memory.forecast import optimizer_need
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from finetune.training.prompt_rows import PromptRows
 
 if TYPE_CHECKING:
     from finetune.config.schema import RolloutSection
-    from finetune.training.setup import Setup
+    from finetune.training.objective import Setup
 
 SERVER_DIFFERENCE = "server_difference"
 """The mean of |log p of the server − log p of the run| over the tokens of a rollout, in nats."""

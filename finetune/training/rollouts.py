@@ -36,7 +36,7 @@ from finetune.training.prompt_rows import PromptRows
 from finetune.training.rollout_server import SERVER_DIFFERENCE, RolloutServer
 
 if TYPE_CHECKING:
-    from finetune.training.setup import Setup
+    from finetune.training.objective import Setup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +163,13 @@ class RolloutLoader:
         )
         return rollout
 
-    def check_server(self) -> None:
-        """See `RolloutServer.check`; nothing happens without a server. Collective."""
+    def check_sources(self) -> None:
+        """Check the reward functions, and the server if there is one, see `RolloutServer.check`. Collective.
+
+        Raises:
+            ConfigError: a reward function is unknown or not allowed.
+        """
+        self._rewards.check()
         if self._server is not None:
             self._server.check(self._prompts)
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
-from finetune.data.batches import Collate, EvaluationLoader
+from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
+from finetune.data.objective import AnySplits
 from finetune.data.subsets import by_column
-from finetune.distributed.gradients import LossFunction
 from finetune.distributed.precision import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
-from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, summed_cross_entropy
 from finetune.fallbacks import Fallback
-from finetune.inference.losses import SplitLosses
 from finetune.model.base import checkpoint_gradients
 from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.lora import fingerprint_base, without_adapter
@@ -31,14 +28,15 @@ from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
-from finetune.training.checks import check_fit, named_splits, raw_digests
+from finetune.training.checks import check_fit, check_objective, named_splits, raw_digests
 from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.half_precision import refuse_overflow
 from finetune.training.loaders import global_batch_size
 from finetune.training.low_precision_error import LowPrecisionError, compare_nf4_with_disk, round_base_to_fp8
-from finetune.training.memory.choice import MemoryChoice, agree_on_memory
+from finetune.training.memory.choice import agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
+from finetune.training.objective import Setup, TrainingObjective
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import (
     check_metrics,
@@ -63,111 +61,13 @@ _NOT_IN_BACKGROUND = Fallback(
 )
 
 
-class Objective(ABC):
-    """The methods in which training objectives differ. Each trainer class inherits them.
-
-    The methods here are for `training.objective=sft`: it takes rows as they are, and its loss has no settings.
-
-    Attributes:
-        objectives: the values of `training.objective` that it trains.
-        config: the whole run.
-        epoch: the current or last epoch, counted from 0; the run sets it.
-        validation_metrics: the metrics of the last validation beside the loss, by name.
-    """
-
-    objectives: ClassVar[tuple[str, ...]] = ("sft",)
-    config: Config
-    epoch: int
-    validation_metrics: dict[str, float]
-
-    @property
-    def loss_function(self) -> LossFunction:
-        """The sum of the loss over a micro-batch's targets; `train_step` minimises the mean."""
-        return self.loss_of(self.config)
-
-    @staticmethod
-    def loss_of(config: Config, choices: Choices = BY_DEVICE) -> LossFunction:
-        """Make the `loss_function` of a configuration, also for `finetune plan`; `choices` say how to compute rows."""
-        del config
-        return partial(summed_cross_entropy, choices=choices)
-
-    @staticmethod
-    def evaluation_of(config: Config, choices: Choices = BY_DEVICE) -> Any:
-        """Make the function that `measure` computes of each micro-batch, for `finetune plan`. See `loss_of`."""
-        del config
-        return partial(cross_entropy_per_target, choices=choices)
-
-    @staticmethod
-    def metrics_of(config: Config) -> tuple[str, ...]:
-        """Return the names of the metrics that a validation measures beside loss and `validation.metrics`."""
-        del config
-        return ()
-
-    @staticmethod
-    def collation_of(config: Config, collate: Collate) -> Any:
-        """Return the collate function for the loaders, given the one for plain rows."""
-        del config
-        return collate
-
-    @staticmethod
-    def longest_row(config: Config, splits: Any) -> int:
-        """Return the tokens of the longest row of a micro-batch."""
-        del config
-        return int(splits.train.lengths.max())
-
-    @abstractmethod
-    def measure(self, loader: EvaluationLoader) -> SplitLosses:
-        """Measure this rank's rows of the validation split; cut short if a rank was preempted. Collective."""
-
-
-@dataclass(kw_only=True)
-class Setup:
-    """A run that is ready to train, on one rank.
-
-    Attributes:
-        runtime: this process's place in the world.
-        config: the whole run, with what the world decides filled in.
-        model: on its device, sharded if the run shards.
-        tokenizer: the model's.
-        splits: encoded rows.
-        journal: the journal of the run on the main process; None on the others.
-        metrics: `validation.metrics`, by name.
-        collate: makes a micro-batch of rows.
-        is_packed: whether micro-batches are packed for the engine.
-        measured: a model that can be copied to measure memory, because a sharded model cannot be copied.
-        memory: checkpointing and the size of micro-batches.
-    """
-
-    runtime: Runtime
-    config: Config
-    model: Any
-    tokenizer: PreTrainedTokenizerBase
-    splits: EncodedSplits
-    journal: Journal | None
-    metrics: Mapping[str, Any]
-    collate: Collate
-    is_packed: bool
-    measured: Any
-    memory: MemoryChoice
-
-    def on_main(self, action: Callable[[Journal], None], during: str) -> None:
-        """Call a function on the main process while the others wait, and raise its error on all ranks. Collective."""
-        with self.runtime.failing_together(during):
-            if self.journal is not None:
-                action(self.journal)
-
-    def record_memory(self) -> None:
-        """Record the memory choice in run.json. Collective."""
-        self.on_main(lambda journal: journal.record(memory=self.memory.as_record()), "recording the choice by memory")
-
-
 def set_up(
-    objective: Objective,
+    objective: TrainingObjective,
     runtime: Runtime,
     config: Config,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    splits: EncodedSplits,
+    rows: AnySplits,
 ) -> Setup:
     """Check that all parts fit, open the run's folder, place the model, and decide on its forward and its memory.
 
@@ -176,13 +76,16 @@ def set_up(
     Raises:
         ConfigError: model, rows and configuration do not fit each other.
         CheckpointError: the run's folder cannot be used.
+        DataError: the rows do not suit the objective.
     """
+    check_objective(config)
     config = runtime.with_launcher_values(config)
     refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
-    check_fit(config, model, splits, trainer=type(objective).__name__, objectives=objective.objectives)
-    splits = _with_subsets(config, splits)
+    check_fit(config, model, rows)
+    prepared = objective.prepare(config, model, tokenizer, rows)
+    splits: EncodedSplits = _with_subsets(config, prepared.splits)
     in_subsets = measured_in_subsets(config, splits.validation)
-    metrics = check_metrics(config, objective.metrics_of(config), in_subsets)
+    metrics = check_metrics(config, objective.metrics, in_subsets)
     refuse_early_stopping(config, splits)
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
@@ -202,12 +105,12 @@ def set_up(
     if config.training.neftune_alpha:
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
-    collate = objective.collation_of(config, forward.collate)
+    collate = objective.collate(config, forward.collate)
     states = states_in_4_bits(model)
     measured = _shard(runtime, model) if runtime.shard_size is not None else model
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
     how = Computation(
-        loss_of=partial(objective.loss_of, config),
+        loss_of=partial(objective.loss, config),
         device_type=runtime.device.type,
         dtype=DTYPES[runtime.precision],
         is_fused=is_fused(),
@@ -227,6 +130,8 @@ def set_up(
         model=model,
         tokenizer=tokenizer,
         splits=splits,
+        objective=objective,
+        prompts=prepared.prompts,
         journal=journal,
         metrics=metrics,
         collate=collate,
@@ -255,7 +160,7 @@ def _read_saved_base(runtime: Runtime, config: Config, model: Any) -> None:
             load_model(without_adapter(model), RunFolder(config.output_dir).base)
 
 
-def _with_subsets(config: Config, splits: EncodedSplits) -> EncodedSplits:
+def _with_subsets(config: Config, splits: Any) -> Any:
     """Divide validation and test rows by `validation.by`."""
     measured = {name: split for name, split in named_splits(splits).items() if name != "train"}
     if config.validation.by is None or not measured:

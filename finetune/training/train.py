@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
@@ -17,9 +18,8 @@ from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_inputs, check_objective, check_paths
-from finetune.training.preference_trainer import PreferenceTrainer
-from finetune.training.reward_trainer import RewardTrainer
-from finetune.training.trainer import Trainer
+from finetune.training.objective import TrainingObjective
+from finetune.training.trainer import Trainer, training_objective
 from finetune.training.validation import check_metrics
 
 if TYPE_CHECKING:
@@ -43,29 +43,28 @@ def train(config: Config) -> None:
 
 
 def build_trainer(runtime: Runtime, config: Config, *, rewards_answers: bool = True) -> Trainer:
-    """Build the trainer for the configuration's objective, with its model and rows. Collective: every rank.
+    """Build a trainer with its model and rows. Collective: every rank.
 
     With `rewards_answers=False`, no reward function will be called: a replay has their recorded rewards.
     """
-    trainer = trainer_for(config, rewards_answers=rewards_answers)  # checks the configuration before anything slow
-    return trainer(runtime, config, *build_parts(runtime, config))
+    checked_objective(config, rewards_answers=rewards_answers)  # before anything slow
+    return Trainer(runtime, config, *build_parts(runtime, config))
 
 
-def trainer_for(config: Config, *, rewards_answers: bool = True) -> type[Trainer]:
-    """Choose the trainer for the configuration's objective. For `rewards_answers` see `build_trainer`.
+def checked_objective(config: Config, *, rewards_answers: bool = True) -> TrainingObjective:
+    """Return the functions of the configuration's objective. For `rewards_answers` see `build_trainer`.
 
     Raises:
         ConfigError: the configuration does not suit the objective.
     """
-    trainers = (Trainer, PreferenceTrainer, RewardTrainer)
-    trainer = next(each for each in trainers if config.training.objective in each.objectives)
     check_objective(config)
-    if trainer is RewardTrainer:
+    if OBJECTIVES[config.training.objective].rows == "prompts":
         rewards = Rewards.of(config)
         if rewards_answers:
             rewards.check()
-    check_metrics(config, trainer.metrics_of(config))
-    return trainer
+    objective = training_objective(config.training.objective)
+    check_metrics(config, objective.metrics)
+    return objective
 
 
 class Parts(NamedTuple):

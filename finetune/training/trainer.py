@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import EvaluationLoader, TrainLoader
-from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import holds_out_by_default, is_all_here
+from finetune.data.objective import AnySplits
+from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
+from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import run_test_phase
-from finetune.inference.losses import LossSums, SplitLosses, sum_losses
+from finetune.inference.losses import LossSums, SplitLosses
 from finetune.inference.prompts import read_opening
 from finetune.inference.scores import Evaluation, ModelName, Scores, show_test_result
 from finetune.logs import waiting
@@ -27,9 +30,11 @@ from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import no_step_is_left
+from finetune.training.cadence import Cadence, StopRules
 from finetune.training.half_precision import LossScale
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
-from finetune.training.loop import Cadence, StopRules, run_loop
+from finetune.training.loop import run_loop
+from finetune.training.objective import Loaders, TrainingObjective
 from finetune.training.optim import build_optimizer, warn_of_long_warmup
 from finetune.training.preemption import preempted_in_test, preempted_in_training
 from finetune.training.profiling import StepProfiler
@@ -38,7 +43,7 @@ from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import at_its_place
 from finetune.training.schedule_free import go_on_training
-from finetune.training.setup import Objective, set_up
+from finetune.training.setup import set_up
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, under_criteria
 
@@ -59,8 +64,24 @@ class TrainingResults(NamedTuple):
     """Loss of the last step that was not skipped, in nats per target token; nan if no step was left to do."""
 
 
-class Trainer(Objective):
-    """Train one model in one run folder, as one process of a world.
+def training_objective(name: str) -> TrainingObjective:
+    """Return the functions of a value of `training.objective`. A run imports only the objective that it uses."""
+    rows = OBJECTIVES[name].rows
+    if rows == "answers":
+        from finetune.training.supervised import SFT
+
+        return SFT
+    if rows == "prompts":
+        from finetune.training.reward_objective import GRPO
+
+        return GRPO
+    from finetune.training.preference_objectives import PREFERENCES
+
+    return PREFERENCES[name]
+
+
+class Trainer:
+    """Train one model in one run folder, as one process of a world, by the run's `training.objective`.
 
     Collective: every rank makes one and calls the same methods in the same order.
 
@@ -69,17 +90,19 @@ class Trainer(Objective):
         config: the whole run.
         model: a PEFT model for `training.method=lora`, a transformers model for `full`; on the CPU.
         tokenizer: the model's.
-        splits: encoded rows.
+        splits: rows that are encoded for the objective, see `encode_for_objective`.
 
     Attributes:
         epoch: the current or last epoch, counted from 0.
         journal: the journal of the run on the main process; None on the others.
-        validation_metrics: metrics of the last validation beside the loss, by name.
 
     Raises:
         ConfigError: model, rows and configuration do not fit each other.
         CheckpointError: the run's folder cannot be used.
+        DataError: the rows do not suit the objective.
     """
+
+    _run: TrainingRun | None = None
 
     def __init__(
         self,
@@ -87,11 +110,10 @@ class Trainer(Objective):
         config: Config,
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
-        splits: EncodedSplits,
+        splits: AnySplits,
     ) -> None:
-        self.epoch = 0
-        self.validation_metrics: dict[str, float] = {}
-        self._setup = set_up(self, runtime, config, model, tokenizer, splits)
+        objective = training_objective(config.training.objective)
+        self._setup = set_up(objective, runtime, config, model, tokenizer, splits)
         self.runtime = runtime
         self.config = self._setup.config
         self.model = model
@@ -100,25 +122,42 @@ class Trainer(Objective):
         self.journal: Journal | None = self._setup.journal
 
     @property
+    def epoch(self) -> int:
+        """The current or last epoch, counted from 0."""
+        return 0 if self._run is None else self._run.epoch
+
+    @property
+    def validation_metrics(self) -> Mapping[str, float]:
+        """The metrics of the last validation beside the loss, by name."""
+        return {} if self._run is None else self._run.last_metrics
+
+    @property
+    def loss_function(self) -> LossFunction:
+        """The function that sums the loss over a micro-batch's targets; `train_step` minimises the mean."""
+        return self._setup.objective.loss(self.config, BY_DEVICE)
+
+    @property
     def global_batch_size(self) -> int:
         """Examples per optimizer step: as configured, else batch_size x the requested world size."""
         return global_batch_size(self.config, self.runtime.environment.world_size)
 
-    def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
+    def prepare_dataloaders(self) -> Loaders:
         """Build the loaders of this rank. Rank 0 has all test rows, unless the model is sharded.
 
         Raises:
             DataError: `drop_last` leaves nothing of a split.
         """
         _log.info("Preparing data loaders...")
-        return build_loaders(
+        setup = self._setup
+        loaders = build_loaders(
             self.runtime,
-            self._setup.memory.resolve(self.config),
+            setup.memory.resolve(self.config),
             self.splits,
-            collate=self._setup.collate,
-            is_packed=self._setup.is_packed,
+            collate=setup.collate,
+            is_packed=setup.is_packed,
             boundary=longrope_boundary(self.model),
         )
+        return setup.objective.loaders(setup, setup.prompts, Loaders(*loaders))
 
     def run_training(
         self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
@@ -134,32 +173,23 @@ class Trainer(Objective):
             RunFailedError: a loss is not finite, or the disk fails.
             PreemptedError: a rank was preempted; all ranks have left after the same step and its checkpoint.
         """
-        config, runtime = self.config, self.runtime
-        cadence = Cadence.of(config, train_loader.rule.steps_per_epoch)
-        log_batches(config, train_loader.rule, num_steps=cadence.num_steps, world_size=runtime.world_size)
-        received_bytes = runtime.placement.received_bytes
-        if received_bytes:
-            log_traffic(train_loader.rule, received_bytes=received_bytes, world_size=runtime.world_size)
-        warn_of_long_warmup(config.optim, cadence.num_steps)
+        config, runtime, setup = self.config, self.runtime, self._setup
+        cadence = self._plan_steps(train_loader)
         optimizer = runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = at_its_place(self._resume(optimizer), cadence.steps_per_epoch)
-        if runtime.is_main_process:
-            counts = {"first_step": state.step, "num_steps": cadence.num_steps}
-            show_summary(runtime, config, self.model, self.splits, train_loader.rule, **counts)
-        self._setup.on_main(
-            lambda journal: self._start_journal(journal, state, cadence, optimizer), "starting the journal"
-        )
+        setup.objective.start(setup, train_loader, state)
+        self._begin(train_loader, state, cadence, optimizer)
 
-        if 0 < cadence.num_steps <= state.step:
-            _log.info("the run is complete, with step %d of %d: nothing is trained", state.step, cadence.num_steps)
-        else:
-            _log.info("Starting distributed training..." if runtime.context.distributed else "Starting training...")
         self.model.train()
-        wanted, folder = config.training.profile, RunFolder(config.output_dir)
-        with StepProfiler(runtime, folder, wanted=wanted, done=state.step, num_steps=cadence.num_steps) as profiler:
-            run = TrainingRun(
-                self._setup,
-                self,
+        with StepProfiler(
+            runtime,
+            RunFolder(config.output_dir),
+            wanted=config.training.profile,
+            done=state.step,
+            num_steps=cadence.num_steps,
+        ) as profiler:
+            run = self._run = TrainingRun(
+                setup,
                 optimizer,
                 cadence=cadence,
                 train_loader=train_loader,
@@ -168,18 +198,46 @@ class Trainer(Objective):
                 loss_scale=LossScale.of(state) if runtime.precision == "fp16" else None,
             )
             end = run_loop(state, cadence, run, StopRules.of(config))
+
         runtime.at("saving", end.state.step)
-        self._setup.on_main(lambda journal: journal.finish_saves(), f"saving step {end.state.step}")
+        setup.on_main(lambda journal: journal.finish_saves(), f"saving step {end.state.step}")
         runtime.agree_on_failure_beside()  # of a save that was in the background in the last step
-        if end.is_preempted:
+        if end.reason == "preempted":
             raise preempted_in_training(runtime, end.state.step)
-        self._setup.on_main(lambda journal: self._publish(journal, end.state, cadence, run), "publishing the adapter")
+        setup.on_main(lambda journal: self._publish(journal, end.state, cadence, run), "publishing the adapter")
         is_compared = OBJECTIVES[config.training.objective].rows in ("pairs", "labelled")
         if val_loader is not None and is_compared and holds_out_by_default(config.data):
             self._compare_with_base(val_loader, end.state.step)
         no_step_is_left()
         runtime.at("after training", end.state.step, timed=False)  # the script decides what comes next
         return TrainingResults(end.state, run.last_loss), run.last_validation
+
+    def _plan_steps(self, train_loader: TrainLoader) -> Cadence:
+        """Return the steps of the run, and log how its rows become batches."""
+        config, rule, world_size = self.config, train_loader.rule, self.runtime.world_size
+        cadence = Cadence.of(config, rule.steps_per_epoch)
+        log_batches(config, rule, num_steps=cadence.num_steps, world_size=world_size)
+        received_bytes = self.runtime.placement.received_bytes
+        if received_bytes:
+            log_traffic(rule, received_bytes=received_bytes, world_size=world_size)
+        warn_of_long_warmup(config.optim, cadence.num_steps)
+        return cadence
+
+    def _begin(
+        self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Show what will be trained, and start the journal. Collective."""
+        if self.runtime.is_main_process:
+            counts = {"first_step": state.step, "num_steps": cadence.num_steps}
+            show_summary(self.runtime, self.config, self.model, self.splits, train_loader.rule, **counts)
+        self._setup.on_main(
+            lambda journal: self._start_journal(journal, state, cadence, optimizer), "starting the journal"
+        )
+        if 0 < cadence.num_steps <= state.step:
+            _log.info("the run is complete, with step %d of %d: nothing is trained", state.step, cadence.num_steps)
+        else:
+            is_distributed = self.runtime.context.distributed
+            _log.info("Starting distributed training..." if is_distributed else "Starting training...")
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
         """Measure the published weights, and the base, on the rows of `rows_to_test`; print the table.
@@ -214,8 +272,8 @@ class Trainer(Objective):
             return evaluation
 
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
-        """See `Objective.measure`."""
-        return sum_losses(self.runtime, self.model, loader, is_to_stop=self.runtime.stop_requested_on_any_rank)
+        """Measure this rank's validation rows; cut short if a rank was preempted. Collective."""
+        return self._setup.objective.measure(self._setup, loader, self._setup.prompts)
 
     def _compare_with_base(self, loader: EvaluationLoader, step: int) -> None:
         """Measure the base and the published weights on the validation rows of pairs or labels. Collective."""
@@ -227,10 +285,11 @@ class Trainer(Objective):
         for name in names:
             without = self.model.disable_adapter() if name == "base" else nullcontext()
             with without, waiting(f"measuring the {name} model on the validation rows"):
-                sums = self.measure(loader).over_ranks(self.runtime).whole
+                measured = self.measure(loader).over_ranks(self.runtime)
+            sums = measured.whole
             if sums.num_cut_short:
                 raise preempted_in_training(self.runtime, step)
-            scores[name] = Scores(loss=sums.loss, standard_error=sums.standard_error, metrics=self.validation_metrics)
+            scores[name] = Scores(loss=sums.loss, standard_error=sums.standard_error, metrics=measured.metrics)
         unit = OBJECTIVES[self.config.training.objective].unit
         found = Evaluation(num_rows=int(sums.num_examples), split="validation", scores=scores, loss_unit=unit)
         self._setup.on_main(lambda journal: journal.test(found), "recording the comparison")
@@ -288,7 +347,23 @@ class Trainer(Objective):
         if published != state.best_step:  # the last step: it has metrics of its own if this start validated it
             loss = value = None
             if last is not None and state.validated_step == published:
-                loss, value = last.loss, self.validation_metrics.get(metric)
+                loss, value = last.loss, run.last_metrics.get(metric)
         journal.result |= {"step": state.step, "best_step": published, "best_loss": loss}
         if value is not None:
             journal.result |= {"best_metric": metric, "best_value": value}
+
+
+class PreferenceTrainer(Trainer):
+    """The older name of `Trainer` for rows of pairs. A script that sets no objective trains and records dpo."""
+
+    def __init__(
+        self, runtime: Runtime, config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: AnySplits
+    ) -> None:
+        if config.training.objective == "sft" and config.origin("training.objective") == "default":
+            training = config.training.model_copy(update={"objective": "dpo"})
+            config = config.model_copy(update={"training": training})
+        super().__init__(runtime, config, model, tokenizer, splits)
+
+
+RewardTrainer = Trainer
+"""The older name of `Trainer` for runs that learn from rewards."""

@@ -23,6 +23,7 @@ from finetune.distributed.launch import launch
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
 from finetune.inference.scores import Evaluation
+from finetune.training.objective import Loaders
 from finetune.training.train import build_parts
 from finetune.training.trainer import Trainer, TrainingResults
 
@@ -61,7 +62,6 @@ class TrainerDDP(Trainer):
     _open: ClassVar[TrainerDDP | None] = None
 
     def __init__(self, rank: int, config: Mapping[str, object] | Config) -> None:
-        self.epoch = 0
         self.journal = None
         self._is_trained = False
         self._world = ExitStack()
@@ -86,7 +86,7 @@ class TrainerDDP(Trainer):
         device = self.runtime.device
         return device.index if device.type == "cuda" else device
 
-    def prepare_dataloaders(self) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
+    def prepare_dataloaders(self) -> Loaders:
         """See `Trainer.prepare_dataloaders`."""
         with self._leaving_on_error():
             return super().prepare_dataloaders()

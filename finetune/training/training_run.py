@@ -1,4 +1,4 @@
-"""Implement the methods that the training loop calls, with the model, the loaders and the journal of one rank."""
+"""The methods that the training loop calls, with the model, the loaders and the journal of one rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from finetune.data.batches import EvaluationLoader, TrainLoader
+from finetune.engine.loss import BY_DEVICE
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
 from finetune.fallbacks import Fallback
@@ -21,13 +22,13 @@ from finetune.runs.checkpoints import take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.adapter_watch import AdapterWatch
+from finetune.training.cadence import Cadence
 from finetune.training.half_precision import LossScale
 from finetune.training.loaders import log_cut_examples, log_microbatches
-from finetune.training.loop import Cadence
 from finetune.training.memory.choice import masks_follow_microbatches
+from finetune.training.objective import Setup
 from finetune.training.profiling import StepProfiler
 from finetune.training.schedule_free import weights_to_answer_with
-from finetune.training.setup import Objective, Setup
 from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
 from finetune.training.validation import Validated, answered_rows
 
@@ -38,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrainingRun:
-    """The `LoopActions` of a run: train, validate, save and report.
+    """What a run does in its loop: train, validate, save and report.
 
     Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
 
@@ -46,14 +47,15 @@ class TrainingRun:
     `halve`. `loss_scale` is for the first step, in fp16; None in other precisions.
 
     Attributes:
+        epoch: the current or last epoch, counted from 0.
         last_loss: of the last step that was not skipped, in nats per target token; nan before it.
         last_validation: of this start; None before it.
+        last_metrics: the metrics of that validation beside the loss, by name.
     """
 
     def __init__(
         self,
         setup: Setup,
-        objective: Objective,
         optimizer: torch.optim.Optimizer,
         *,
         cadence: Cadence,
@@ -62,12 +64,14 @@ class TrainingRun:
         profiler: StepProfiler,
         loss_scale: LossScale | None,
     ) -> None:
+        self.epoch = 0
         self.last_loss = math.nan
         self.last_validation: LossSums | None = None
+        self.last_metrics: Mapping[str, float] = {}
         self._setup = setup
         self._runtime = setup.runtime
         self._config = setup.config
-        self._objective = objective
+        self._compute = setup.objective.loss(setup.config, BY_DEVICE)
         self._optimizer = optimizer
         self._cadence = cadence
         self._train_loader = train_loader
@@ -80,12 +84,12 @@ class TrainingRun:
 
     @property
     def validates(self) -> bool:
-        """See `LoopActions`."""
+        """Whether there is a validation split."""
         return self._val_loader is not None
 
     def batches(self, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:
         """Yield this rank's micro-batches of each step of an epoch, from a step of the epoch on."""
-        self._objective.epoch = epoch
+        self.epoch = epoch
         self._batches = self._train_loader.steps(epoch, first_step)
         try:
             for step in itertools.count(epoch * self._train_loader.rule.steps_per_epoch + first_step + 1):
@@ -127,22 +131,27 @@ class TrainingRun:
 
     def _validate(self, state: TrainerState, loader: EvaluationLoader) -> Validated | None:
         self._runtime.at("evaluation", state.step)
-        measured = self._objective.measure(loader).over_ranks(self._runtime)
-        sums = measured.whole
+        setup = self._setup
+        measured = setup.objective.measure(setup, loader, setup.prompts).over_ranks(self._runtime)
+        sums, metrics = measured.whole, measured.metrics
         if sums.num_cut_short:
             return None
-        self.last_validation = sums
         spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
         _log.info("Validation: loss=%.3f%s", sums.loss, spread)
-        if self._setup.metrics and not self._measure_answers(state):
-            return None
+        if setup.metrics:
+            of_answers = self._measure_answers(state)
+            if of_answers is None:
+                return None
+            metrics = {**metrics, **of_answers}
+        if metrics:
+            _log.info("Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in metrics.items()))
         if measured.subsets:
-            losses = (f"loss/{name}={one.loss:.3f}" for name, one in measured.subsets.items())
+            losses = (f"loss/{name}={subset.loss:.3f}" for name, subset in measured.subsets.items())
             _log.info("Validation: %s", ", ".join(losses))
-            self._objective.validation_metrics = self._objective.validation_metrics | measured.subset_metrics()
-        metrics = self._objective.validation_metrics
-        if self._setup.journal is not None:
-            self._setup.journal.validation(state, sums, metrics=metrics)
+            metrics = {**metrics, **measured.subset_metrics()}
+        self.last_validation, self.last_metrics = sums, metrics
+        if setup.journal is not None:
+            setup.journal.validation(state, sums, metrics=metrics)
         return Validated(sums.loss, metrics)
 
     def save(self, state: TrainerState) -> None:
@@ -153,7 +162,7 @@ class TrainingRun:
     def _save(self, state: TrainerState) -> None:
         runtime, folder = self._runtime, RunFolder(self._config.output_dir)
         runtime.at("saving", state.step)
-        _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self._objective.epoch)
+        _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self.epoch)
         take = partial(take_snapshot, folder, model=self._setup.model, optimizer=self._optimizer, state=state)
         during = f"saving step {state.step}"
         if not runtime.shards_trained:
@@ -200,7 +209,7 @@ class TrainingRun:
                 self._optimizer,
                 microbatches,
                 StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=scale),
-                compute=self._objective.loss_function,
+                compute=self._compute,
                 may_be_too_large=may_be_too_large,
             )
             if self._loss_scale is None:
@@ -239,11 +248,11 @@ class TrainingRun:
         self._batches = loader.steps(epoch, place)
         return next(self._batches)
 
-    def _measure_answers(self, state: TrainerState) -> bool:
-        """Measure generated answers on the sample of the validation split; False if preempted. Collective."""
+    def _measure_answers(self, state: TrainerState) -> dict[str, float] | None:
+        """Measure generated answers on the sample of the validation split; None if preempted. Collective."""
         self._runtime.at("evaluation", state.step)  # begins the time limit anew
         section = self._config.validation
-        found = measure_answers(
+        return measure_answers(
             self._runtime,
             self._setup.model,
             self._setup.tokenizer,
@@ -252,11 +261,6 @@ class TrainingRun:
             max_new_tokens=section.max_new_tokens,
             batch_size=section.batch_size,
         )
-        if found is None:
-            return False
-        self._objective.validation_metrics = found
-        _log.info("Validation: %s", ", ".join(f"{name}={mean:.3f}" for name, mean in found.items()))
-        return True
 
     @cached_property
     def _sample(self) -> Dialogues:

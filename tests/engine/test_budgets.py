@@ -30,16 +30,15 @@ from finetune.engine.attention_cuda import VarlenRuns, varlen_attention
 from finetune.engine.decoder import Decoder
 from finetune.engine.fused import FORMULAS, LAUNCHES, _run, switch_fused
 from finetune.engine.layout import pack
-from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.model.published import published_sizes
 from finetune.training.forward import agree_on_forward
 from finetune.training.optim import trainable_parameters
-from finetune.training.preference_trainer import PreferenceTrainer
 from finetune.training.step import StepSettings, train_step
-from finetune.training.trainer import Trainer
+from finetune.training.trainer import training_objective
 from tests.engine.fake_device import KIND, FakeDevice, move, register_device
 from tests.engine.test_fake_device import ROWS as SHARING_ROWS
 from tests.engine.test_fake_device import adapted
@@ -276,7 +275,7 @@ def waits_of_a_step(
     parallel = {"parallel": {"sharding": sharding}}
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", **training}, **parallel})
     is_of_pairs = config.training.objective != "sft"
-    trainer = PreferenceTrainer if is_of_pairs else Trainer
+    objective = training_objective(config.training.objective)
     rows: list[Any] = (
         [EncodedPair(*map(EncodedExample._make, SHARING_ROWS[at : at + 2])) for at in (0, 2)]
         if is_of_pairs
@@ -288,7 +287,7 @@ def waits_of_a_step(
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
         optimizer = runtime.prepare_optimizer(torch.optim.AdamW(trainable_parameters(move(model))))
-        collate = trainer.collation_of(config, agree_on_forward(runtime, config.training, model).collate)
+        collate = objective.collate(config, agree_on_forward(runtime, config.training, model).collate)
         for step in (1, 2):
             device.waits.clear()
             train_step(
@@ -297,7 +296,7 @@ def waits_of_a_step(
                 optimizer,
                 [(index, collate(rows).pin_memory()) for index in range(number)],
                 StepSettings(step, learning_rate=1e-3, max_grad_norm=0.1, seed=0),
-                compute=loss or trainer.loss_of(config),
+                compute=loss or objective.loss(config, BY_DEVICE),
             )
         runtime.context = here
     return dict(device.waits)

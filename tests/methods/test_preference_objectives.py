@@ -244,7 +244,7 @@ def test_strangers_longer_than_the_models_context_are_refused():
     )
     rows, model = EncodedLabelled(answers, "rows", max_length=64), tiny_lora()
     config = load_config(["model=phi_tiny", "data.path=rows.jsonl"], task="finetune_kto")
-    check = partial(check_fit, config, model, trainer="PreferenceTrainer", objectives=["kto"])
+    check = partial(check_fit, config, model)
     model.config.max_position_embeddings = 20
     check(SimpleNamespace(train=rows))
     model.config.max_position_embeddings = 13

@@ -274,20 +274,13 @@ def test_rows_without_pairs_do_not_go_on_with_a_run_on_pairs(trained, inputs, tm
         train_from_overrides([*words, f"data.path={tmp_path / 'rows'}"])
 
 
-def test_the_trainer_of_another_objective_is_refused(inputs, tmp_path):
+def test_rows_of_another_objective_are_refused(inputs, tmp_path):
     config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft"])
+    pairs = encode_preferences(config.data, build_tokenizer(config.model))
     with launch(config) as runtime:
         with pytest.raises(ConfigError) as caught:
-            PreferenceTrainer(runtime, config, None, None, None)
+            Trainer(runtime, config, None, None, pairs)
         assert str(caught.value) == (
-            "training.objective is sft (command line), but PreferenceTrainer trains on pairs of answers. Set "
-            "training.objective=dpo, or use Trainer."
-        )
-    config = load_config([*words_for(inputs, tmp_path / "run"), "training.objective=dpo"])
-    with launch(config) as runtime:
-        with pytest.raises(ConfigError) as caught:
-            Trainer(runtime, config, None, None, None)
-        assert str(caught.value) == (
-            "training.objective is dpo (command line), but Trainer trains sft. Use PreferenceTrainer "
-            "(recipes/finetune_preferences.py) or `finetune train`, or set training.objective=sft."
+            "training.objective is sft (command line), but the rows are encoded for dpo or orpo or simpo. Encode them "
+            "with encode_for_objective, or set training.objective to the objective of these rows."
         )

@@ -7,6 +7,7 @@ that rank, by an allocation that no machine can serve; not in the first micro-ba
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 
 from finetune import command, launch, load_config
 from finetune.distributed.runtime import Runtime
+from finetune.training import supervised
 from finetune.training.memory import choice
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
@@ -28,12 +30,12 @@ def limit_free_memory(runtime: Runtime) -> None:
         choice.free_memory = lambda *_, **__: int(ROOM)
 
 
-def run_short_of_memory(runtime: Runtime, trainer: type[Trainer]) -> None:
+def run_short_of_memory(runtime: Runtime) -> None:
     """Let this rank's larger micro-batches fail, but for the first."""
     rank, _, tokens = (SHORT or "").partition(":")
     if rank != str(runtime.rank):
         return
-    loss_of, num_passes = trainer.loss_of, 0
+    objective, num_passes = supervised.SFT, 0
 
     def short(model: torch.nn.Module, microbatch: Any, *, compute: Any) -> torch.Tensor:
         nonlocal num_passes
@@ -43,16 +45,14 @@ def run_short_of_memory(runtime: Runtime, trainer: type[Trainer]) -> None:
         result: torch.Tensor = compute(model, microbatch)
         return result
 
-    trainer.loss_of = staticmethod(  # type: ignore[method-assign]
-        lambda config, *choices: partial(short, compute=loss_of(config, *choices))
-    )
+    supervised.SFT = replace(objective, loss=lambda *of_run: partial(short, compute=objective.loss(*of_run)))
 
 
 def main(words: list[str]) -> None:
     config = load_config(words, task="finetune_lora")
     with launch(config) as runtime:
         limit_free_memory(runtime)
-        run_short_of_memory(runtime, Trainer)
+        run_short_of_memory(runtime)
         trainer: Any = build_trainer(runtime, config)
         assert isinstance(trainer, Trainer)
         decoder: torch.nn.Module = trainer.model.get_base_model().get_decoder()

@@ -2,7 +2,8 @@ import pytest
 
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
-from finetune.training.loop import Cadence, StopRules, run_loop
+from finetune.training.cadence import Cadence, StopRules
+from finetune.training.loop import run_loop
 from finetune.training.step import StepResult
 from finetune.training.validation import Validated
 
@@ -51,7 +52,7 @@ class Recorder:
 def run(cadence, *, state=None, recorder=None, losses=None, patience=None, limit=0, **keys):
     recorder = recorder or Recorder(steps_per_epoch=cadence.steps_per_epoch, losses=losses, **keys)
     end = run_loop(state or TrainerState(), cadence, recorder, StopRules(patience=patience, max_skipped_steps=limit))
-    recorder.is_preempted = end.is_preempted
+    recorder.is_preempted = end.reason == "preempted"
     return recorder, end.state
 
 

@@ -19,6 +19,7 @@ from finetune.engine.loss import Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
+from finetune.training import supervised
 from finetune.training.memory import choice as memory_choice
 from finetune.training.memory.choice import (
     ENOUGH_TOKENS,
@@ -34,7 +35,6 @@ from finetune.training.memory.choice import (
 from finetune.training.memory.forecast import OptimizerNeed, forecast_step, longest_rows, optimizer_need
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
-from finetune.training.trainer import Trainer
 from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
 from tests.methods.tiny_training import adapter_tensors, curve, record
@@ -356,7 +356,7 @@ def test_checkpointing_changes_no_byte_with_or_without_dropout(
 def train_short(words: list[str], run: Path, short: str, *more: str) -> Ended:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHORT", short)
-        patch.setattr(Trainer, "loss_of", staticmethod(Trainer.loss_of))  # the script's own is undone with it
+        patch.setattr(supervised, "SFT", supervised.SFT)  # the script's own is undone with it
         return run_script(SCRIPT, [*words, f"output_dir={run}", *more])
 
 

@@ -1,0 +1,135 @@
+"""The parts of a run that is ready to train, and the functions in which objectives differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from finetune.data.batches import Collate, EvaluationLoader
+from finetune.distributed.gradients import LossFunction
+from finetune.engine.loss import Choices
+from finetune.inference.losses import SplitLosses
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config
+    from finetune.data.encoded import EncodedSplits
+    from finetune.distributed.runtime import Runtime
+    from finetune.runs.state import TrainerState
+    from finetune.training.memory.choice import MemoryChoice
+    from finetune.training.reporting.journal import Journal
+
+
+class Prepared(NamedTuple):
+    """The rows of a run, checked for its objective."""
+
+    splits: Any
+    prompts: Any = None
+    """The prompts of an objective that generates its answers."""
+
+
+class Loaders(NamedTuple):
+    """The loaders of one rank."""
+
+    train: Any
+    validation: EvaluationLoader | None
+    test: EvaluationLoader | None
+
+
+def _prepare_nothing(config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: Any) -> Prepared:
+    del config, model, tokenizer
+    return Prepared(splits)
+
+
+def _collate_rows(config: Config, collate: Collate) -> Any:
+    del config
+    return collate
+
+
+def _longest_training_row(config: Config, splits: Any) -> int:
+    del config
+    return int(splits.train.lengths.max())
+
+
+def _same_loaders(setup: Setup, prompts: Any, loaders: Loaders) -> Loaders:
+    del setup, prompts
+    return loaders
+
+
+def _start_nothing(setup: Setup, train_loader: Any, state: TrainerState) -> None:
+    del setup, train_loader, state
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingObjective:
+    """The functions in which objectives differ. `finetune plan` calls some of them without a trainer.
+
+    Attributes:
+        loss: returns the function that sums the loss over a micro-batch's targets; a step minimises the mean.
+        evaluation: returns the function that `measure` computes of each micro-batch.
+        measure: measures this rank's validation rows; the sums are cut short if a rank was preempted. Collective.
+            `Prepared.prompts` is the third argument.
+        metrics: the names of the metrics that a validation measures beside loss and `validation.metrics`.
+        prepare: checks the rows before the run's folder is opened.
+        collate: returns the collate function for the loaders, given the one for plain rows.
+        longest_row: returns the tokens of the longest row of a micro-batch, given the splits.
+        loaders: replaces loaders. `Prepared.prompts` is the second argument.
+        start: called on every rank when training starts or resumes at a state. Collective.
+    """
+
+    loss: Callable[[Config, Choices], LossFunction]
+    evaluation: Callable[[Config, Choices], Any]
+    measure: Callable[[Setup, EvaluationLoader, Any], SplitLosses]
+    metrics: tuple[str, ...] = ()
+    prepare: Callable[[Config, Any, PreTrainedTokenizerBase, Any], Prepared] = _prepare_nothing
+    collate: Callable[[Config, Collate], Any] = _collate_rows
+    longest_row: Callable[[Config, Any], int] = _longest_training_row
+    loaders: Callable[[Setup, Any, Loaders], Loaders] = _same_loaders
+    start: Callable[[Setup, Any, TrainerState], None] = _start_nothing
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """A run that is ready to train, on one rank.
+
+    Attributes:
+        runtime: this process's place in the world.
+        config: the whole run, with what the world decides filled in.
+        model: on its device, sharded if the run shards.
+        tokenizer: the model's.
+        splits: encoded rows.
+        objective: what the run minimises.
+        prompts: see `Prepared`.
+        journal: the journal of the run on the main process; None on the others.
+        metrics: `validation.metrics`, by name.
+        collate: makes a micro-batch of rows.
+        is_packed: whether micro-batches are packed for the engine.
+        measured: a model that can be copied to measure memory, because a sharded model cannot be copied.
+        memory: checkpointing and the size of micro-batches.
+    """
+
+    runtime: Runtime
+    config: Config
+    model: Any
+    tokenizer: PreTrainedTokenizerBase
+    splits: EncodedSplits
+    objective: TrainingObjective
+    prompts: Any
+    journal: Journal | None
+    metrics: Mapping[str, Any]
+    collate: Collate
+    is_packed: bool
+    measured: Any
+    memory: MemoryChoice
+
+    def on_main(self, action: Callable[[Journal], None], during: str) -> None:
+        """Call a function on the main process while the others wait, and raise its error on all ranks. Collective."""
+        with self.runtime.failing_together(during):
+            if self.journal is not None:
+                action(self.journal)
+
+    def record_memory(self) -> None:
+        """Record the memory choice in run.json. Collective."""
+        self.on_main(lambda journal: journal.record(memory=self.memory.as_record()), "recording the choice by memory")
