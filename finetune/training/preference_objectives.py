@@ -1,4 +1,7 @@
-"""The objectives that compare answers: DPO, ORPO and SimPO on pairs, KTO on labelled answers."""
+"""The objectives that compare answers: DPO, ORPO and SimPO on pairs, KTO on labelled answers.
+
+The formulas are in `finetune.training.objectives.preference_losses`.
+"""
 
 from __future__ import annotations
 
