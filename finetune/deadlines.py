@@ -24,16 +24,13 @@ class StopRequestedError(Exception):
 def call_within(
     seconds: float, call: Callable[[], _Value], *, name: str, is_to_stop: Callable[[], bool] = lambda: False
 ) -> _Value:
-    """Return what a call returns, and raise what it raises. A daemon thread runs it, and keeps it if it takes too long.
+    """Return what a call returns, and raise what it raises. A daemon thread runs it, even after the deadline.
 
-    Args:
-        seconds: the longest that the call may take. Many libraries limit only each read, so a slow sender has no limit.
-        call: the function to call.
-        name: of the thread.
-        is_to_stop: asked ten times a second; True ends the waiting.
+    `is_to_stop` is asked ten times a second; True ends the waiting. Many libraries limit only the time of each read, so
+    a slow sender has no limit there.
 
     Raises:
-        DeadlineExceededError: the call has not returned.
+        DeadlineExceededError: the call has not returned after so many seconds.
         StopRequestedError: `is_to_stop` returned True.
     """
     outcome: Future[_Value] = Future()

@@ -26,7 +26,7 @@ from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_l
 from finetune.export.compressed_folder import scheme_of
 from finetune.export.served_model import Rendered, Turns
 from finetune.export.vectors import Vectors
-from finetune.inference.vllm_answers import Choice, Detokenized, Limits, Tokenized, Version
+from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
 from finetune.inference.vllm_server import ServerGoneError, ServerRefusalError, VllmServer
 
 PYTHON = "FINETUNE_VLLM"
@@ -61,7 +61,7 @@ class ServedByVllm:
     most_tokens: int | None = None
 
     def __init__(self, server: VllmServer, name: str, known: Vectors) -> None:
-        self.runtime = f"vLLM {server.ask('/version', Version).version}"
+        self.runtime = f"vLLM {server.ask('/version', read_version)}"
         self._server = server
         self._name = name
         self._vocabulary = known.logits.shape[1]
@@ -69,9 +69,9 @@ class ServedByVllm:
 
     def render(self, turns: Turns) -> Rendered:
         """Render and encode as the server does. The text is decoded from the tokens."""
-        chat: dict[str, Any] = {"messages": list(turns), "add_generation_prompt": True}
-        ids = self._server.ask("/tokenize", Tokenized, model=self._name, **chat).tokens
-        return Rendered(self._server.ask("/detokenize", Detokenized, model=self._name, tokens=ids).prompt, ids)
+        chat = {"model": self._name, "messages": list(turns), "add_generation_prompt": True}
+        ids = self._server.ask("/tokenize", read_tokens, chat)
+        return Rendered(self._server.ask("/detokenize", read_text, {"model": self._name, "tokens": ids}), ids)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See `ServedModel.logits`."""

@@ -4,42 +4,40 @@ from __future__ import annotations
 
 import re
 import reprlib
-from typing import Annotated, NamedTuple, TypeVar
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
-from pydantic.functional_validators import model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, create_model
 
 _MOST_TOKEN_IDS = 1 << 22
 """More than any vocabulary has. A table of logits is as wide as the largest token id."""
 _LEAST, _MOST = -1e4, 1e-3
 """The range of log p. vLLM writes -9999 for minus infinity, and rounding may put a probability a little above 1."""
+_FIRST_ONLY = Field(fail_fast=True)
+"""Pydantic would otherwise describe each of a million wrong entries."""
 
-_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MOST_TOKEN_IDS)]], Field(fail_fast=True)]
-_LogProbabilities = Annotated[list[Annotated[float, Field(ge=_LEAST, le=_MOST)]], Field(fail_fast=True)]
+_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MOST_TOKEN_IDS)]], _FIRST_ONLY]
 
 
 def _by_token(given: object) -> dict[int, float]:
-    """Convert `{"token_id:5": -0.1}` to `{5: -0.1}`. Stop at the first wrong entry; pydantic would list all of them."""
+    """Convert `{"token_id:5": -0.1}` to `{5: -0.1}`."""
     found: dict[int, float] = {}
     if not isinstance(given, dict | None):
         raise ValueError(f"log p of a position is {reprlib.repr(given)}")
     for name, value in (given or {}).items():
         token = re.fullmatch(r"token_id:(\d{1,7})", name, re.ASCII)
-        is_token = token is not None and int(token[1]) < _MOST_TOKEN_IDS
-        if token is None or not is_token or not isinstance(value, int | float) or not _LEAST <= value <= _MOST:
+        is_number = isinstance(value, int | float) and _LEAST <= value <= _MOST
+        if token is None or int(token[1]) >= _MOST_TOKEN_IDS or not is_number:
             raise ValueError(f"log p of {reprlib.repr(name)} is {reprlib.repr(value)}")
         found[int(token[1])] = float(value)
     return found
 
 
-class _Answer(BaseModel):
+class _Fields(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
-AnyAnswer = TypeVar("AnyAnswer", bound=_Answer)
-
-
-class LoadedModel(_Answer):
+class LoadedModel(_Fields):
     """A model or an adapter that the server has loaded."""
 
     id: Annotated[str, Field(min_length=1, max_length=1000)]
@@ -49,40 +47,14 @@ class LoadedModel(_Answer):
     max_model_len: Annotated[int, Field(ge=1)] | None = None
 
 
-class ModelList(_Answer):
-    """The answer of `/v1/models`."""
-
-    data: Annotated[list[LoadedModel], Field(fail_fast=True)]
-
-
-class Tokenized(_Answer):
-    """The answer of `/tokenize`."""
-
-    tokens: _TokenIds
-
-
-class Detokenized(_Answer):
-    """The answer of `/detokenize`."""
-
-    prompt: str
-
-
-class Version(_Answer):
-    """The answer of `/version`."""
-
-    version: Annotated[str, Field(pattern=r"^[\w.+-]{1,100}$")]
-
-
-class LogProbabilities(_Answer):
+class LogProbabilities(_Fields):
     """Log p of the tokens of an answer, and of the most likely tokens at each of its positions."""
 
-    token_logprobs: _LogProbabilities
-    top_logprobs: (
-        Annotated[list[Annotated[dict[int, float], BeforeValidator(_by_token)]], Field(fail_fast=True)] | None
-    ) = None
+    token_logprobs: Annotated[list[Annotated[float, Field(ge=_LEAST, le=_MOST)]], _FIRST_ONLY]
+    top_logprobs: Annotated[list[Annotated[dict[int, float], BeforeValidator(_by_token)]], _FIRST_ONLY] | None = None
 
 
-class Choice(_Answer):
+class Choice(_Fields):
     """An answer to a prompt."""
 
     index: int
@@ -101,48 +73,42 @@ class Limits(NamedTuple):
     """Log p of at least so many tokens at the first position; None: of none."""
 
 
-class Completion(_Answer):
-    """The answer of `/v1/completions`."""
-
-    choices: Annotated[list[Choice], Field(fail_fast=True)]
-
-    @model_validator(mode="after")
-    def _check_limits(self, info: ValidationInfo) -> Completion:
-        asked: Limits = info.context  # type: ignore[assignment]
-        self.choices.sort(key=lambda choice: choice.index)
-        if [choice.index for choice in self.choices] != list(range(asked.num_answers)):
-            raise ValueError(
-                f"it has {len(self.choices)} answers, or their indices are wrong; expected "
-                f"{asked.num_answers}, numbered from 0"
-            )
-        for choice in self.choices:
-            ids, logprobs = choice.token_ids, choice.logprobs
-            if ids is None:
-                raise ValueError("it has no token ids; vLLM returns them from version 0.10.2 on, so upgrade it")
-            if not 1 <= len(ids) <= asked.max_tokens:
-                raise ValueError(f"an answer has {len(ids):,} tokens; asked for 1 to {asked.max_tokens:,}")
-            if max(ids) >= asked.vocabulary:
-                raise ValueError(f"an answer has token {max(ids)}; the vocabulary has {asked.vocabulary:,}")
-            if asked.num_likely is None:
-                continue
-            if logprobs is None or len(logprobs.token_logprobs) != len(ids):
-                raise ValueError("an answer has log p of more or fewer tokens than it has")
-            if asked.num_likely and len((logprobs.top_logprobs or [{}])[0]) < asked.num_likely:
-                raise ValueError(f"it has log p of fewer than {asked.num_likely:,} tokens at the first position")
-        return self
-
-
-def read_answer(shape: type[AnyAnswer], text: bytes, limits: Limits | None = None) -> AnyAnswer:
-    """Read the JSON of an answer. A completion needs limits.
-
-    Raises:
-        ValueError: the first thing that is wrong, in one sentence without a full stop.
-    """
+def _read(text: bytes, name: str, shape: Any) -> Any:
+    """Read one field of an answer in JSON. Raises ValueError, which says what is wrong first, without a full stop."""
+    fields: Any = {name: (shape, ...)}
     try:
-        return shape.model_validate_json(text, context=limits)
+        answer = create_model("Answer", __base__=_Fields, **fields).model_validate_json(text)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        message = first["msg"].removeprefix("Value error, ")
-        got = "" if first["type"] == "value_error" else f", got {reprlib.repr(first['input'])}"
-        raise ValueError(f"{place}{': ' if place else ''}{message}{got}") from None
+        place = ".".join(map(str, first["loc"])) or "all of it"
+        raise ValueError(f"{place}: {first['msg']}, got {reprlib.repr(first['input'])}") from None
+    return getattr(answer, name)
+
+
+read_models = partial(_read, name="data", shape=Annotated[list[LoadedModel], _FIRST_ONLY])
+read_tokens = partial(_read, name="tokens", shape=_TokenIds)
+read_text = partial(_read, name="prompt", shape=str)
+read_version = partial(_read, name="version", shape=Annotated[str, Field(pattern=r"^[\w.+-]{1,100}$")])
+
+
+def read_choices(text: bytes, asked: Limits) -> list[Choice]:
+    """Read the answers to a prompt, by their indices. Raises ValueError also if they are not what was asked for."""
+    choices: list[Choice] = _read(text, "choices", Annotated[list[Choice], _FIRST_ONLY])
+    choices.sort(key=lambda choice: choice.index)
+    if [choice.index for choice in choices] != list(range(asked.num_answers)):
+        raise ValueError(f"it has {len(choices)} answers or wrong indices; asked for {asked.num_answers}")
+    for choice in choices:
+        ids, logprobs = choice.token_ids, choice.logprobs
+        if ids is None:
+            raise ValueError("it has no token ids; vLLM returns them from version 0.10.2 on, so upgrade it")
+        if not 1 <= len(ids) <= asked.max_tokens:
+            raise ValueError(f"an answer has {len(ids):,} tokens; asked for 1 to {asked.max_tokens:,}")
+        if max(ids) >= asked.vocabulary:
+            raise ValueError(f"an answer has token {max(ids)}; the vocabulary has {asked.vocabulary:,}")
+        if asked.num_likely is None:
+            continue
+        if logprobs is None or len(logprobs.token_logprobs) != len(ids):
+            raise ValueError("an answer has log p of more or fewer tokens than it has")
+        if len((logprobs.top_logprobs or [{}])[0]) < asked.num_likely:
+            raise ValueError(f"it has log p of fewer than {asked.num_likely:,} tokens at the first position")
+    return choices

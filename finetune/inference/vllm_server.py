@@ -19,27 +19,19 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection, Incomple
 from pathlib import Path
 from socket import SHUT_RDWR, socket
 from threading import Event
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.inference.vllm_answers import (
-    AnyAnswer,
-    Choice,
-    Completion,
-    Limits,
-    LoadedModel,
-    ModelList,
-    Tokenized,
-    read_answer,
-)
-from finetune.terminal import without_passwords
+from finetune.inference.vllm_answers import Choice, Limits, LoadedModel, read_choices, read_models, read_tokens
 from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_Value = TypeVar("_Value")
 
 _log = logging.getLogger(__name__)
 _COMPLETIONS = "/v1/completions"
@@ -100,8 +92,8 @@ class VllmServer:
 
         def ask() -> tuple[LoadedModel, list[int]]:
             model = self.base_model()
-            found = self.ask("/tokenize", Tokenized, model=model.id, prompt=text, add_special_tokens=False)
-            return model, found.tokens
+            fields = {"model": model.id, "prompt": text, "add_special_tokens": False}
+            return model, self.ask("/tokenize", read_tokens, fields)
 
         model, theirs = self._patiently(ask)
         ours = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -129,7 +121,7 @@ class VllmServer:
         return model
 
     def _models(self) -> list[LoadedModel]:
-        return self.ask("/v1/models", ModelList).data
+        return self.ask("/v1/models", read_models)
 
     def name_of(self, adapter: Path) -> str | None:
         """Return the name of an adapter that the server loaded from this folder, which it sees by the same path."""
@@ -243,49 +235,41 @@ class VllmServer:
         Every answer has `token_ids`, and `logprobs` if the limits have `num_likely`.
         """
         likely = limits.max_tokens * (limits.num_likely or 0)
+        more_bytes = limits.max_tokens * _BYTES_OF_A_TOKEN + likely * _BYTES_OF_A_LIKELY_TOKEN
         fields |= {"model": model, "prompt": list(prompt), "n": limits.num_answers, "max_tokens": limits.max_tokens}
-        done = self.ask(
-            _COMPLETIONS,
-            Completion,
-            limits,
-            more_bytes=limits.num_answers * (limits.max_tokens * _BYTES_OF_A_TOKEN + likely * _BYTES_OF_A_LIKELY_TOKEN),
-            repetition_penalty=1.0,
-            return_token_ids=True,
-            return_tokens_as_token_ids=True,
-            **fields,
+        fields |= {"repetition_penalty": 1.0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return self.ask(
+            _COMPLETIONS, lambda text: read_choices(text, limits), fields, more_bytes=limits.num_answers * more_bytes
         )
-        return done.choices
 
     def post(self, path: str, **fields: Any) -> None:
-        """Send fields, or nothing, and check that the server accepts them. Raises the errors of `ask`."""
-        self._exchange(path, fields, 0)
+        """Send a request, and check that the server accepts it. Raises the errors of `ask`."""
+        self._exchange(path, fields)
 
     def ask(
-        self, path: str, shape: type[AnyAnswer], limits: Limits | None = None, *, more_bytes: int = 0, **fields: Any
-    ) -> AnyAnswer:
-        """Send a request, with fields as its JSON body if there are any, and return the answer.
-
-        Args:
-            path: of the request.
-            shape: the fields of the answer.
-            limits: of a completion.
-            more_bytes: how much longer the answer may be than to other requests of this size.
-            fields: of the request.
+        self,
+        path: str,
+        read: Callable[[bytes], _Value],
+        fields: Mapping[str, Any] | None = None,
+        *,
+        more_bytes: int = 0,
+    ) -> _Value:
+        """Send a request, with fields as its JSON body if there are any, and return what `read` makes of the answer.
 
         Raises:
-            ServerError: the server refuses it, does not answer in time, or its answer is too long or wrong.
+            ServerError: the server refuses it, does not answer in time, or its answer is too long or malformed.
         """
-        text = self._exchange(path, fields, more_bytes)
+        text = self._exchange(path, fields or {}, more_bytes)
         try:
-            return read_answer(shape, text, limits)
+            return read(text)
         except ValueError as error:
             raise ServerError(
                 f"the answer of {self.url}{path} is malformed: {error}. Check that this is a vLLM server, and see its "
                 "log."
             ) from None
 
-    def _exchange(self, path: str, fields: Mapping[str, Any], more_bytes: int) -> bytes:
-        """Return the body of an answer of 200. Its time and bytes are limited, headers included."""
+    def _exchange(self, path: str, fields: Mapping[str, Any], more_bytes: int = 0) -> bytes:
+        """Send a request, and return the body of the answer. Its time and its size are limited, headers included."""
         connect = HTTPSConnection if self._address.scheme == "https" else HTTPConnection
         connection, gives_up = connect(self._address.netloc), self._gives_up
         body = json.dumps(fields).encode() if fields else b""
@@ -304,11 +288,13 @@ class VllmServer:
                         raise IncompleteRead(text, answer.length)
                     return answer.status, text
 
-        def is_to_stop() -> bool:
-            return gives_up.is_set() or self._is_to_stop()
-
         try:
-            status, text = call_within(self._patience, exchange, name=f"asking {path}", is_to_stop=is_to_stop)
+            status, text = call_within(
+                self._patience,
+                exchange,
+                name=f"asking {path}",
+                is_to_stop=lambda: gives_up.is_set() or self._is_to_stop(),
+            )
         except StopRequestedError:
             raise ServerLostError(
                 f"the run was asked to stop while it waited for {self.url}{path}", is_preempted=True
@@ -343,8 +329,9 @@ class VllmServer:
         with suppress(ValueError, KeyError, TypeError, RecursionError):
             found = json.loads(answer)
             text = str(found["error"]["message"] if "error" in found else found["detail"])
-        text = " ".join(text[: 2 * _MOST_SHOWN].split())[:_MOST_SHOWN]
-        return text.replace(self._key, "…") if self._key else text  # a server may repeat the request
+        if self._key:
+            text = text.replace(self._key, "…")  # a server may repeat the request
+        return " ".join(text[: 2 * _MOST_SHOWN].split())[:_MOST_SHOWN]
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
         """Call a function until the server is there for it."""
@@ -382,20 +369,14 @@ class ServerRefusalError(ServerError):
 
 
 def _split_address(url: str) -> SplitResult:
-    """Split the address of a server. It may hold no credentials, because messages, logs and run.json repeat it."""
-    try:
+    """Split the address of a server. Messages, logs and run.json repeat it, so it may hold no credentials."""
+    with suppress(ValueError):  # UnicodeError is one
         parts = urlsplit(url)
-        _ = parts.port
-        host = (parts.hostname or "").encode("idna").decode()
-    except (ValueError, UnicodeError):
-        host = ""
-    if not host or parts.scheme not in ("http", "https") or not (url.isascii() and url.isprintable()) or " " in url:
-        raise ConfigError(
-            f"{without_passwords(url)!r} is no address of a server. Expected something like http://localhost:8000."
-        )
-    if parts.username is not None or parts.query or parts.fragment:
-        raise ConfigError(
-            f"the address of the server {host} has a user name, a password or what follows a ? or #. Leave it out: "
-            "messages and files would repeat it. The key of a vLLM server goes into VLLM_API_KEY."
-        )
-    return parts
+        host, _ = (parts.hostname or "").encode("idna"), parts.port
+        is_plain = url.isascii() and url.isprintable() and not set(url) & set(" ?#@")
+        if is_plain and host and parts.scheme in ("http", "https"):
+            return parts
+    raise ConfigError(
+        "the address of the vLLM server is none. Expected something like http://localhost:8000, without a user name, "
+        "a password or anything after a ? or #. If the server needs a key, set VLLM_API_KEY."
+    )

@@ -16,7 +16,7 @@ from finetune.cli.train import train_from_overrides
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.export.vllm_served import ServedByVllm
 from finetune.inference.decoding import Decoding, Sampling
-from finetune.inference.vllm_answers import ModelList, Tokenized
+from finetune.inference.vllm_answers import read_tokens
 from finetune.inference.vllm_server import VllmServer
 from tests.in_process import run_finetune
 from tests.launches import start_command, wait_until
@@ -97,14 +97,14 @@ MALFORMED = {
     "half a surrogate": (http(b'{"choices": ["\\ud800"]}'), "Invalid JSON"),
     "deeply nested": (http(b"[" * 100_000), "Invalid JSON"),
     "a number of many digits": (http(b'{"choices": [{"index": 1' + b"0" * 5000 + b"}]}"), "Invalid JSON|choices.0"),
-    "a list": (http([]), "should be an object"),
-    "null": (http(None), "should be an object"),
+    "a list": (http([]), "all of it: .* an object"),
+    "null": (http(None), "all of it: .* an object"),
     "no choices": (http({}), "choices: Field required"),
     "choices are a number": (http({"choices": 3}), "choices: Input should be a valid array"),
     "a choice is text": (http({"choices": ["yes"]}), r"choices\.0: .* an object"),
     "too few choices": (http({"choices": []}), "it has 0 answers"),
     "too many choices": (completion(choice(), choice(index=1)), "it has 2 answers"),
-    "another index": (completion(choice(index=1)), "their indices are wrong"),
+    "another index": (completion(choice(index=1)), "answers or wrong indices"),
     "an index is text": (completion(choice(index="0")), r"choices\.0\.index: Input should be a valid integer"),
     "no index": (http({"choices": [{}]}), r"choices\.0\.index: Field required"),
     "no token ids": (completion(choice(token_ids=None)), r"no token ids; vLLM returns them from version 0\.10\.2 on"),
@@ -246,7 +246,7 @@ def test_many_wrong_entries_cost_no_memory(server):
     """Pydantic would describe each of them."""
     server.answers["/tokenize"] = http(b'{"tokens": [' + b'"",' * 300_000 + b'""]}')
     asked = VllmServer(server.url, patience_seconds=GENEROUS_SECONDS)
-    text = refused(server, lambda: asked.ask("/tokenize", Tokenized))
+    text = refused(server, lambda: asked.ask("/tokenize", read_tokens))
     assert text.count("valid integer") == 1
 
 
@@ -401,8 +401,3 @@ def test_verify_ends_with_2_for_an_address_and_3_for_an_answer(server, tmp_path)
     assert "choices.0" in found.stdout
     found = run_finetune("verify", run, "--server", "http://me:s3cret@localhost:1")
     assert (found.returncode, "s3cret" in found.stdout) == (2, False), found.stdout
-
-
-def test_models_are_read(server):
-    server.answers["/v1/models"] = http({"data": [{"id": "a", "root": None, "created": 5, "permission": [{}]}]})
-    assert VllmServer(server.url, patience_seconds=1).ask("/v1/models", ModelList).data[0].id == "a"
