@@ -20,8 +20,8 @@ from pathlib import Path
 from socket import SHUT_RDWR, socket
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import SplitResult, urlsplit
 
+from finetune.config.server_address import split_server_address
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.inference.decoding import Decoding, SampledAnswer
@@ -67,7 +67,10 @@ class VllmServer:
 
     def __init__(self, url: str, *, patience_seconds: float, is_to_stop: Callable[[], bool] = lambda: False) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._address = _split_address(self.url)
+        try:
+            self._address = split_server_address(self.url)
+        except ValueError as error:
+            raise ConfigError(f"--server: {error}") from None  # rollout.server was checked before
         self._patience = patience_seconds
         self._is_to_stop = is_to_stop
         prefix = f"finetune-{secrets.token_hex(4)}"
@@ -366,17 +369,3 @@ class ServerGoneError(ServerError):
 
 class ServerRefusalError(ServerError):
     """The server answers with an error."""
-
-
-def _split_address(url: str) -> SplitResult:
-    """Split the address of a server. Messages, logs and run.json repeat it, so it may hold no credentials."""
-    with suppress(ValueError):  # UnicodeError is one
-        parts = urlsplit(url)
-        host, _ = (parts.hostname or "").encode("idna"), parts.port
-        is_plain = url.isascii() and url.isprintable() and not set(url) & set(" ?#@")
-        if is_plain and host and parts.scheme in ("http", "https"):
-            return parts
-    raise ConfigError(
-        "the address of the vLLM server is none. Expected something like http://localhost:8000, without a user name, "
-        "a password or anything after a ? or #. If the server needs a key, set VLLM_API_KEY."
-    )

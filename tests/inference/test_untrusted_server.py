@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from finetune import load_config
 from finetune.cli.train import train_from_overrides
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.export.vllm_served import ServedByVllm
@@ -317,6 +318,9 @@ def test_what_is_no_address_is_refused(name):
     assert caught.value.exit_code == 2
     assert "s3cret" not in str(caught.value)
     assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError, match=r"rollout\.server") as caught:
+        load_config(["model=phi_tiny", "data=orders", f"rollout.server={ADDRESSES[name]}"], task="finetune_grpo")
+    assert "s3cret" not in str(caught.value)
 
 
 def test_addresses_that_a_server_may_have():
