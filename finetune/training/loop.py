@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from finetune.errors import RunFailedError, ServerLostError
+from finetune.errors import RunFailedError, ServerError
 from finetune.runs.state import TrainerState
 from finetune.training.step import StepResult
 from finetune.training.validation import Criteria, Validated, after_validation
@@ -138,7 +138,7 @@ def run_loop(state: TrainerState, cadence: Cadence, actions: LoopActions, rules:
     Collective: every rank, with equal arguments; every rank leaves at the same step.
 
     Raises:
-        ServerLostError: on every rank, after saving: the server that answers prompts is gone.
+        ServerError: on every rank, after saving: the server that answers prompts is gone, or its answer is wrong.
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
@@ -160,7 +160,7 @@ def run_loop(state: TrainerState, cadence: Cadence, actions: LoopActions, rules:
                 state, stops, is_preempted = _after_step(state, is_preempted, cadence, actions, rules)
                 if stops or is_preempted or cadence.is_last(state.step):
                     break
-        except ServerLostError as error:
+        except ServerError as error:
             if state.step > first_step and not cadence.saves_after(state.step):
                 actions.save(state)
             if not error.is_preempted:
