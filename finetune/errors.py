@@ -85,8 +85,8 @@ class RunFailedError(FinetuneError):
         self.fault = fault
 
 
-class ServerLostError(RunFailedError):
-    """The server that answers prompts was gone for too long. The loop saves a checkpoint before it ends with it.
+class ServerError(RunFailedError):
+    """The server that answers prompts is gone, or its answer cannot be used. The loop saves a checkpoint first.
 
     Attributes:
         is_preempted: the run was asked to stop while it waited for the server.
@@ -95,6 +95,10 @@ class ServerLostError(RunFailedError):
     def __init__(self, message: str, *, is_preempted: bool = False) -> None:
         super().__init__(message)
         self.is_preempted = is_preempted
+
+
+class ServerLostError(ServerError):
+    """The server was gone for too long, or the run was asked to stop while it waited."""
 
 
 class PreemptedError(FinetuneError):

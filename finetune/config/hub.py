@@ -8,14 +8,13 @@ A download is not limited: only this request is.
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import first_line
 from finetune.logs import waiting
 from finetune.terminal import without_passwords
@@ -169,12 +168,10 @@ def _ask(repository: Repository, limit: float) -> HubFault | None:
 
     A thread waits, because a limit of the client holds for each address of the hub and for each phase of a request.
     """
-    answers: queue.SimpleQueue[HubFault | None] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answers.put(_request(repository, limit)), name="hub", daemon=True).start()
     try:
         with waiting(f"asking {_endpoint()} for {repository.name}"):
-            return answers.get(timeout=limit)
-    except queue.Empty:
+            return call_within(limit, lambda: _request(repository, limit), name="hub")
+    except DeadlineExceededError:
         return HubFault("unreachable", f"{_endpoint()} does not answer within {limit:g} s")
 
 

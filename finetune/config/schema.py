@@ -30,6 +30,7 @@ from finetune.config.on_resume import (
     TokenKey,
     UpdateKey,
 )
+from finetune.config.server_address import split_server_address
 
 
 def _without_commas(value: object) -> object:
@@ -538,7 +539,14 @@ class RolloutSection(Section):
     max_difference: Free[PositiveFloat] = 0.05
     """server: end the run if its log-probabilities differ from the run's own by more nats per token, on average."""
     server_timeout_minutes: Free[PositiveFloat] = 10.0
-    """server: how long to wait if it is gone, before the run saves a checkpoint and ends."""
+    """server: how long to wait if it is gone, and for each answer, before the run saves a checkpoint and ends."""
+
+    @field_validator("server")
+    @classmethod
+    def _server_is_an_address(cls, server: str | None) -> str | None:
+        if server is not None:
+            split_server_address(server)
+        return server
 
 
 class RewardSection(Section):

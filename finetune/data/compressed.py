@@ -6,15 +6,21 @@ import contextlib
 import importlib
 import zlib
 from collections.abc import Iterator
+from io import BufferedReader, RawIOBase
 from pathlib import Path, PurePath
-from typing import IO
+from typing import IO, Any
 
 from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error
+from finetune.units import format_bytes
 
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 """The module that opens each. The package zstandard is no choice for the last: it takes a file that was cut short for a
 whole one."""
+_MOST_RATIO = 200
+"""A file may unpack to so many times its size. Rows of text unpack to 3 to 20 times."""
+_ALWAYS_BYTES = 256 << 20
+"""Every file may unpack to this size."""
 _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 
 
@@ -45,8 +51,8 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     """Open a file of UTF-8 text, through its compression if it has one. Memory does not grow with its size.
 
     Raises:
-        DataError: also inside the block: the file cannot be read, is cut short or damaged, or a package is missing. Or
-            its first bytes are those of compressed data or of UTF-16.
+        DataError: also inside the block: the file cannot be read, is cut short or damaged, unpacks to far more than
+            text does, or a package is missing. Or its first bytes are those of compressed data or of UTF-16.
     """
     if not is_compressed(path):
         try:
@@ -67,7 +73,7 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     try:
         with module.open(path, "rb") as file:
             _refuse_other_bytes(file, label)
-            yield file
+            yield BufferedReader(_Unpacked(file, max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size), label), 1 << 16)
     except (EOFError, OSError, zlib.error, *own) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the package
             raise _cannot_be_read(label, error) from error
@@ -75,6 +81,27 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
             f"{label} cannot be decompressed ({error}): it is cut short, damaged, or no {path.suffix} file. Copy or "
             "compress it again."
         ) from error
+
+
+class _Unpacked(RawIOBase):
+    """Decompressed bytes, up to a limit. A file of 1 MB may unpack to a terabyte."""
+
+    def __init__(self, file: IO[bytes], most_bytes: int, label: str) -> None:
+        self._file, self._most, self._label = file, most_bytes, label
+        self._left = most_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        count = int(self._file.readinto(buffer))  # type: ignore[attr-defined]
+        self._left -= count
+        if self._left < 0:
+            raise DataError(
+                f"{self._label} unpacks to more than {format_bytes(self._most)}, over {_MOST_RATIO} times its size. If "
+                "its rows are what you expect, decompress it first."
+            )
+        return count
 
 
 def _refuse_other_bytes(file: IO[bytes], label: str) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from io import BufferedReader, TextIOWrapper
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, AnyStr, NoReturn
 
 from finetune.data.compressed import is_compressed, opened, suffix_of, suffixes_of
 from finetune.errors import DataError
@@ -25,6 +25,8 @@ JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 """The suffixes of files that can be read."""
 
+_MOST_OF_A_LINE = 128 << 20
+"""The longest line of a file, in bytes, and the longest cell of a table, in characters."""
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
 _LINES_EXPECTED = (
@@ -132,7 +134,7 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
     """Read one row per line; blank lines are skipped but counted."""
     with opened(path, label) as file:
         is_first = True
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(_lines(file, label), start=1):
             if number == 1:
                 line = line.removeprefix(b"\xef\xbb\xbf")
             if line.strip():
@@ -142,6 +144,19 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
                     raise DataError(f"{label}:{number}: {problem}. {_LINES_EXPECTED}")
                 is_first = False
                 yield row
+
+
+def _lines(file: IO[AnyStr], label: str) -> Iterator[AnyStr]:
+    """Yield the lines of a file. Raises DataError for a line that would fill the memory."""
+    number = 0
+    while line := file.readline(_MOST_OF_A_LINE + 1):
+        number += 1
+        if len(line) > _MOST_OF_A_LINE:
+            raise DataError(
+                f"{label}:{number}: the line has more than {_MOST_OF_A_LINE:,} characters, the most that are read. "
+                "Write each row on a line of its own, and cut longer texts."
+            )
+        yield line
 
 
 def parse_line(number: int, line: bytes) -> RawRow:
@@ -225,11 +240,11 @@ def _line_of_bad_row(text: str, position: int) -> int:
 
 def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]:
     """Read a table of text. Every cell stays the text it is: `007` and `null` too."""
-    csv.field_size_limit(2**31 - 1)  # characters; by default, long texts are refused
+    csv.field_size_limit(_MOST_OF_A_LINE)  # by default, long texts are refused
     suffix = suffix_of(path)
     delimiter = "\t" if separator == "tab" or (separator is None and suffix == ".tsv") else separator or ","
     with opened(path, label) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        cells = csv.reader(text, delimiter=delimiter, strict=True)
+        cells = csv.reader(_lines(text, label), delimiter=delimiter, strict=True)
         try:
             header = next(cells, [])
             other = next((one for one in ";\t|," if separator is None and len(header) == 1 and one in header[0]), None)

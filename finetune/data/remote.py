@@ -21,10 +21,12 @@ from urllib.parse import urlsplit
 
 from finetune.data.compressed import suffix_of, suffixes_of
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
-from finetune.errors import DataError, first_line
+from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
+from finetune.errors import DataError, PreemptedError, first_line
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error, replacing
 from finetune.runs.file_lock import file_lock
+from finetune.signals import received_stop_signal
 from finetune.terminal import without_passwords
 from finetune.units import format_bytes
 
@@ -35,6 +37,10 @@ _Answer = TypeVar("_Answer")
 _SAME_IN_ALL_VERSIONS = {"name", "type", "size", "url", "mimetype", "partial", "time"}
 """Keys of fsspec's `info` that do not identify a version. `time` is the time of the last read (SFTP, SMB)."""
 _PIECE_BYTES = 1 << 20
+_ANSWER_SECONDS = 120.0
+"""The longest that a server may take to answer a question, and to send one piece of a file."""
+_MOST_BYTES_WITHOUT_SIZE = 64 << 30
+"""The largest file whose size the server does not name."""
 _LOCAL = "file://"
 
 
@@ -111,8 +117,10 @@ class RemoteRows:
             closing(self._ask(lambda files, path: files.open(path, "rb"))) as remote,
             replacing(file) as copy,
         ):
-            while piece := self._ask(lambda *_: remote.read(_PIECE_BYTES)):
+            while piece := self._ask(lambda *_: _read_piece(remote)):
                 copy.write(piece)
+                if copy.tell() > (most := _MOST_BYTES_WITHOUT_SIZE if size is None else size):
+                    raise DataError(f"{self.label} has more than {most:,} bytes, the most that its server may send.")
             copied = copy.tell()
             if size is not None and copied != size:
                 raise DataError(f"{self.label} ended after {copied:,} of {size:,} bytes. Start again.")
@@ -120,6 +128,14 @@ class RemoteRows:
 
     def _ask(self, question: Callable[[Any, str], _Answer]) -> _Answer:
         return ask(self.key, self.address, question)
+
+
+def _read_piece(file: Any) -> bytes:
+    """Read a whole piece, so that its deadline is one of many bytes. Some servers send a few bytes at a time."""
+    piece = bytearray()
+    while len(piece) < _PIECE_BYTES and (part := file.read(_PIECE_BYTES - len(piece))):
+        piece += part
+    return bytes(piece)
 
 
 _BITS_OF_A_NUMBER = 40
@@ -179,13 +195,27 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
     `key` names the address in messages. The question gets the file system and the path there.
 
     Raises:
-        DataError: there is no such scheme, file or folder, a package is missing, or the server refuses.
+        DataError: there is no such scheme, file or folder, a package is missing, or the server refuses or is too slow.
+        PreemptedError: the run was asked to stop meanwhile.
     """
     import fsspec
 
     what = f"{key} is {without_passwords(address)}"
     try:
-        return question(*fsspec.core.url_to_fs(address))
+        files, path = fsspec.core.url_to_fs(address, **_http_options(address))
+        return call_within(
+            _ANSWER_SECONDS,
+            lambda: question(files, path),
+            name=f"reading {key}",
+            is_to_stop=lambda: received_stop_signal() is not None,
+        )
+    except StopRequestedError:
+        raise PreemptedError(f"stopped as asked, while it read {without_passwords(address)}") from None
+    except DeadlineExceededError:
+        raise DataError(
+            f"{what}, whose server has not sent an answer, or the next {format_bytes(_PIECE_BYTES)}, within "
+            f"{_ANSWER_SECONDS:g} s. Try again later, or copy the file here."
+        ) from None
     except ImportError as error:
         fix = "Run `pip install 'finetune[http]'`" if address.startswith("http") else "Install it into this environment"
         raise DataError(f"{what}, which needs a package that is not installed ({error}). {fix}.") from None
@@ -198,3 +228,22 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
             f"{what}, which cannot be read ({type(cause).__name__}: {why}). Check the address, and the credentials "
             "that its scheme takes from the environment."
         ) from None
+
+
+def _http_options(address: str) -> dict[str, Any]:
+    """Return what fsspec should do for http: read a file as one stream, and leave its bytes as they are.
+
+    Otherwise, aiohttp decompresses what the server declares as compressed, and fsspec reads a part of a file into
+    memory however long it is. The time is counted in `ask`, because a large file may take longer than an answer.
+    """
+    schemes = [scheme for scheme in ("http", "https") if f"{scheme}://" in address]
+    if not schemes:
+        return {}
+    from aiohttp import ClientTimeout
+
+    client = {
+        "auto_decompress": False,
+        "headers": {"Accept-Encoding": "identity"},
+        "timeout": ClientTimeout(total=None, sock_connect=30),
+    }
+    return {scheme: {"block_size": 0, "client_kwargs": client} for scheme in schemes}

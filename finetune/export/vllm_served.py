@@ -26,7 +26,8 @@ from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_l
 from finetune.export.compressed_folder import scheme_of
 from finetune.export.served_model import Rendered, Turns
 from finetune.export.vectors import Vectors
-from finetune.inference.vllm_server import ServerGoneError, VllmServer
+from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
+from finetune.inference.vllm_server import ServerGoneError, ServerRefusalError, VllmServer
 
 PYTHON = "FINETUNE_VLLM"
 """Names the Python of an environment that has vLLM. Without it, vLLM must be installed beside finetune."""
@@ -41,7 +42,6 @@ _REFUSED = {
     "modules_to_save": "layers that are trained whole",
 }
 """What vLLM refuses, by the key in adapter_config.json."""
-_TOKEN = "token_id:"
 _GIVEN_BY_DEFAULT = 20
 """The default of vLLM's --max-logprobs."""
 
@@ -61,7 +61,7 @@ class ServedByVllm:
     most_tokens: int | None = None
 
     def __init__(self, server: VllmServer, name: str, known: Vectors) -> None:
-        self.runtime = f"vLLM {server.ask('/version')['version']}"
+        self.runtime = f"vLLM {server.ask('/version', read_version)}"
         self._server = server
         self._name = name
         self._vocabulary = known.logits.shape[1]
@@ -69,9 +69,9 @@ class ServedByVllm:
 
     def render(self, turns: Turns) -> Rendered:
         """Render and encode as the server does. The text is decoded from the tokens."""
-        chat = {"messages": list(turns), "add_generation_prompt": True}
-        ids = self._server.ask("/tokenize", model=self._name, **chat)["tokens"]
-        return Rendered(self._server.ask("/detokenize", model=self._name, tokens=ids)["prompt"], ids)
+        chat = {"model": self._name, "messages": list(turns), "add_generation_prompt": True}
+        ids = self._server.ask("/tokenize", read_tokens, chat)
+        return Rendered(self._server.ask("/detokenize", read_text, {"model": self._name, "tokens": ids}), ids)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See `ServedModel.logits`."""
@@ -84,18 +84,17 @@ class ServedByVllm:
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""
-        return list(self._complete(token_ids, max_tokens=max_new_tokens)["token_ids"])
+        return self._complete(token_ids, max_new_tokens).token_ids or []
 
     def _ends_at(self, token: int) -> bool:
-        only = self._complete([token], max_tokens=2, allowed_token_ids=[token])
-        return bool(only["finish_reason"] == "stop")
+        return self._complete([token], 2, allowed_token_ids=[token]).finish_reason == "stop"
 
     def _logits_after(self, prompt: Sequence[int]) -> dict[int, float]:
         """Return log p of tokens after a prompt: of all, or of as many as a server gives by default."""
         wanted = -1 if self.most_tokens is None else self.most_tokens
         try:
-            found = self._complete(prompt, max_tokens=1, logprobs=wanted)
-        except RunFailedError as error:
+            found = self._complete(prompt, 1, num_likely=self.most_tokens or self._vocabulary, logprobs=wanted)
+        except ServerRefusalError as error:
             if "logprobs" not in str(error):
                 raise
             if self.most_tokens is None:
@@ -105,22 +104,14 @@ class ServedByVllm:
                 f"{error} A comparison needs the log-probabilities of {wanted} tokens or of all: start the server "
                 "without --max-logprobs, or with --max-logprobs -1."
             ) from error
-        given = found["logprobs"]["top_logprobs"][0].items()
-        return {int(name.removeprefix(_TOKEN)): value for name, value in given}
+        assert found.logprobs is not None
+        return (found.logprobs.top_logprobs or [{}])[0]
 
-    def _complete(self, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
-        found = self._server.ask(
-            "/v1/completions",
-            model=self._name,
-            prompt=list(prompt),
-            temperature=0,
-            repetition_penalty=1.0,
-            return_token_ids=True,
-            return_tokens_as_token_ids=True,
-            **fields,
-        )
-        choice: dict[str, Any] = found["choices"][0]
-        return choice
+    def _complete(
+        self, prompt: Sequence[int], max_tokens: int, *, num_likely: int | None = None, **fields: Any
+    ) -> Choice:
+        limits = Limits(1, max_tokens, self._vocabulary, num_likely)
+        return self._server.complete(self._name, prompt, limits, temperature=0, **fields)[0]
 
 
 @contextmanager
@@ -153,7 +144,7 @@ def served_by_vllm(
         else:
             server = opened.enter_context(_started(folder if base is None else base, None if base is None else folder))
         server.wait()
-        name = served_as or (server.base_model()["id"] if base is None else server.name_of(folder))
+        name = served_as or (server.base_model().id if base is None else server.name_of(folder))
         if name is None:
             try:
                 name = opened.enter_context(server.loaded(folder))

@@ -11,10 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.values import quote
+from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answer_metrics import exact_match, json_equal, json_valid, resolve_functions, token_f1
 
@@ -193,29 +193,16 @@ class Rewards:
         return [_as_number(name, value, answer) for value, answer in zip(values, answers, strict=True)]
 
     def _in_time(self, name: str, given: Mapping[str, Any], answers: Sequence[GeneratedAnswer]) -> Any:
-        found: list[Any] = []
-        problems: list[BaseException] = []
-
-        def call() -> None:
-            try:
-                found.append(self._own[name](**given))
-            except BaseException as error:  # it is the user's own code, which may call sys.exit
-                problems.append(error)
-
-        # A thread that does not end cannot be stopped, but a daemon does not keep the process from ending.
-        thread = Thread(target=call, name=f"reward function {name}", daemon=True)
-        thread.start()
-        thread.join(self.timeout_seconds)
         first = f"{len(answers)} answers, the first to {answers[0].source}"
-        if thread.is_alive():
+        try:
+            return call_within(self.timeout_seconds, lambda: self._own[name](**given), name=f"reward function {name}")
+        except DeadlineExceededError:
             raise DataError(
                 f"the reward function {name} has not returned after {self.timeout_seconds:g} s for {first}. Make it "
                 "faster, or raise reward.timeout_seconds."
-            )
-        if problems:
-            error = problems[0]
+            ) from None
+        except (Exception, SystemExit) as error:  # it is the user's own code, which may call sys.exit
             raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
-        return found[0]
 
 
 def _refuse_bad_pattern(section: RewardSection) -> None:

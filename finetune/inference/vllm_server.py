@@ -11,22 +11,27 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPConnection, HTTPException, HTTPSConnection, IncompleteRead
 from pathlib import Path
-from socket import SHUT_RDWR
-from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from socket import SHUT_RDWR, socket
+from threading import Event
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from finetune.errors import ConfigError, RunFailedError, ServerLostError
+from finetune.config.server_address import split_server_address
+from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
+from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.units import format_duration
+from finetune.inference.vllm_answers import Choice, Limits, LoadedModel, read_choices, read_models, read_tokens
+from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_Value = TypeVar("_Value")
 
 _log = logging.getLogger(__name__)
 _COMPLETIONS = "/v1/completions"
@@ -34,6 +39,15 @@ _PAUSE_SECONDS = 1.0
 _LOOK_EVERY = 10
 """Pauses between two looks at a server that has not answered yet."""
 _SAY_EVERY_SECONDS = 60.0
+
+_MOST_BYTES = 1 << 20
+"""The longest answer to a short request about no tokens."""
+_BYTES_OF_A_TOKEN = 512
+"""The most that each token of a completion may add: its id, its text, and log p of it and of its place."""
+_BYTES_OF_A_LIKELY_TOKEN = 128
+_BYTES_OF_A_BYTE = 16
+"""The most that each byte of a request may add: the server repeats prompts, or turns them into tokens or text."""
+_MOST_SHOWN = 500
 
 
 class VllmServer:
@@ -43,25 +57,31 @@ class VllmServer:
 
     Args:
         url: where it listens, for example ``http://localhost:8000``.
-        patience_seconds: how long a request waits for a server that is gone, or that takes long to answer.
-        is_to_stop: called while the server is gone; True ends the waiting.
+        patience_seconds: how long to wait for a server that is gone, and for each answer from its first to its last
+            byte.
+        is_to_stop: called while a request waits; True ends the waiting.
 
     Raises:
-        ConfigError: the address is not one of http or https.
+        ConfigError: the address is not one of http or https, or has more than a host, a port and a path.
     """
 
     def __init__(self, url: str, *, patience_seconds: float, is_to_stop: Callable[[], bool] = lambda: False) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._address = urlsplit(self.url)
-        if self._address.scheme not in ("http", "https") or not self._address.netloc:
-            raise ConfigError(f"{url!r} is no address of a server. Expected something like http://localhost:8000.")
+        try:
+            self._address = split_server_address(self.url)
+        except ValueError as error:
+            raise ConfigError(f"--server: {error}") from None  # rollout.server was checked before
         self._patience = patience_seconds
         self._is_to_stop = is_to_stop
         prefix = f"finetune-{secrets.token_hex(4)}"
         self._adapter_names = (f"{prefix}-{number}" for number in itertools.count(1))
-        key = os.environ.get("VLLM_API_KEY")
-        self._connections: set[HTTPConnection] = set()
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        self._gives_up = Event()
+        self._key = os.environ.get("VLLM_API_KEY", "")
+        self._headers = {"Content-Type": "application/json"}
+        if self._key:
+            if not (self._key.isascii() and self._key.isprintable()):
+                raise ConfigError("VLLM_API_KEY has characters that no key has. Set it again, without a newline.")
+            self._headers["Authorization"] = f"Bearer {self._key}"
 
     def check(self, tokenizer: PreTrainedTokenizerBase, text: str, *, most_tokens: int) -> None:
         """Wait for the server, and check that its model reads a text as the run's does and has room for `most_tokens`.
@@ -70,12 +90,13 @@ class VllmServer:
 
         Raises:
             ConfigError: the server's model has another tokenizer or a shorter context.
-            ServerLostError: the server did not answer in time.
+            ServerError: the server did not answer in time, or its answer is wrong.
         """
 
-        def ask() -> tuple[dict[str, Any], list[int]]:
+        def ask() -> tuple[LoadedModel, list[int]]:
             model = self.base_model()
-            return model, self.ask("/tokenize", model=model["id"], prompt=text, add_special_tokens=False)["tokens"]
+            fields = {"model": model.id, "prompt": text, "add_special_tokens": False}
+            return model, self.ask("/tokenize", read_tokens, fields)
 
         model, theirs = self._patiently(ask)
         ours = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -83,11 +104,11 @@ class VllmServer:
             differing = (n for n, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other)
             place = next(differing, min(len(theirs), len(ours)))
             raise ConfigError(
-                f"{self.url} serves {model['id']}. Its tokenizer reads a prompt of this run as other tokens (token "
+                f"{self.url} serves {model.id}. Its tokenizer reads a prompt of this run as other tokens (token "
                 f"{place}: {theirs[place : place + 1]}, here {ours[place : place + 1]}). Serve the run's own base "
                 "model with its tokenizer."
             )
-        longest = model.get("max_model_len")
+        longest = model.max_model_len
         if longest is not None and longest < most_tokens:
             raise ConfigError(
                 f"{self.url} serves at most {longest:,} tokens of a prompt with its answer, but this run needs "
@@ -95,15 +116,19 @@ class VllmServer:
                 "rollout.max_completion_length or data.max_length."
             )
 
-    def base_model(self) -> dict[str, Any]:
-        """Return the record of the model that the server serves without an adapter; `id` is its name."""
-        models: list[dict[str, Any]] = self.ask("/v1/models")["data"]
-        return next(model for model in models if not model.get("parent"))
+    def base_model(self) -> LoadedModel:
+        """Return the model that the server serves without an adapter; `id` is its name."""
+        model = next((model for model in self._models() if not model.parent), None)
+        if model is None:
+            raise ServerError(f"{self.url} lists no model without an adapter. Is it a vLLM server?")
+        return model
+
+    def _models(self) -> list[LoadedModel]:
+        return self.ask("/v1/models", read_models)
 
     def name_of(self, adapter: Path) -> str | None:
         """Return the name of an adapter that the server loaded from this folder, which it sees by the same path."""
-        models: list[dict[str, Any]] = self.ask("/v1/models")["data"]
-        return next((model["id"] for model in models if model.get("parent") and model["root"] == str(adapter)), None)
+        return next((model.id for model in self._models() if model.parent and model.root == str(adapter)), None)
 
     def wait(self, level: int = logging.WARNING) -> None:
         """Wait until the server is there, and log that at a level.
@@ -111,7 +136,7 @@ class VllmServer:
         Raises:
             ServerLostError: it is not there in time.
         """
-        self._patiently(lambda: self.ask("/health"), level)
+        self._patiently(lambda: self.post("/health"), level)
 
     def answer(
         self,
@@ -120,6 +145,7 @@ class VllmServer:
         *,
         adapter: Path,
         num_answers: int,
+        vocabulary: int,
         seeds: Sequence[int],
         at_once: int,
     ) -> list[SampledAnswer]:
@@ -130,26 +156,30 @@ class VllmServer:
             decoding: stop ids, which an answer keeps, and sampling.
             adapter: a folder that the server reads, by the same path, for the time of this call.
             num_answers: to each prompt.
+            vocabulary: the number of tokens that the run's model has.
             seeds: of each prompt.
             at_once: prompts that are asked at the same time.
 
         Raises:
-            RunFailedError: the server refuses the adapter or a prompt.
-            ServerLostError: it is gone for too long.
+            ServerError: the server refuses the adapter or a prompt, its answer is wrong, or it is gone for too long.
         """
         found: dict[int, list[SampledAnswer]] = {}
 
+        limits = Limits(num_answers, decoding.max_new_tokens, vocabulary, num_likely=0)
+
         def ask(name: str, place: int) -> None:
-            found[place] = self._complete(name, prompts[place], decoding, num_answers, seeds[place])
+            found[place] = self._sample(name, prompts[place], decoding, limits, seeds[place])
 
         def ask_for_the_rest() -> None:
+            self._gives_up = Event()
             with self.loaded(adapter) as name, ThreadPoolExecutor(at_once) as threads:
                 asked = [threads.submit(ask, name, place) for place in range(len(prompts)) if place not in found]
                 try:
                     self._wait_for(asked, name)
-                finally:
+                except BaseException:
                     threads.shutdown(wait=False, cancel_futures=True)
-                    self._hang_up()
+                    self._gives_up.set()  # ends the requests that are under way, and so their threads
+                    raise
 
         self._patiently(ask_for_the_rest)
         return [answer for place in range(len(prompts)) for answer in found[place]]
@@ -164,82 +194,147 @@ class VllmServer:
                 return
             if self._is_to_stop():
                 raise ServerLostError("the run was asked to stop while it waited for answers", is_preempted=True)
-            if seconds % _LOOK_EVERY == 0 and all(model["id"] != adapter for model in self.ask("/v1/models")["data"]):
+            if seconds % _LOOK_EVERY == 0 and all(model.id != adapter for model in self._models()):
                 raise ServerGoneError(self.url, "it was started again")
-
-    def _hang_up(self) -> None:
-        """End the requests that are under way, so that their threads end."""
-        for connection in list(self._connections):
-            with suppress(OSError, AttributeError):  # not connected, or no longer
-                connection.sock.shutdown(SHUT_RDWR)
 
     @contextmanager
     def loaded(self, adapter: Path) -> Iterator[str]:
         """Load an adapter under a name of its own: vLLM's cache of prefixes knows adapters by their names."""
         name = next(self._adapter_names)
-        self.ask("/v1/load_lora_adapter", lora_name=name, lora_path=str(adapter))
+        self.post("/v1/load_lora_adapter", lora_name=name, lora_path=str(adapter))
         yield name
-        self.ask("/v1/unload_lora_adapter", lora_name=name)
+        self.post("/v1/unload_lora_adapter", lora_name=name)
 
-    def _complete(
-        self, model: str, prompt: Sequence[int], decoding: Decoding, num_answers: int, seed: int
+    def _sample(
+        self, model: str, prompt: Sequence[int], decoding: Decoding, limits: Limits, seed: int
     ) -> list[SampledAnswer]:
         sampling = decoding.sampling
         assert sampling is not None
-        done = self.ask(
-            _COMPLETIONS,
-            model=model,
-            prompt=list(prompt),
-            n=num_answers,
+        choices = self.complete(
+            model,
+            prompt,
+            limits,
             seed=seed,
-            max_tokens=decoding.max_new_tokens,
             # Without these, the server would take the defaults of the model's generation_config.json.
             temperature=sampling.temperature,
             top_p=1.0 if sampling.top_p is None else sampling.top_p,
             top_k=sampling.top_k or 0,
             min_p=0.0,
-            repetition_penalty=1.0,
             presence_penalty=0.0,
             frequency_penalty=0.0,
             ignore_eos=True,  # the stop ids are given
             stop_token_ids=list(decoding.stop_ids),
             logprobs=0,
-            return_token_ids=True,
         )
-        choices = sorted(done["choices"], key=lambda choice: int(choice["index"]))
-        if any(choice.get("token_ids") is None for choice in choices):
-            raise RunFailedError(f"{self.url} returns no token ids. vLLM does so from version 0.10.2 on: upgrade it.")
         return [
-            SampledAnswer(list(choice["token_ids"]), [-value for value in choice["logprobs"]["token_logprobs"]])
+            SampledAnswer(choice.token_ids or [], [-value for value in choice.logprobs.token_logprobs])
             for choice in choices
+            if choice.logprobs is not None
         ]
 
-    def ask(self, path: str, **fields: Any) -> Any:
-        """Send a request, with fields as its JSON body if there are any, and return the answer.
+    def complete(self, model: str, prompt: Sequence[int], limits: Limits, **fields: Any) -> list[Choice]:
+        """Complete a prompt, with token ids and no repetition penalty. Raises the errors of `ask`.
+
+        Every answer has `token_ids`, and `logprobs` if the limits have `num_likely`.
+        """
+        likely = limits.max_tokens * (limits.num_likely or 0)
+        more_bytes = limits.max_tokens * _BYTES_OF_A_TOKEN + likely * _BYTES_OF_A_LIKELY_TOKEN
+        fields |= {"model": model, "prompt": list(prompt), "n": limits.num_answers, "max_tokens": limits.max_tokens}
+        fields |= {"repetition_penalty": 1.0, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        return self.ask(
+            _COMPLETIONS, lambda text: read_choices(text, limits), fields, more_bytes=limits.num_answers * more_bytes
+        )
+
+    def post(self, path: str, **fields: Any) -> None:
+        """Send a request, and check that the server accepts it. Raises the errors of `ask`."""
+        self._exchange(path, fields)
+
+    def ask(
+        self,
+        path: str,
+        read: Callable[[bytes], _Value],
+        fields: Mapping[str, Any] | None = None,
+        *,
+        more_bytes: int = 0,
+    ) -> _Value:
+        """Send a request, with fields as its JSON body if there are any, and return what `read` makes of the answer.
 
         Raises:
-            RunFailedError: the server refuses it, or does not answer.
+            ServerError: the server refuses it, does not answer in time, or its answer is too long or malformed.
         """
-        connect = HTTPSConnection if self._address.scheme == "https" else HTTPConnection
-        connection = connect(self._address.netloc, timeout=self._patience)
-        self._connections.add(connection)
-        body = json.dumps(fields).encode() if fields else None
+        text = self._exchange(path, fields or {}, more_bytes)
         try:
-            connection.request("POST" if body else "GET", self._address.path + path, body=body, headers=self._headers)
-            answer = connection.getresponse()
-            text = answer.read()
+            return read(text)
+        except ValueError as error:
+            raise ServerError(
+                f"the answer of {self.url}{path} is malformed: {error}. Check that this is a vLLM server, and see its "
+                "log."
+            ) from None
+
+    def _exchange(self, path: str, fields: Mapping[str, Any], more_bytes: int = 0) -> bytes:
+        """Send a request, and return the body of the answer. Its time and its size are limited, headers included."""
+        connect = HTTPSConnection if self._address.scheme == "https" else HTTPConnection
+        connection, gives_up = connect(self._address.netloc), self._gives_up
+        body = json.dumps(fields).encode() if fields else b""
+        most_bytes = _MOST_BYTES + more_bytes + _BYTES_OF_A_BYTE * len(body)
+        opened: list[socket] = []
+
+        def exchange() -> tuple[int, bytes]:
+            method = "POST" if body else "GET"
+            with closing(connection):
+                connection.connect()
+                opened.append(connection.sock)
+                connection.request(method, self._address.path + path, body or None, self._headers)
+                with connection.getresponse() as answer:
+                    text = answer.read(most_bytes + 1)
+                    if answer.length and len(text) <= most_bytes:
+                        raise IncompleteRead(text, answer.length)
+                    return answer.status, text
+
+        try:
+            status, text = call_within(
+                self._patience,
+                exchange,
+                name=f"asking {path}",
+                is_to_stop=lambda: gives_up.is_set() or self._is_to_stop(),
+            )
+        except StopRequestedError:
+            raise ServerLostError(
+                f"the run was asked to stop while it waited for {self.url}{path}", is_preempted=True
+            ) from None
+        except DeadlineExceededError:
+            raise ServerLostError(
+                f"{self.url}{path} has not answered completely within {format_duration(self._patience)}. See the log "
+                "of the server, then run the command again; a run goes on with resume=auto."
+            ) from None
         except (OSError, HTTPException) as error:
-            raise ServerGoneError(self.url, str(error) or type(error).__name__) from error
+            raise ServerGoneError(self.url, str(error)[:_MOST_SHOWN] or type(error).__name__) from error
         finally:
-            self._connections.discard(connection)
-            connection.close()
-        if answer.status >= HTTPStatus.BAD_REQUEST:
-            why = f"{self.url}{path} answers {answer.status}: {_message(text)}"
+            for one in opened:  # a request that goes on would occupy the server
+                with suppress(OSError):
+                    one.shutdown(SHUT_RDWR)
+        if len(text) > most_bytes:
+            raise ServerError(
+                f"{self.url}{path} answers more than {format_bytes(most_bytes)}, the limit for this request. Check "
+                "that this is a vLLM server, and see its log."
+            )
+        if status != HTTPStatus.OK:
+            why = f"{self.url}{path} answers {status}: {self._message(text)}"
             # vLLM answers 500 to completions while it ends, and to an adapter that it cannot load. A proxy answers 502.
             server_error = HTTPStatus.INTERNAL_SERVER_ERROR
-            is_gone = answer.status > server_error or (answer.status == server_error and path == _COMPLETIONS)
-            raise ServerGoneError(self.url, why) if is_gone else RunFailedError(why)
-        return json.loads(text) if answer.headers.get_content_type() == "application/json" else text.decode()
+            is_gone = status > server_error or (status == server_error and path == _COMPLETIONS)
+            raise ServerGoneError(self.url, why) if is_gone else ServerRefusalError(why)
+        return text
+
+    def _message(self, answer: bytes) -> str:
+        """Return what a server says of an error, on one line: vLLM's JSON has it in `error.message`."""
+        text = answer.decode(errors="replace")
+        with suppress(ValueError, KeyError, TypeError, RecursionError):
+            found = json.loads(answer)
+            text = str(found["error"]["message"] if "error" in found else found["detail"])
+        if self._key:
+            text = text.replace(self._key, "…")  # a server may repeat the request
+        return " ".join(text[: 2 * _MOST_SHOWN].split())[:_MOST_SHOWN]
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
         """Call a function until the server is there for it."""
@@ -265,17 +360,12 @@ class VllmServer:
                 time.sleep(_PAUSE_SECONDS)
 
 
-class ServerGoneError(RunFailedError):
+class ServerGoneError(ServerError):
     """The server does not answer any more, or not yet."""
 
     def __init__(self, url: str, why: str) -> None:
         super().__init__(f"the server {url} does not answer ({why})")
 
 
-def _message(answer: bytes) -> str:
-    """Return what a server says of an error: vLLM's JSON has it in `error.message`."""
-    try:
-        found = json.loads(answer)
-        return str(found["error"]["message"] if "error" in found else found["detail"])
-    except (ValueError, KeyError, TypeError):
-        return answer.decode(errors="replace")[:500]
+class ServerRefusalError(ServerError):
+    """The server answers with an error."""

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from finetune.errors import RunFailedError, ServerLostError
+from finetune.errors import RunFailedError, ServerError
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.step import StepResult
@@ -32,7 +32,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
     Collective: every rank, with equal arguments; every rank leaves at the same step.
 
     Raises:
-        ServerLostError: on every rank, after saving: the server that answers prompts is gone.
+        ServerError: on every rank, after saving: the server that answers prompts is gone, or its answer is wrong.
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
@@ -54,7 +54,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                 state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
                 if end is not None:
                     break
-        except ServerLostError as error:
+        except ServerError as error:
             if state.step > first_step and not cadence.saves_after(state.step):
                 run.save(state)
             if not error.is_preempted:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import derived_seed
-from finetune.errors import PreemptedError, RunFailedError, ServerLostError
+from finetune.errors import PreemptedError, RunFailedError, ServerError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.vllm_server import VllmServer
 from finetune.runs.checkpoints import adapter_for_server
@@ -41,7 +41,7 @@ class RolloutServer:
 
         Raises:
             ConfigError: the server's model reads text differently, or has no room for the answers.
-            ServerLostError: it does not answer in time.
+            ServerError: it does not answer in time, or its answer is wrong.
             PreemptedError: the run was asked to stop meanwhile.
         """
         self._runtime.at("waiting for the server", timed=False)
@@ -51,15 +51,15 @@ class RolloutServer:
                 most = len(longest) + self._section.max_completion_length
                 try:
                     self._server.check(self._setup.tokenizer, prompts.text(longest), most_tokens=most)
-                except ServerLostError as error:
+                except ServerError as error:
                     raise (PreemptedError(str(error)) if error.is_preempted else error) from None
 
     def sample(self, step: int, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer]:
         """Give the adapter to the server, and return its answers to each prompt on every rank. Collective.
 
         Raises:
-            RunFailedError: the server refuses the adapter or a prompt.
-            ServerLostError: it is gone for too long, or the run was asked to stop meanwhile.
+            ServerError: the server refuses the adapter or a prompt, its answer is wrong, or it is gone for too long. Or
+                the run was asked to stop meanwhile.
         """
         runtime, section = self._runtime, self._section
         runtime.at("rollout by the server", step, timed=False)
@@ -74,13 +74,14 @@ class RolloutServer:
                             decoding,
                             adapter=adapter,
                             num_answers=section.num_generations,
+                            vocabulary=self._setup.model.config.vocab_size,
                             seeds=[derived_seed(decoding.sampling.seed, "prompt", n) for n in range(len(prompts))],
                             at_once=max(1, section.batch_size // section.num_generations),
                         )
-                except ServerLostError as error:
+                except ServerError as error:
                     found = error
         found = runtime.broadcast_from_main(found)
-        if isinstance(found, ServerLostError):
+        if isinstance(found, ServerError):
             found.is_reported_elsewhere = not runtime.is_main_process
             raise found
         return [SampledAnswer(*answer) for answer in found]

@@ -3,7 +3,9 @@ from __future__ import annotations
 import bz2
 import errno
 import gzip
+import importlib
 import lzma
+import subprocess
 import sys
 from functools import partial
 from io import BytesIO
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from backports import zstd
 
+from finetune.data import compressed, readers
 from finetune.data.readers import FileRows
 from finetune.errors import DataError
 from tests.data.conftest import encode
@@ -96,3 +99,55 @@ def test_a_compressed_split_encodes_to_the_same_rows(make_section, tmp_path):
         found.append((splits.train.fingerprint, splits.validation.fingerprint))
     assert found[0] == found[1]
     assert splits.train.source(1) == f"{tmp_path}/packed/train.jsonl.gz:2"
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
+def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, suffix, name):
+    monkeypatch.setattr(compressed, "_ALWAYS_BYTES", 1 << 20)
+    row = {"a.json": '{"text": "%s"},', "a.csv": "a,%s\n"}.get(name, '{"text": "%s"}\n').encode() % (b"a" * 1000)
+    start, end = {"a.json": (b"[", b"1]"), "a.csv": (b"prompt,completion\n", b"")}.get(name, (b"", b""))
+    rows = file_rows(tmp_path / f"{name}{suffix}", COMPRESS[suffix](start + row * ((2 << 20) // len(row)) + end))
+    with pytest.raises(DataError, match=r"unpacks to more than [\d.]+ MB, over 200 times its size"):
+        for _ in rows.rows():
+            pass
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz"])
+def test_a_line_has_a_limit(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(readers, "_MOST_OF_A_LINE", 1000)
+    content = b"a,b\n" + b"x" * 2000 + b",y\n" if "csv" in name else b'{"text": "a"}\n"' + b"x" * 2000 + b'"\n'
+    rows = file_rows(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
+    with pytest.raises(DataError, match=rf"{name}:2: the line has more than 1,000 characters"):
+        list(rows.rows())
+    quoted = content.replace(b"x" * 2000, b'"' + b"x\n" * 1000 + b'"')
+    if "csv" in name:
+        with pytest.raises(DataError, match="field larger than field limit"):
+            list(file_rows(tmp_path / name, gzip.compress(quoted) if name.endswith(".gz") else quoted).rows())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("content", ["one line", "long rows"])
+def test_memory_does_not_grow_with_a_compressed_file(tmp_path, suffix, content):
+    """600 MiB in 3 MB or less. A line may have 128 MiB, and Python holds a line twice while it reads it."""
+    module = "gzip" if suffix == ".gz" else "backports.zstd"
+    options = {"compresslevel": 1} if suffix == ".gz" else {}
+    path = tmp_path / f"a.jsonl{suffix}"
+    piece = b"x" * (1 << 20) if content == "one line" else b'{"text": "' + b"x" * (1 << 20) + b'"}\n'
+    with importlib.import_module(module).open(path, "wb", **options) as file:
+        for _ in range(600):
+            file.write(piece)
+    script = (
+        "import resource, sys\nfrom pathlib import Path\nfrom finetune.data.readers import FileRows\n"
+        "from finetune.errors import DataError\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024\n"
+        "before = peak()\n"
+        "try:\n    for row in FileRows(Path(sys.argv[1]), 'a').rows(): pass\n"
+        "except DataError as error: print(error)\n"
+        "print('MiB', peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=False)
+    assert float(done.stdout.split("MiB")[1]) < 4 * 128, done.stdout + done.stderr
+    is_refused = content == "one line" or path.stat().st_size * 200 < 600 << 20
+    assert ("more than" in done.stdout, done.stderr) == (is_refused, "")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import signal
+import sys
 import threading
+import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -12,11 +15,14 @@ from pathlib import Path
 import fsspec
 import pytest
 
+from finetune.data import remote
 from finetune.data.encode import encode_examples
 from finetune.data.examples import check_local_rows, load_examples
 from finetune.data.remote import RemoteRows
 from finetune.errors import DataError
 from tests.data.conftest import encode_train
+from tests.launches import start_command, wait_until
+from tests.raw_server import drip, http, raw_server
 from tests.tiny import tiny_tokenizer
 
 ROW = {"prompt": "Hi", "completion": "yes"}
@@ -178,3 +184,78 @@ def test_a_cache_that_cannot_be_written_is_named(memory, tmp_path):
     (tmp_path / "cache").touch()
     with pytest.raises(DataError, match=r"data\.cache_dir is .+cache, where memory://rows/train\.jsonl is copied to"):
         RemoteRows("data.path", "memory://rows/train.jsonl", str(tmp_path / "cache")).digest()
+
+
+SLOW = {
+    "nothing": drip(b"", byte=b""),
+    "headers": drip(b"HTTP/1.1 200 OK\r\nX: "),
+    "body": drip(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"),
+    "body without a size": drip(b"HTTP/1.1 200 OK\r\n\r\n"),
+}
+GENEROUS_SECONDS = 30.0
+"""For what has a limit of half a second, on a busy machine."""
+
+
+@pytest.fixture
+def untrusted():
+    with raw_server() as running:
+        yield running
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_a_server_that_is_too_slow_is_given_up(untrusted, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(remote, "_ANSWER_SECONDS", 0.5)
+    untrusted.answers["/rows.jsonl"] = SLOW[name]
+    began = time.monotonic()
+    with pytest.raises(DataError, match=r"has not sent an answer, or the next 1\.05 MB, within 0\.5 s"):
+        RemoteRows("data.path", f"{untrusted.url}/rows.jsonl", str(tmp_path)).digest()
+    assert time.monotonic() - began < GENEROUS_SECONDS
+    assert [path.suffix for path in tmp_path.iterdir()] in ([], [".lock"])
+
+
+def test_what_a_server_declares_as_compressed_is_not_decompressed(untrusted, tmp_path):
+    bomb = gzip.compress(bytes(64 << 20))
+    untrusted.answers["/rows.jsonl"] = http(bomb, headers="Content-Encoding: gzip\r\n")
+    rows = RemoteRows("data.path", f"{untrusted.url}/rows.jsonl", str(tmp_path))
+    with pytest.raises(DataError, match=r"rows\.jsonl holds data that is compressed as \.gz"):
+        list(rows.rows())
+    assert [path.stat().st_size for path in tmp_path.glob("fetched-*.jsonl")] == [len(bomb)]
+
+
+def test_a_compressed_file_may_be_declared_as_such(untrusted, tmp_path):
+    whole = gzip.compress(lines(3))
+    untrusted.answers["/rows.jsonl.gz"] = http(whole, headers="Content-Encoding: gzip\r\n")
+    assert len(list(RemoteRows("data.path", f"{untrusted.url}/rows.jsonl.gz", str(tmp_path)).rows())) == 3
+
+
+def test_a_file_without_an_end_is_refused(untrusted, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "_MOST_BYTES_WITHOUT_SIZE", 4 << 20)
+
+    def endless(_):
+        yield b"HTTP/1.1 200 OK\r\n\r\n"
+        while True:
+            yield lines(1000)
+
+    untrusted.answers["/rows.jsonl"] = endless
+    with pytest.raises(DataError, match="has more than 4,194,304 bytes"):
+        RemoteRows("data.path", f"{untrusted.url}/rows.jsonl", str(tmp_path)).digest()
+    assert [path.suffix for path in tmp_path.iterdir()] in ([], [".lock"])
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_run_whose_rows_drip(untrusted, tmp_path):
+    asked = threading.Event()
+
+    def rows(_):
+        asked.set()
+        yield from SLOW["body"](_)
+
+    untrusted.answers["/rows.jsonl"] = rows
+    words = ("model=phi_tiny", f"data.path={untrusted.url}/rows.jsonl", f"output_dir={tmp_path}/run")
+    words += (f"data.cache_dir={tmp_path}/cache",)
+    process = start_command([sys.executable, "-m", "finetune", "train", *words])
+    wait_until(lambda: process.poll() is not None or any((tmp_path / "cache").glob("*")), "the copy")
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=GENEROUS_SECONDS)
+    assert process.returncode == 75, output
+    assert "stopped as asked, while it read http://127.0.0.1" in output
