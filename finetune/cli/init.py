@@ -18,7 +18,7 @@ from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import suffix_of
 from finetune.data.examples import holds_out_by_default
 from finetune.data.readers import SUFFIXES
-from finetune.data.remote import is_address
+from finetune.config.config_files import is_address
 from finetune.errors import ConfigError
 from finetune.terminal import say
 

@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+from finetune.config.config_files import LOCAL
 from finetune.data.compressed import suffix_of, suffixes_of
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
 from finetune.errors import DataError, first_line
@@ -35,17 +36,11 @@ _Answer = TypeVar("_Answer")
 _SAME_IN_ALL_VERSIONS = {"name", "type", "size", "url", "mimetype", "partial", "time"}
 """Keys of fsspec's `info` that do not identify a version. `time` is the time of the last read (SFTP, SMB)."""
 _PIECE_BYTES = 1 << 20
-_LOCAL = "file://"
-
-
-def is_address(path: str) -> bool:
-    """Whether a path is an address, and not a file or folder of this machine."""
-    return "://" in path and not path.startswith(_LOCAL)
 
 
 def local_path(path: str) -> Path:
     """Return the path of a file or folder of this machine, which may be written `file:///rows.jsonl`."""
-    return Path(path.removeprefix(_LOCAL)).expanduser()
+    return Path(path.removeprefix(LOCAL)).expanduser()
 
 
 @dataclass(frozen=True)

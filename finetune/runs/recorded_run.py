@@ -201,7 +201,10 @@ class RecordedRun:
     @cached_property
     def _record(self) -> tuple[dict[str, Any], str]:
         file = self.folder.record_file
-        record = read_run_record(file)
+        try:
+            record = read_run_record(file)
+        except CheckpointError as error:
+            return {}, str(error).removesuffix(".")
         if record is None:
             return {}, f"{file.name} is {'half-written and is left out' if file.exists() else 'missing'}"
         return record, ""
@@ -223,7 +226,7 @@ def open_run(path: Path, name: str | None = None) -> RecordedRun:
     """Open the run in a folder. A run that has just started may have only its lock.
 
     Raises:
-        CheckpointError: the folder holds no run.
+        CheckpointError: the folder holds no run, or see `read_run_record`.
     """
     run = RecordedRun(path, name)
     folder = run.folder
@@ -232,6 +235,7 @@ def open_run(path: Path, name: str | None = None) -> RecordedRun:
             f"{path} is not the folder of a run: it has none of config.yaml, run.json, metrics.jsonl and checkpoints/. "
             "Give one, for example runs/quickstart; `finetune runs FOLDER` lists those in a folder."
         )
+    read_run_record(folder.record_file)  # refuses values of other types; a list of many runs leaves them out
     return run
 
 
