@@ -15,6 +15,7 @@ from finetune.cli.run_options import (
     CheckpointOption,
     JsonOption,
     RunFolderArgument,
+    SetOption,
     log_as_this_rank,
     refuse_missing_folder,
 )
@@ -47,6 +48,7 @@ def evaluate(
     ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
+    settings: SetOption = None,
     output: Annotated[
         Path | None, typer.Option(help="Write scores and answers to a new JSON file.", show_default=False)
     ] = None,
@@ -86,9 +88,8 @@ def evaluate(
     if harness is not None:
         require_harness()
     log_as_this_rank()
-    run = find_run(
-        run_folder, overrides or [], base=base, checkpoint=checkpoint, is_alone=harness is not None, option=""
-    )
+    changes = [*(overrides or []), *(settings or [])]
+    run = find_run(run_folder, changes, base=base, checkpoint=checkpoint, is_alone=harness is not None)
     if harness is not None:
         results = _measure_by_harness(run, harness, harness_tasks)
         record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}

@@ -173,7 +173,7 @@ def export(
             "--adapter-only": adapter_only,
             "--llama-cpp": llama_cpp,
             "--base": base,
-            "--set": settings,
+            "--set": settings or None,
             "--no-modelfile": not modelfile,
             "--max-difference": max_difference,
             "--allow-differences": allow_differences,

@@ -91,7 +91,7 @@ def verify(
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
-    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings}
+    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
     rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
     rules.need("--served-as", "--server")
     for option in run_options:

@@ -81,7 +81,6 @@ def compose(
     needs_data: bool = True,
     typed: str = "",
     uses: Collection[str] = ("model", "training"),
-    option: str = "",
 ) -> Config:
     """Merge files and overrides, check the whole, and remember where each value came from.
 
@@ -94,7 +93,6 @@ def compose(
         needs_data: False: require only a model, as `finetune plan` does.
         typed: the whole command, for messages that complete it.
         uses: what the command follows of the keys that let code run, see `refuse_code_of_files`.
-        option: what precedes an override of the command, for messages.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -116,26 +114,22 @@ def compose(
     config = build_config(
         chain(*layers), problems, run_name=run_name, complete=complete, needs_data=needs_data, typed=typed
     )
-    return _as_recorded(refuse_code_of_files(config, uses, option=option) if complete else config)
+    return _as_recorded(refuse_code_of_files(config, uses) if complete else config)
 
 
-def load_run_config(
-    folder: Path, overrides: Sequence[str] = (), *, loads_model: bool = True, option: str = "--set "
-) -> Config:
+def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model: bool = True) -> Config:
     """Compose the configuration in the folder of a run, which others may have made, for a command on that folder.
 
     Args:
         folder: the run's folder.
         overrides: change its configuration, as `key=value`.
         loads_model: whether the command loads the run's model. If not, the keys that let code run are ignored.
-        option: precedes an override on the command line, for messages.
 
     Raises:
         ConfigError: with every problem found, one per line.
     """
     uses = ("model",) if loads_model else ()
-    config = compose(overrides, run=str(folder / SAVED_CONFIG), uses=uses, option=option)
-    return bound_to_folder(config, folder, option=option)
+    return bound_to_folder(compose(overrides, run=str(folder / SAVED_CONFIG), uses=uses), folder)
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:

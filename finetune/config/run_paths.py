@@ -95,7 +95,7 @@ def _find(key: str, path: str, recorded: str) -> str:
     if is_there(recorded):
         return path if absolute(path) == recorded else recorded
     if absolute(path) != recorded and is_there(path):
-        _warn_once(f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
+        warn_once(f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
         return path
     return recorded  # not the relative path, which might be taken for the id of a repository at the hub
 
@@ -122,5 +122,6 @@ def is_there(path: str, *, is_file: bool = False) -> bool:
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, unless it was logged before."""
     _log.warning("%s", text)

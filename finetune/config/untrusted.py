@@ -10,7 +10,7 @@ from pathlib import Path
 
 from finetune.config.config_files import is_address
 from finetune.config.keys import code_keys, values
-from finetune.config.run_paths import is_there, named_paths
+from finetune.config.run_paths import is_there, named_paths, warn_once
 from finetune.config.schema import Config, DataSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
@@ -18,16 +18,13 @@ from finetune.errors import ConfigError
 _log = logging.getLogger(__name__)
 
 
-def refuse_code_of_files(
-    config: Config, needed_by: Collection[str], *, trusted: str = COMMAND_LINE, option: str = ""
-) -> Config:
+def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = COMMAND_LINE) -> Config:
     """Refuse the keys marked with `RunsCode` that a file sets. Return the configuration without those not needed.
 
     Args:
         config: a configuration with the origin of each value.
         needed_by: the `needed_by` of the keys that this command follows. It ignores the others.
         trusted: the origin of keys that count beside the command line: a recipe's own code.
-        option: precedes an override on the command line, for example `--set `.
 
     Raises:
         ConfigError: names the key, its place and the argument to add.
@@ -36,19 +33,21 @@ def refuse_code_of_files(
     ignored: dict[str, tuple[object, str]] = {}
     for key, mark in code_keys().items():
         value, origin = found[key], config.origin(key)
-        if not value or origin in (COMMAND_LINE, trusted):
-            continue
-        ignored[key] = (type(value)(), "default")
-        if mark.needed_by in needed_by:
-            text = ",".join(value) if isinstance(value, list) else json.dumps(value)
+        text = ",".join(value) if isinstance(value, list) else json.dumps(value)
+        if value and mark.needed_by in needed_by and origin in (COMMAND_LINE, trusted):
+            warn_once(f"{key}={text} ({origin}): {mark.what} will run here")
+        elif value and mark.needed_by in needed_by:
             raise ConfigError(
                 f"{key} is {text} ({origin}): {mark.what} would run here, so only the command line may allow it. If "
-                f"you trust it, add {option}{shlex.quote(f'{key}={text}')} to the command."
+                f"you trust it, add {'' if 'training' in needed_by else '--set '}{shlex.quote(f'{key}={text}')} to the "
+                "command."
             )
+        elif value:
+            ignored[key] = (type(value)(), "default")
     return config.with_values(ignored)
 
 
-def bound_to_folder(config: Config, folder: Path, *, option: str) -> Config:
+def bound_to_folder(config: Config, folder: Path) -> Config:
     """Return the configuration of a run for a command that is given the run's folder, which others may have made.
 
     The command writes nowhere else, apart from its own cache. It reads local files that the folder names, and logs
@@ -65,7 +64,7 @@ def bound_to_folder(config: Config, folder: Path, *, option: str) -> Config:
             argument = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
             config.data._refused[path] = (
                 f"{name} is {path} ({config.origin(key)}): an address that only the folder of a run names is not read, "
-                f"because others may have written it. If you trust it, add {option}{shlex.quote(argument)} to the "
+                f"because others may have written it. If you trust it, add --set {shlex.quote(argument)} to the "
                 "command."
             )
         elif is_there(path):

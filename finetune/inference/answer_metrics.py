@@ -8,7 +8,6 @@ installed: a file in the current folder, which may have been downloaded, is not 
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import sys
@@ -21,8 +20,6 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from finetune.config.keys import did_you_mean
 from finetune.errors import ConfigError, DataError
-
-_log = logging.getLogger(__name__)
 
 Metric = Callable[[str, str], float]
 """(generated answer, expected answer) to a number. The score of a model is the mean over the rows."""
@@ -163,7 +160,6 @@ def _resolve(
 
 
 def _import_installed(module: str, allowed_by: str) -> object:
-    _log.info("%s: code of %s runs here", allowed_by, module)
     with _without_current_folder():
         try:
             return import_module(module)

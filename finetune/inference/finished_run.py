@@ -70,7 +70,6 @@ def find_run(
     base: str | None = None,
     checkpoint: str | None = None,
     is_alone: bool = False,
-    option: str = "--set ",
 ) -> FinishedRun:
     """Read a run's configuration and verify its weights. Imports no torch.
 
@@ -82,7 +81,6 @@ def find_run(
         base: a hub id or folder of the adapter's base, instead of the one in the configuration.
         checkpoint: a step, a checkpoint's name, or `latest`; None: the published weights in `adapter/`.
         is_alone: use one process, however many the launch started.
-        option: precedes an override on the command line, for messages.
 
     Raises:
         CheckpointError: the folder holds no run, its weights are missing or damaged, or see `read_run_record`.
@@ -96,7 +94,7 @@ def find_run(
         )
     read_run_record(folder.record_file)  # refuses values of other types
     weights = _published(folder, path) if checkpoint is None else _checkpoint(folder, path, checkpoint)
-    config = load_run_config(folder.path, overrides, option=option)
+    config = load_run_config(folder.path, overrides)
     if not any(override.startswith(("parallel.", "parallel=")) for override in overrides):
         config = config.model_copy(update={"parallel": ParallelSection()})
     if not _changes("ddp", overrides):

@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -51,7 +50,7 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
     if section.attention != "auto" or asks_for_kernel:
         arguments["attn_implementation"] = "sdpa" if section.attention == "auto" else section.attention
     if section.init == "random":
-        arguments["trust_remote_code"] = _runs_code(section)  # None would ask on a terminal
+        arguments["trust_remote_code"] = section.trust_remote_code  # None would ask on a terminal
         model = _or_model_error(section, lambda: auto.from_config(config, **arguments))
     else:
         where = locate_model(section)
@@ -62,7 +61,7 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
                 where,
                 revision=section.revision,
                 config=config,
-                trust_remote_code=_runs_code(section),
+                trust_remote_code=section.trust_remote_code,
                 use_safetensors=True,  # never a pickled checkpoint
                 ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
@@ -94,7 +93,9 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     where = locate_model(section) if section.tokenizer is None else locate(section.tokenizer, "model.tokenizer")
     tokenizer: PreTrainedTokenizerBase = _or_model_error(
         section,
-        lambda: AutoTokenizer.from_pretrained(where, revision=section.revision, trust_remote_code=_runs_code(section)),
+        lambda: AutoTokenizer.from_pretrained(
+            where, revision=section.revision, trust_remote_code=section.trust_remote_code
+        ),
         where=where,
         part="tokenizer",
     )
@@ -130,7 +131,9 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
             _log.warning("%s", copy)
         config = _or_model_error(
             section,
-            lambda: AutoConfig.from_pretrained(where, revision=section.revision, trust_remote_code=_runs_code(section)),
+            lambda: AutoConfig.from_pretrained(
+                where, revision=section.revision, trust_remote_code=section.trust_remote_code
+            ),
             where=where,
         )
     if type(config) not in AutoModelForCausalLM._model_mapping and not section.trust_remote_code:
@@ -157,18 +160,6 @@ def read_generation_config(section: ModelSection) -> GenerationConfig | None:
         return None
 
     return _or_model_error(section, load, where=where)
-
-
-@cache
-def _say_whose_code(name: str | None, revision: str) -> None:
-    _log.info("model.trust_remote_code=true: code that comes with %s%s runs here", name, revision)
-
-
-def _runs_code(section: ModelSection) -> bool:
-    """Return whether code that comes with the model runs, and say so in the log."""
-    if section.trust_remote_code:
-        _say_whose_code(section.path or section.tokenizer, f", revision {section.revision}" * bool(section.revision))
-    return section.trust_remote_code
 
 
 def locate_model(section: ModelSection) -> str:

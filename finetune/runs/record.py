@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, TypedDict, get_type_hints
+from typing import Any, Literal, get_type_hints
 
-from pydantic import ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 import finetune
 from finetune.errors import CheckpointError
@@ -132,7 +132,7 @@ class RunRecord:
             replace_file(self.path, data.encode())
 
 
-class _Opening(TypedDict):
+class _Opening(BaseModel, strict=True):
     system: str | None
     tools: str
     num_with_system: int
@@ -142,8 +142,8 @@ class _Opening(TypedDict):
 
 _TYPES: dict[str, Any] = {
     **get_type_hints(RunStart),
-    **{name: Mapping[str, Any] for name in ("memory", "low_precision", "profile", "result")},
-    **{name: str for name in ("status", "git_commit", "finished")},
+    **dict.fromkeys(("memory", "low_precision", "profile", "result"), Mapping[str, Any]),
+    **dict.fromkeys(("status", "git_commit", "finished"), str),
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
 }
 _ReadRecord = create_model(  # type: ignore[call-overload]
