@@ -26,6 +26,7 @@ from finetune.model.lora import without_adapter
 from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
+from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.checks import named_splits
@@ -156,7 +157,8 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     The overrides, as `key=value`, change it.
 
     Raises:
-        CheckpointError: the folder is not a run, or the run was resumed with another configuration.
+        CheckpointError: the folder is not a run, the run was resumed with another configuration, or see
+            `read_run_record`.
         ConfigError: the overrides are wrong.
     """
     path = run.folder.path
@@ -170,6 +172,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
             f"{path} cannot be replayed: it was resumed with other values of {', '.join(keys)}, so that no one "
             "configuration describes all of its steps."
         )
+    read_run_record(run.folder.record_file)  # refuses values of other types
     config = load_run_config(path, overrides)
     for address in config.data._refused:  # a replay reads all rows
         config.data.refuse_untrusted(address)

@@ -226,7 +226,7 @@ def open_run(path: Path, name: str | None = None) -> RecordedRun:
     """Open the run in a folder. A run that has just started may have only its lock.
 
     Raises:
-        CheckpointError: the folder holds no run, or see `read_run_record`.
+        CheckpointError: the folder holds no run.
     """
     run = RecordedRun(path, name)
     folder = run.folder
@@ -235,7 +235,6 @@ def open_run(path: Path, name: str | None = None) -> RecordedRun:
             f"{path} is not the folder of a run: it has none of config.yaml, run.json, metrics.jsonl and checkpoints/. "
             "Give one, for example runs/quickstart; `finetune runs FOLDER` lists those in a folder."
         )
-    read_run_record(folder.record_file)  # refuses values of other types; a list of many runs leaves them out
     return run
 
 
