@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from finetune import load_config
 from finetune.config.compose import config_from_dict, load_run_config
 from finetune.config.keys import code_keys, fields
 from finetune.config.run_paths import warn_once
+from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
 from finetune.export.converters import files_of_model
 from finetune.export.replay import replay_config
@@ -220,6 +222,17 @@ def test_a_kernel_that_a_config_names_is_not_loaded(untrusted, tmp_path):
     change_json(base / "config.json", attn_implementation="somebody/some-kernel", auto_map={})
     section = load_config([f"model.path={base}", "data=orders"]).model
     assert build_base_model(section).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_file_does_not_choose_where_compiled_kernels_are_read(tmp_path, is_typed):
+    run = tmp_path / "run.yaml"
+    run.write_text("" if is_typed else f"data: {{cache_dir: {tmp_path}}}\n")
+    own = [f"data.cache_dir={tmp_path}"] if is_typed else []
+    config = load_config(["model=phi_tiny", "data=orders", "ddp=false", f"run={run}", *own])
+    with launch(config, trains=False):
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder == (tmp_path if is_typed else Path("~/.cache/finetune").expanduser()) / "kernels"
 
 
 def test_a_converter_gets_no_code(untrusted):
