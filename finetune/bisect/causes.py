@@ -63,8 +63,8 @@ class Side:
     """The Python that computes the steps. None: this one."""
 
     @classmethod
-    def of(cls, run: RecordedRun, overrides: Sequence[str] = ()) -> Side:
-        """Describe a recorded run, perhaps with other settings.
+    def of(cls, run: RecordedRun, overrides: Sequence[str] = (), *, settings: Sequence[str] = ()) -> Side:
+        """Describe a recorded run, perhaps with overrides. The settings, as `key=value`, are those of all sides.
 
         Raises:
             CheckpointError: the run has not trained, or see `replay_config`.
@@ -75,7 +75,7 @@ class Side:
         return cls(
             title=without_passwords(f"{run.name} with {shlex.join(overrides)}") if overrides else run.name,
             run=run,
-            config=replay_config(run, overrides),
+            config=replay_config(run, [*settings, *overrides]),
             record=run.record,
             steps=steps,
             overrides=overrides,

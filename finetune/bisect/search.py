@@ -85,15 +85,17 @@ class Finding:
         return {name: as_json(value) for name, value in record.items()}
 
 
-def bisect_runs(first: Path, second: Path) -> Finding:
+def bisect_runs(first: Path, second: Path, settings: Sequence[str] = ()) -> Finding:
     """Compare two runs by their recorded losses, and find the cause of the first difference.
+
+    The settings, as `key=value`, change the configuration of both.
 
     Raises:
         CheckpointError: a folder is not a run, the two have no step in common, or one was resumed with other settings.
         ConfigError: a configuration cannot be read.
     """
     runs = [open_run(first), open_run(second)]
-    a, b = map(Side.of, runs)
+    a, b = (Side.of(run, settings=settings) for run in runs)
     found = replace(Finding.of(a, b), facts=tuple(compare_runs(runs)))
     if not found.num_steps:
         raise CheckpointError(f"{first} and {second} have no recorded step in common. Name two runs that have trained.")
@@ -114,27 +116,31 @@ def bisect_runs(first: Path, second: Path) -> Finding:
     return found
 
 
-def bisect_overrides(path: Path, overrides: Sequence[str], plan: Plan | None) -> Finding:
-    """Compare a run with the same run under other settings. Both are computed here, the first steps without a plan.
+def bisect_overrides(path: Path, overrides: Sequence[str], plan: Plan | None, settings: Sequence[str] = ()) -> Finding:
+    """Compare a run with the same run under overrides. Both are computed here, the first steps without a plan.
+
+    The settings, as `key=value`, change the configuration of both.
 
     Raises:
         FinetuneError: the folder is not a run that has trained, or the steps cannot be computed.
     """
     run = open_run(path)
-    a, b = Side.of(run), Side.of(run, overrides)
+    a, b = (Side.of(run, changed, settings=settings) for changed in ((), overrides))
     plan = plan or {0: list(a.steps)[:NUM_STEPS]}
     (a, first), (b, second) = (_computed(side, plan, (a, b)) for side in (a, b))
     found = Finding.of(a, b)
     return found if found.step is None else _explain_settings(found, a, b, (first, second))
 
 
-def bisect_environment(path: Path, python: str | None, plan: Plan | None) -> Finding:
+def bisect_environment(path: Path, python: str | None, plan: Plan | None, settings: Sequence[str] = ()) -> Finding:
     """Compare what a run recorded with what this environment computes, or this environment with another Python.
+
+    The settings, as `key=value`, change the configuration of both.
 
     Raises:
         FinetuneError: the folder is not a run that has trained, or the steps cannot be computed.
     """
-    recorded = Side.of(open_run(path))
+    recorded = Side.of(open_run(path), settings=settings)
     here, trace = _computed(recorded, plan, (recorded,), reads_modules=python is not None)
     here = replace(here, title="this environment")
     if python is None:

@@ -9,7 +9,7 @@ import typer
 
 from finetune.cli.diff import show_differences
 from finetune.cli.option_rules import OptionRules
-from finetune.cli.run_options import JsonOption, RunFolderArgument, refuse_several_processes
+from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, refuse_several_processes
 from finetune.errors import RunFailedError
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, say
@@ -40,6 +40,7 @@ def bisect(
             show_default=False,
         ),
     ] = None,
+    settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find the first step in which two runs differ, and the cause. Exit code 3 if they differ."""
@@ -55,11 +56,11 @@ def bisect(
 
     with waiting("comparing steps"):
         if other and is_run:
-            found = bisect_runs(run, Path(other[0]))
+            found = bisect_runs(run, Path(other[0]), settings or [])
         elif other:
-            found = bisect_overrides(run, other, read_steps_option(steps, run))
+            found = bisect_overrides(run, other, read_steps_option(steps, run), settings or [])
         else:
-            found = bisect_environment(run, python, read_steps_option(steps, run))
+            found = bisect_environment(run, python, read_steps_option(steps, run), settings or [])
     if as_json:
         print_json(found.as_record())
     else:

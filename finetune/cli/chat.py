@@ -21,6 +21,7 @@ from finetune.cli.run_options import (
     ToolsOption,
     TopKOption,
     TopPOption,
+    log_as_this_rank,
     read_tools_option,
 )
 from finetune.errors import ConfigError, DataError
@@ -61,6 +62,7 @@ def chat(
         top_k=top_k,
         seed=seed,
     )
+    log_as_this_rank()
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     with open_run(run, wished) as answering:
         ChatSession(answering, compare=compare).run()

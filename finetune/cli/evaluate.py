@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from finetune.cli.option_rules import OptionRules
-from finetune.cli.run_options import BaseOption, CheckpointOption, JsonOption, RunFolderArgument, refuse_missing_folder
+from finetune.cli.run_options import (
+    BaseOption,
+    CheckpointOption,
+    JsonOption,
+    RunFolderArgument,
+    SetOption,
+    log_as_this_rank,
+    refuse_missing_folder,
+)
 from finetune.errors import ConfigError, RunFailedError
 from finetune.logs import importing
 from finetune.terminal import print_json, print_table
@@ -40,6 +48,7 @@ def evaluate(
     ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
+    settings: SetOption = None,
     output: Annotated[
         Path | None, typer.Option(help="Write scores and answers to a new JSON file.", show_default=False)
     ] = None,
@@ -78,7 +87,9 @@ def evaluate(
     )
     if harness is not None:
         require_harness()
-    run = find_run(run_folder, overrides or [], base=base, checkpoint=checkpoint, is_alone=harness is not None)
+    log_as_this_rank()
+    changes = [*(overrides or []), *(settings or [])]
+    run = find_run(run_folder, changes, base=base, checkpoint=checkpoint, is_alone=harness is not None)
     if harness is not None:
         results = _measure_by_harness(run, harness, harness_tasks)
         record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
@@ -118,11 +129,14 @@ def _keeps_data(run: FinishedRun, *keys: str) -> bool:
     """Return whether the command leaves these keys of `data` as the run had them; all that decide rows by default."""
     from finetune.config.config_files import shown_path
     from finetune.config.keys import on_resume
+    from finetune.runs.recorded_run import RecordedRun
 
     recorded = ("default", shown_path(run.folder.config_file))
     deciding = [key for key in type(run.config.data).model_fields if on_resume(f"data.{key}").matters != "never"]
     origins = [run.config.origin(f"data.{key}") for key in keys or deciding]
-    return all(origin.startswith(recorded) for origin in origins)
+    saved = RecordedRun(run.folder.path).config
+    same = [saved is not None and getattr(saved.data, key) == getattr(run.config.data, key) for key in keys or deciding]
+    return all(is_same or origin.startswith(recorded) for is_same, origin in zip(same, origins, strict=True))
 
 
 def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:

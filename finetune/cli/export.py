@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,6 +16,7 @@ from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
     RunFolderArgument,
+    SetOption,
     refuse_password,
     refuse_several_processes,
 )
@@ -56,6 +58,7 @@ def merge(
     ] = False,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
+    settings: SetOption = None,
 ) -> None:
     """Merge a run's adapter into its base, and check that transformers alone loads it with the same answers."""
     from finetune.export.out_folder import refuse_taken
@@ -64,7 +67,7 @@ def merge(
     refuse_several_processes("merge")
     configure_logs(rank=0)
     refuse_taken(out)
-    run = find_run(run_folder, base=base, checkpoint=checkpoint, is_alone=True)
+    run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
 
     with importing():
         import torch
@@ -151,6 +154,7 @@ def export(
         ),
     ] = None,
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
+    settings: SetOption = None,
 ) -> None:
     """Export a merged model for Ollama, with --gguf for llama.cpp, or with --onnx for onnxruntime-genai.
 
@@ -169,6 +173,7 @@ def export(
             "--adapter-only": adapter_only,
             "--llama-cpp": llama_cpp,
             "--base": base,
+            "--set": settings or None,
             "--no-modelfile": not modelfile,
             "--max-difference": max_difference,
             "--allow-differences": allow_differences,
@@ -182,11 +187,12 @@ def export(
     for option in ("--lora", "--llama-cpp", "--base", "--no-modelfile"):
         rules.need(option, "--gguf")
     rules.need("--adapter-only", "--lora")
+    rules.need("--set", "--lora", "--compress")
     rules.need("--max-difference", "--onnx")
     rules.need("--allow-differences", "--gguf", "--onnx")
     configure_logs(rank=0)
     if compress is not None:
-        _export_compressed(model_folder, out, compress, rows or 256)
+        _export_compressed(model_folder, out, compress, rows or 256, settings or [])
         return
     if onnx:
         int4_or_f32: OnnxType = "int4" if weight_type == "int4" else "f32"
@@ -204,7 +210,7 @@ def export(
         wanted = Gguf(converter=converter, weight_type=gguf_type, base=base, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
         if lora and wanted:
-            run = find_run(model_folder, is_alone=True)
+            run = find_run(model_folder, settings or [], is_alone=True)
             exported = export_lora(run, out, gguf=wanted, with_base=not adapter_only, with_modelfile=modelfile)
         else:
             exported = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
@@ -299,7 +305,9 @@ def _export_onnx(
     say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
 
 
-def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_rows: int) -> None:
+def _export_compressed(
+    model_folder: Path, out: Path, scheme: SchemeName, num_rows: int, settings: Sequence[str]
+) -> None:
     from finetune.export.certificate import write_certificate
     from finetune.export.compress import certify_in_vllm, export_compressed
     from finetune.export.digests import VLLM_CERTIFICATE
@@ -307,7 +315,7 @@ def _export_compressed(model_folder: Path, out: Path, scheme: SchemeName, num_ro
     from finetune.export.vllm_served import limits_of_adapter
     from finetune.inference.finished_run import find_run
 
-    run = find_run(model_folder, is_alone=True)
+    run = find_run(model_folder, settings, is_alone=True)
     with waiting(f"compressing as {scheme}, and comparing the compressed model with the run"):
         compressed = export_compressed(run, out, scheme, num_rows)
     with waiting("comparing in vLLM"):

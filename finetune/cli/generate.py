@@ -22,6 +22,7 @@ from finetune.cli.run_options import (
     ToolsOption,
     TopKOption,
     TopPOption,
+    log_as_this_rank,
     read_tools_option,
     refuse_password,
 )
@@ -87,6 +88,7 @@ def generate(
         top_k=top_k,
         seed=seed,
     )
+    log_as_this_rank()
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     if run.config.parallel.sharding != "none":
         if from_file == _STANDARD_INPUT or not (prompts or from_file):

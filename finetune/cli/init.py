@@ -11,14 +11,13 @@ import typer
 
 from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_overrides
 from finetune.config.compose import compose, list_configs
-from finetune.config.config_files import GROUPS, is_list_or_glob, is_path
+from finetune.config.config_files import GROUPS, is_address, is_list_or_glob, is_path
 from finetune.config.render import commented_run_file
 from finetune.config.schema import AUTO_VALIDATION, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import suffix_of
 from finetune.data.examples import holds_out_by_default
 from finetune.data.readers import SUFFIXES
-from finetune.data.remote import is_address
 from finetune.errors import ConfigError
 from finetune.terminal import say
 

@@ -10,6 +10,7 @@ import typer
 
 from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
+from finetune.logs import configure_logs
 
 
 def refuse_password(value: str | None) -> str | None:
@@ -99,6 +100,11 @@ def read_tools_option(file: str | None) -> str | None:
     from finetune.inference.prompts import read_tools
 
     return read_tools(Path(file).expanduser()) if file else file
+
+
+def log_as_this_rank() -> None:
+    """Configure the log before the runtime does so, for what reading a run's folder says."""
+    configure_logs(read_environment(os.environ).rank)
 
 
 def refuse_several_processes(command: str) -> None:

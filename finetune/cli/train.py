@@ -14,10 +14,10 @@ def train_from_overrides(overrides: Sequence[str]) -> None:
     from finetune.distributed.environment import read_environment
 
     environment = read_environment(os.environ)  # refuses an incomplete launch before the slow imports
+    # `launch` configures the log again: it knows more about the launch, but only after the imports.
+    configure_logs(environment.rank, num_processes=environment.world_size)
     config = config_from_overrides(overrides)
 
-    # `launch` configures the log again: it knows more about the launch, but only after the imports.
-    configure_logs(environment.rank, num_processes=max(environment.world_size, config.parallel.num_processes or 1))
     with importing():
         from finetune.training.train import train
 

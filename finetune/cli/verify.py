@@ -14,6 +14,7 @@ from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
     JsonOption,
+    SetOption,
     refuse_missing_folder,
     refuse_several_processes,
 )
@@ -83,13 +84,14 @@ def verify(
     ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
+    settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare a run or a model, in the runtime that serves it, with what was trained, and write a certificate."""
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
-    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint}
+    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
     rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
     rules.need("--served-as", "--server")
     for option in run_options:
@@ -110,14 +112,20 @@ def verify(
     with waiting("comparing with what was trained"):
         if is_run:
             found = verify_run(
-                source, base=base, checkpoint=checkpoint, vectors=vectors, bound=max_difference, vllm=vllm
+                source,
+                settings or [],
+                base=base,
+                checkpoint=checkpoint,
+                vectors=vectors,
+                bound=max_difference,
+                vllm=vllm,
             )
         else:
             found = verify_folder(source, vectors=vectors, bound=max_difference, vllm=vllm)
     if replay:
         from finetune.export.replay import replay as compute_again
 
-        found = replace(found, replay=compute_again(source, replay))
+        found = replace(found, replay=compute_again(source, replay, settings or []))
     file = out or found.folder / (CERTIFICATE if vllm is None else VLLM_CERTIFICATE)
     content = write_certificate(file, found)
     if as_json:

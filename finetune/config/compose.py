@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
@@ -39,6 +39,7 @@ from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, resolved_yaml, show
 from finetune.config.run_paths import absolute, find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
+from finetune.config.untrusted import bound_to_folder, refuse_code_of_files
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
 
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
@@ -79,6 +80,7 @@ def compose(
     complete: bool = True,
     needs_data: bool = True,
     typed: str = "",
+    uses: Collection[str] = ("model", "training"),
 ) -> Config:
     """Merge files and overrides, check the whole, and remember where each value came from.
 
@@ -86,9 +88,11 @@ def compose(
         overrides: as for `load_config`.
         run: a run file, by name in configs/ or by path.
         defaults: what to choose for a group if neither the overrides nor the run file do.
-        complete: also require a model and data, without which there is no run.
+        complete: also require a model and data, without which there is no run, and refuse code that a file allows. If
+            false, the configuration is only shown.
         needs_data: False: require only a model, as `finetune plan` does.
         typed: the whole command, for messages that complete it.
+        uses: what the command follows of the keys that let code run, see `refuse_code_of_files`.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -110,7 +114,22 @@ def compose(
     config = build_config(
         chain(*layers), problems, run_name=run_name, complete=complete, needs_data=needs_data, typed=typed
     )
-    return _as_recorded(config)
+    return _as_recorded(refuse_code_of_files(config, uses) if complete else config)
+
+
+def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model: bool = True) -> Config:
+    """Compose the configuration in the folder of a run, which others may have made, for a command on that folder.
+
+    Args:
+        folder: the run's folder.
+        overrides: change its configuration, as `key=value`.
+        loads_model: whether the command loads the run's model. If not, the keys that let code run are ignored.
+
+    Raises:
+        ConfigError: with every problem found, one per line.
+    """
+    uses = ("model",) if loads_model else ()
+    return bound_to_folder(compose(overrides, run=str(folder / SAVED_CONFIG), uses=uses), folder)
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
@@ -126,7 +145,8 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     """
     problems: list[str] = []
     asked = _with_groups(translate(_read_dict(values, origin, problems), problems))
-    return _as_recorded(build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems))
+    config = build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
+    return _as_recorded(refuse_code_of_files(config, ("model", "training"), trusted=origin))
 
 
 def config_from_record(values: Mapping[str, object]) -> Config:

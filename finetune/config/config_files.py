@@ -25,6 +25,8 @@ PATH_INSTEAD = {
 SAVED_CONFIG = "config.yaml"
 """The name of the configuration in the folder of a run."""
 
+LOCAL = "file://"
+"""What a path may begin with."""
 _SUFFIXES = (".yaml", ".yml")
 
 
@@ -42,6 +44,11 @@ def is_path(group: str, name: str) -> bool:
 def is_list_or_glob(name: str) -> bool:
     """Whether a name is several files of rows, ``[a.jsonl, b.jsonl]`` or ``*.jsonl``, and not an address."""
     return name.startswith("[") or ("://" not in name and ("*" in name or "?" in name))
+
+
+def is_address(path: str) -> bool:
+    """Whether a path is an address, and not a file or folder of this machine."""
+    return "://" in path and not path.startswith(LOCAL)
 
 
 def is_file_of_rows(argument: str) -> bool:

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from finetune.config.older_spelling import RENAMED
 from finetune.config.on_resume import OnResume
 from finetune.config.other_libraries import OUR_NAME
-from finetune.config.schema import Config, Section
+from finetune.config.schema import Config, RunsCode, Section
 
 
 @cache
@@ -43,6 +43,11 @@ def values(config: Config, *, only_set: bool = False) -> dict[str, Any]:
 def on_resume(dotted: str) -> OnResume:
     """Return the mark that says what changing a key does to a resumed run."""
     return next(mark for mark in fields()[dotted].metadata if isinstance(mark, OnResume))
+
+
+def code_keys() -> dict[str, RunsCode]:
+    """Return the marks of all keys that let code of others run, by key."""
+    return {key: mark for key, field in fields().items() for mark in field.metadata if isinstance(mark, RunsCode)}
 
 
 def section_class(name: str) -> type[Section] | None:

@@ -34,11 +34,19 @@ def resolved_paths(config: Config) -> dict[str, str]:
     What is not on this machine is left out. The run's own folder is always there.
     """
     found = {"output_dir": absolute(config.output_dir)}
+    for key, path in named_paths(config):
+        name = _ITEM.sub("", key).rpartition(".")[2]
+        if absolute(path) != path and is_there(path, is_file=name not in _MAY_BE_FOLDER):
+            found[key] = absolute(path)
+    return found
+
+
+def named_paths(config: Config) -> list[tuple[str, str]]:
+    """Return the key and the text of everything that the configuration names by a path, an address or a hub id."""
+    found: list[tuple[str, str]] = []
 
     def record(key: str, path: str) -> str:
-        name = _ITEM.sub("", key).rpartition(".")[2]
-        if absolute(path) != path and _exists(path, is_file=name not in _MAY_BE_FOLDER):
-            found[key] = absolute(path)
+        found.append((key, path))
         return path
 
     for key, value in values(config).items():
@@ -84,10 +92,10 @@ def absolute(path: str | Path) -> str:
 
 
 def _find(key: str, path: str, recorded: str) -> str:
-    if _exists(recorded):
+    if is_there(recorded):
         return path if absolute(path) == recorded else recorded
-    if absolute(path) != recorded and _exists(path):
-        _warn_once(f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
+    if absolute(path) != recorded and is_there(path):
+        warn_once(f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
         return path
     return recorded  # not the relative path, which might be taken for the id of a repository at the hub
 
@@ -102,7 +110,8 @@ def _change(key: str, value: object, change: Callable[[str, str], str]) -> objec
     return change(key, value) if isinstance(value, str) and is_path else value
 
 
-def _exists(path: str, *, is_file: bool = False) -> bool:
+def is_there(path: str, *, is_file: bool = False) -> bool:
+    """Return whether a file or a folder, or one that a glob matches, is on this machine."""
     try:
         found = Path(absolute(path))
         if is_list_or_glob(path):
@@ -113,5 +122,6 @@ def _exists(path: str, *, is_file: bool = False) -> bool:
 
 
 @cache
-def _warn_once(text: str) -> None:
+def warn_once(text: str) -> None:
+    """Log a warning, unless it was logged before."""
     _log.warning("%s", text)

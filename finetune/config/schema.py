@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo
@@ -31,6 +32,7 @@ from finetune.config.on_resume import (
     UpdateKey,
 )
 from finetune.config.server_address import split_server_address
+from finetune.errors import ConfigError
 
 
 def _without_commas(value: object) -> object:
@@ -39,6 +41,17 @@ def _without_commas(value: object) -> object:
 
 TextList = Annotated[list[str], BeforeValidator(_without_commas)]
 """A list of texts, which may also be written as one text with commas: `reward.functions=length,json_valid`."""
+
+
+@dataclass(frozen=True)
+class RunsCode:
+    """Marks a key that lets code of others run. It counts only on the command line or in a recipe's own code."""
+
+    what: str
+    """The code, for messages."""
+    needed_by: Literal["model", "training"]
+    """Every command that loads the model, or only those that train or prepare a training."""
+
 
 ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "schedulefree")
 """The only modules that a dotted name in a config may be resolved from."""
@@ -126,7 +139,7 @@ class ModelSection(Section):
     """auto: as `training.precision`; fp8: 8 bits and faster products on Hopper and later, measured before step 1."""
     fp8_layers: Annotated[Literal["all", "upper_half"], OnResume("adapter", "the precision of the base")] = "all"
     """With `frozen_precision: fp8`, the decoder layers in fp8; upper_half: fewer errors, and half of what fp8 saves."""
-    trust_remote_code: BaseModelKey[bool] = False
+    trust_remote_code: BaseModelKey[Annotated[bool, RunsCode("code that comes with the model", "model")]] = False
     """Run Python code that comes with the model. No Phi text model needs it: transformers has a class for each."""
 
 
@@ -224,6 +237,17 @@ class DataSection(Section):
     """Processes that encode rows. Default: one, or one per core if there are many rows."""
     cache_dir: Free[str] = "~/.cache/finetune"
     """Folder for encoded data, one per node."""
+
+    _refused: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def refuse_untrusted(self, address: str) -> None:
+        """Refuse to read an address that only the folder of a run names.
+
+        Raises:
+            ConfigError: says how to allow it.
+        """
+        if address in self._refused:
+            raise ConfigError(self._refused[address])
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
@@ -554,7 +578,7 @@ class RewardSection(Section):
 
     functions: UpdateKey[TextList] = Field(default_factory=list)
     """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or `my_package.rewards.solves`."""
-    functions_from: Free[TextList] = Field(default_factory=list)
+    functions_from: Free[Annotated[TextList, RunsCode("reward functions", "training")]] = Field(default_factory=list)
     """Installed modules that `functions` may name. Only the command line may set it, because a function is code."""
     weights: UpdateKey[list[float] | None] = None
     """The weight of each function in the sum; null: 1 for each. One of weight 0 is only measured."""
@@ -577,7 +601,7 @@ class ValidationSection(LoaderKeys):
     """A column of the rows: also report the loss of the rows of each of its values. Default: of each mixture source."""
     metrics: Free[TextList] = Field(default_factory=list)
     """Metrics of generated answers: exact_match, json_valid, json_equal, token_f1, or `my_package.scores.bleu`."""
-    metrics_from: Free[TextList] = Field(default_factory=list)
+    metrics_from: Free[Annotated[TextList, RunsCode("metrics", "training")]] = Field(default_factory=list)
     """Installed modules whose functions `metrics` may name. Only the command line may set it: a metric is code."""
     num_samples: SampleKey[PositiveInt] = 64
     """With `metrics`: the most rows to answer, chosen by `data.split_seed`, the same in every validation."""

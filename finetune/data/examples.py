@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from finetune.config.config_files import is_list_or_glob
+from finetune.config.config_files import is_address, is_list_or_glob
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import stem_of, suffix_of
@@ -20,7 +20,7 @@ from finetune.data.formats import Reads
 from finetune.data.held_out import AUTO_NEEDS_ROWS, SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
-from finetune.data.remote import JoinedRows, RemoteRows, RowSource, is_address, local_path, name_of, names_at
+from finetune.data.remote import JoinedRows, RemoteRows, RowSource, local_path, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.split_files import SPLIT_NAMES, files_of_splits, in_order
 from finetune.data.subset_names import names_of_sources
@@ -294,7 +294,7 @@ def _named_split(split: str, wanted: str | list[str], at_path: _Splits | None, s
     if isinstance(wanted, list) or suffix_of(wanted) in SUFFIXES or is_list_or_glob(wanted) or _is_file(wanted):
         return _rows_at(split, wanted, section)
     if is_address(wanted):
-        return RemoteRows(f"data.{split}", wanted, section.cache_dir, section.separator)
+        return _rows_at(split, wanted, section)
     if at_path is None:
         raise DataError(_not_there(split, wanted))
     raise DataError(
@@ -347,6 +347,7 @@ def _rows_at(key: str, wanted: str | list[str], section: DataSection) -> RowSour
     for name in names:
         path = local_path(resolve_shipped(name))
         if is_address(name):
+            section.refuse_untrusted(name)
             sources.append(RemoteRows(f"data.{key}", name, section.cache_dir, section.separator))
         elif not _is_here(name):
             raise DataError(_not_there(key, name))
@@ -369,6 +370,7 @@ def _at_address(address: str, section: DataSection) -> _Splits:
     if suffix_of(name_of(address)) in SUFFIXES:
         source = _rows_at("path", address, section)
         return _Splits(_ONE_FILE, source.label, ["train"], lambda _: source)
+    section.refuse_untrusted(address)
     found = names_at("data.path", address)
     return _split_folder(
         without_passwords(address),

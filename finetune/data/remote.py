@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
+from finetune.config.config_files import LOCAL
 from finetune.data.compressed import suffix_of, suffixes_of
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
@@ -41,17 +42,11 @@ _ANSWER_SECONDS = 120.0
 """The longest that a server may take to answer a question, and to send one piece of a file."""
 _MOST_BYTES_WITHOUT_SIZE = 64 << 30
 """The largest file whose size the server does not name."""
-_LOCAL = "file://"
-
-
-def is_address(path: str) -> bool:
-    """Whether a path is an address, and not a file or folder of this machine."""
-    return "://" in path and not path.startswith(_LOCAL)
 
 
 def local_path(path: str) -> Path:
     """Return the path of a file or folder of this machine, which may be written `file:///rows.jsonl`."""
-    return Path(path.removeprefix(_LOCAL)).expanduser()
+    return Path(path.removeprefix(LOCAL)).expanduser()
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ class Commands:
         Raises:
             StageError: the command failed, or ran beyond the time limit.
         """
-        command = [sys.executable, "-m", "finetune", *arguments]
+        command = [sys.executable, "-P", "-m", "finetune", *arguments]
         with log.open("wb") as file:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True

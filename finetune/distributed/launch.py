@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetune.config.schema import DataSection
 from finetune.config.tracker_packages import refuse_missing_trackers
+from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import (
     compare_accelerate_command,
@@ -109,7 +111,10 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
         leaving.callback(switch_fused, False)
-        leaving.enter_context(kernels_kept_in(Path(config.data.cache_dir).expanduser().absolute() / "kernels"))
+        # Compiled kernels are code. A file, which others may have written, does not choose where they are read.
+        is_own = config.origin("data.cache_dir") in ("default", COMMAND_LINE)
+        cache_dir = config.data.cache_dir if is_own else DataSection().cache_dir
+        leaving.enter_context(kernels_kept_in(Path(cache_dir).expanduser().absolute() / "kernels"))
         if config.training.deterministic:
             leaving.enter_context(deterministic_algorithms())
         _refuse_what_mps_lacks(config, context.device)

@@ -26,7 +26,9 @@ def main(request_file: str) -> None:
     from llmcompressor import oneshot
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(request["model"], dtype="auto", local_files_only=True)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        request["model"], dtype="auto", local_files_only=True, trust_remote_code=False
+    )
     calibration: dict[str, Any] = {}
     if rows := request["rows"]:
         tokens = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}

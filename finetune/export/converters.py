@@ -69,8 +69,8 @@ class Converter(NamedTuple):
 
 
 def files_of_model(model: Path) -> list[Path]:
-    """List the files of a model folder that a converter gets: all except the card."""
-    return [path for path in model.iterdir() if path.is_file() and path.name != "README.md"]
+    """List the files of a model folder that a converter gets: all except the card, and code that it might run."""
+    return [path for path in model.iterdir() if path.is_file() and path.name != "README.md" and path.suffix != ".py"]
 
 
 def _as_gpt2(tokenizer_config: Json) -> Json:

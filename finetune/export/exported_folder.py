@@ -65,7 +65,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     refuse_no_model(model)
     if gguf is None and not with_modelfile:
         raise ConfigError("there is nothing to export: add --gguf, or leave out --no-modelfile.")
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     measure = partial(measure_folder, model, read_vectors(model)) if (model / VECTORS_FILE).is_file() else None
     stops = stored_stop_ids(model) or [it for it in [tokenizer.eos_token_id] if it is not None]
     named = f"./{MODEL_FILE}" if gguf else str(model)

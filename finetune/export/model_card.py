@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 import yaml
 
-from finetune.config.compose import load_config
+from finetune.config.compose import load_run_config
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config, as_list
 from finetune.config.shipped_files import SHIPPED_PREFIX
@@ -48,7 +48,7 @@ def hub_base(run: FinishedRun) -> str | None:
 
 def _recorded_config(run: FinishedRun) -> Config:
     """Return the configuration that the run started with. `run.config` may name another base, to load weights from."""
-    return load_config([], run=str(run.folder.config_file))
+    return load_run_config(run.folder.path, loads_model=False)
 
 
 def _hub_base(run: FinishedRun, config: Config) -> str | None:

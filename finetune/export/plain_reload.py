@@ -53,8 +53,9 @@ def main(request_file: str) -> None:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     folder, load = request["folder"], cast(Any, AutoModelForCausalLM.from_pretrained)
-    model, info = load(folder, output_loading_info=True, local_files_only=True, use_safetensors=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    model, info = load(folder, output_loading_info=True, use_safetensors=True, **safe)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
     tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     report = {
         "problems": {name: sorted(map(str, keys)) for name, keys in info.items() if keys},

@@ -158,7 +158,7 @@ def push(upload: Upload, message: str) -> str:
 
 
 def _pack_adapter(source: Path, base: str | None) -> Package:
-    run = find_run(source, is_alone=True)
+    run = find_run(source, ["model.trust_remote_code=false"], is_alone=True)  # no model is loaded
     if run.is_full:
         raise CheckpointError(f"{source} trained every weight. Write its model first: finetune merge {source} OUT.")
     found = base or hub_base(run)

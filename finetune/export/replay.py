@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.compose import load_config
+from finetune.config.compose import load_run_config
 from finetune.config.schema import ParallelSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.batches import TrainLoader
@@ -26,6 +26,7 @@ from finetune.model.lora import without_adapter
 from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
+from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
@@ -93,17 +94,17 @@ class Opened(NamedTuple):
     cadence: Cadence
 
 
-def replay(path: Path, num_steps: int) -> Replay:
+def replay(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> Replay:
     """Compute some recorded steps of a run again. Nothing in its folder is changed.
 
-    `choose_steps` chooses the steps.
+    `choose_steps` chooses the steps. The overrides, as `key=value`, change the configuration.
 
     Raises:
         CheckpointError: no step can be replayed, or the rows or the device are not those of the run.
         ConfigError: this machine cannot compute what the run did.
     """
     run = RecordedRun(path)
-    config = replay_config(run)
+    config = replay_config(run, overrides)
     losses = dict(finite(run.points("step", "loss")))
     if not losses:
         raise CheckpointError(f"{path} has no recorded step to replay. Name the folder of a run that has trained.")
@@ -156,7 +157,8 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
     The overrides, as `key=value`, change it.
 
     Raises:
-        CheckpointError: the folder is not a run, or the run was resumed with another configuration.
+        CheckpointError: the folder is not a run, the run was resumed with another configuration, or see
+            `read_run_record`.
         ConfigError: the overrides are wrong.
     """
     path = run.folder.path
@@ -170,7 +172,10 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
             f"{path} cannot be replayed: it was resumed with other values of {', '.join(keys)}, so that no one "
             "configuration describes all of its steps."
         )
-    config = load_config(overrides, run=str(run.folder.config_file))
+    read_run_record(run.folder.record_file)  # refuses values of other types
+    config = load_run_config(path, overrides)
+    for address in config.data._refused:  # a replay reads all rows
+        config.data.refuse_untrusted(address)
     memory = MemoryChoice.from_record(run.part("memory"), config)
     config = config if memory is None else memory.resolve(config)
     chosen: dict[str, object] = {
@@ -178,9 +183,9 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         "training.global_batch_size": _global_batch_size(run, config),
         "training.report_to": [],
         "training.profile": 0,
+        "rollout.server": None,
         # A replay has no validation, and its metrics may be functions that only the command line allows.
         "validation.metrics": [],
-        "validation.metrics_from": [],
         "checkpoint.best_metric": LOSS,
         "early_stopping.metric": LOSS,
         "training.num_workers": 0,

@@ -104,4 +104,5 @@ def measure_folder(folder: Path, vectors: Vectors, file_type: int) -> float:
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     load: Any = AutoModelForCausalLM.from_pretrained
-    return measure_rounding(load(folder, dtype="auto", local_files_only=True, use_safetensors=True), vectors, file_type)
+    safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
+    return measure_rounding(load(folder, dtype="auto", **safe), vectors, file_type)

@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config.config_files import is_list_or_glob
+from finetune.config.config_files import is_address, is_list_or_glob
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import as_list
 from finetune.config.shipped_files import SHIPPED_PREFIX
@@ -27,6 +27,7 @@ def usual_system(config: Config) -> str | None:
     section = config.data
     sources = section.mixture or [{"path": section.path or section.train}]
     paths = [path for source in sources for path in as_list(source.get("path") or source.get("train")) or [""]]
+    paths += [path for source in sources for path in as_list(source.get("train", section.train)) if is_address(path)]
     # Of a data set on the hub only the first rows are read. Other rows that are elsewhere would be copied as a whole.
     others = [path for path in paths if not (path.startswith(SHIPPED_PREFIX) or is_list_or_glob(path))]
     if all(Path(path).expanduser().exists() or hub_id(path) for path in others):

@@ -92,6 +92,7 @@ def verify_folder(
 
 def verify_run(
     path: Path,
+    overrides: Sequence[str] = (),
     *,
     base: str | None = None,
     checkpoint: str | None = None,
@@ -103,15 +104,15 @@ def verify_run(
 
     Their bytes are compared with the checkpoint that they were published from.
 
-    See `find_run` for `path`, `base` and `checkpoint`, and `verify_folder` for `bound` and `vllm`. `vectors` are
-    test vectors that a merge of this run wrote, instead of fresh ones from the run itself.
+    See `find_run` for `path`, `overrides`, `base` and `checkpoint`, and `verify_folder` for `bound` and `vllm`.
+    `vectors` are test vectors that a merge of this run wrote, instead of fresh ones from the run itself.
 
     Raises:
         CheckpointError: the run is damaged or has no weights.
         RunFailedError: a damaged tensor, another chat template, or weights that the runtime cannot load.
     """
     try:
-        run = find_run(path, base=base, checkpoint=checkpoint, is_alone=True)
+        run = find_run(path, overrides, base=base, checkpoint=checkpoint, is_alone=True)
     except CheckpointError as error:
         folder = RunFolder(path)
         recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else RecordedDigests()

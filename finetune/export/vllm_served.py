@@ -184,7 +184,7 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     """Start a server on a free port, and end it after the block."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [_python(), "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    command = [_python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     scheme = scheme_of(Path(model))
     command += ["--model", str(model), "--dtype", "float32" if scheme is None else scheme.vllm_dtype]
     command += ["--enforce-eager", "--max-logprobs", "-1"]

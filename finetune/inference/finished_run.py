@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.compose import load_config
+from finetune.config.compose import load_run_config
 from finetune.config.schema import Config, ModelSection, ParallelSection
 from finetune.errors import CheckpointError, ConfigError, ModelError, first_line
 from finetune.fallbacks import Fallback
 from finetune.runs.folder import RunFolder
+from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import newest_valid, verify, verify_published
 
@@ -82,7 +83,7 @@ def find_run(
         is_alone: use one process, however many the launch started.
 
     Raises:
-        CheckpointError: the folder holds no run, or its weights are missing or damaged.
+        CheckpointError: the folder holds no run, its weights are missing or damaged, or see `read_run_record`.
         ConfigError: the overrides are wrong, or a base is given for a run without an adapter.
     """
     folder = RunFolder(path)
@@ -91,8 +92,9 @@ def find_run(
             f"{path} is not the folder of a run: it has no {folder.config_file.name}. "
             "Give one, for example runs/quickstart."
         )
+    read_run_record(folder.record_file)  # refuses values of other types
     weights = _published(folder, path) if checkpoint is None else _checkpoint(folder, path, checkpoint)
-    config = load_config(overrides, run=str(folder.config_file))
+    config = load_run_config(folder.path, overrides)
     if not any(override.startswith(("parallel.", "parallel=")) for override in overrides):
         config = config.model_copy(update={"parallel": ParallelSection()})
     if not _changes("ddp", overrides):

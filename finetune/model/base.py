@@ -45,8 +45,10 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
 
     auto: Any = AutoModelForCausalLM
     config = read_model_config(section)
-    if section.attention != "auto":
-        arguments["attn_implementation"] = section.attention
+    # config.json may name a kernel of the hub, which is code.
+    asks_for_kernel = "/" in str(getattr(config, "_attn_implementation", None))
+    if section.attention != "auto" or asks_for_kernel:
+        arguments["attn_implementation"] = "sdpa" if section.attention == "auto" else section.attention
     if section.init == "random":
         arguments["trust_remote_code"] = section.trust_remote_code  # None would ask on a terminal
         model = _or_model_error(section, lambda: auto.from_config(config, **arguments))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from finetune.config.compose import load_config
+from finetune.config.compose import load_run_config
 from finetune.errors import FinetuneError
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.row_record import read_row_record
@@ -70,10 +70,8 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
     from finetune.diagnose.preview import preview_data
     from finetune.diagnose.preview_tokens import Span, join_alike
 
-    config = load_config([], run=str(run.folder.config_file))
-    # A report of a folder from somebody else must not run its code.
-    model = config.model.model_copy(update={"trust_remote_code": False})
-    preview = preview_data(config.model_copy(update={"model": model, "strict": False}), num_rows=1)
+    config = load_run_config(run.folder.path, loads_model=False)
+    preview = preview_data(config.model_copy(update={"strict": False}), num_rows=1)
     spans: list[Span] = []
     places: list[str] = []
     for row in preview.rows:

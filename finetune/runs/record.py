@@ -11,9 +11,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 import finetune
+from finetune.errors import CheckpointError
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
 
@@ -21,6 +24,7 @@ Status = Literal["running", "completed", "failed", "stopped", "preempted"]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft")
 _GIT_SECONDS = 5.0
+_MOST_SHOWN = 60
 _log = logging.getLogger(__name__)
 
 
@@ -128,13 +132,47 @@ class RunRecord:
             replace_file(self.path, data.encode())
 
 
+class _Opening(BaseModel, strict=True):
+    system: str | None
+    tools: str
+    num_with_system: int
+    num_with_tools: int
+    num_rows: int
+
+
+_TYPES: dict[str, Any] = {
+    **get_type_hints(RunStart),
+    **dict.fromkeys(("memory", "low_precision", "profile", "result"), Mapping[str, Any]),
+    **dict.fromkeys(("status", "git_commit", "finished"), str),
+    **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
+}
+_ReadRecord = create_model(  # type: ignore[call-overload]
+    "run.json", __config__=ConfigDict(strict=True), **{name: (kind | None, None) for name, kind in _TYPES.items()}
+)
+
+
 def read_run_record(path: Path) -> dict[str, Any] | None:
-    """Read run.json; None if it is missing, empty or half-written."""
+    """Read run.json; None if it is missing, empty or half-written. Fields that are not known are not checked.
+
+    Raises:
+        CheckpointError: a field is of another type than the one that a run writes.
+    """
     try:
         record = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    try:
+        _ReadRecord.model_validate(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, found = ".".join(map(str, first["loc"])), repr(first["input"])
+        found = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]} ..."
+        raise CheckpointError(
+            f"{path}: {name} is {found}, which no run writes ({first['msg']}). Restore the file, or use another run."
+        ) from None
+    return record
 
 
 def read_versions() -> dict[str, str]:

@@ -201,7 +201,10 @@ class RecordedRun:
     @cached_property
     def _record(self) -> tuple[dict[str, Any], str]:
         file = self.folder.record_file
-        record = read_run_record(file)
+        try:
+            record = read_run_record(file)
+        except CheckpointError as error:
+            return {}, str(error).removesuffix(".")
         if record is None:
             return {}, f"{file.name} is {'half-written and is left out' if file.exists() else 'missing'}"
         return record, ""

@@ -39,7 +39,7 @@ class RunningTrial:
         self._points: dict[int, float] = {}
         with trial.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "finetune", *trial.arguments],
+                [sys.executable, "-P", "-m", "finetune", *trial.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -143,13 +143,6 @@ def check_metrics(
             f"training.objective={config.training.objective} have no expected answer. Remove it; early_stopping.metric "
             f"and checkpoint.best_metric may be {' or '.join(each for each in _HIGHER_IS_BETTER if each in measured)}."
         )
-    origin = config.origin("validation.metrics_from")
-    if config.validation.metrics_from and origin != "command line":
-        modules = ", ".join(config.validation.metrics_from)
-        raise ConfigError(
-            f"validation.metrics_from is {modules} ({origin}): a metric is code that runs here, so only the command "
-            f"line may allow a module. If you trust it, add validation.metrics_from={modules} to the command."
-        )
     metrics = resolve_metrics(wanted, config.validation.metrics_from, asked_by="validation.metrics")
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
     may_have_subsets = config.training.objective == "sft" and (config.validation.by or len(config.data.mixture) > 1)

@@ -1,0 +1,351 @@
+"""Folders of runs that somebody else made: their code runs only if this command says so, and nothing is fetched."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from finetune import load_config
+from finetune.config.compose import config_from_dict, load_run_config
+from finetune.config.keys import code_keys, fields
+from finetune.config.run_paths import warn_once
+from finetune.distributed.launch import launch
+from finetune.errors import CheckpointError, ConfigError
+from finetune.export.converters import files_of_model
+from finetune.export.replay import replay_config
+from finetune.export.system_turn import usual_system
+from finetune.inference.finished_run import find_run
+from finetune.model.base import build_base_model
+from finetune.runs.record import read_run_record
+from finetune.runs.recorded_run import RecordedRun
+from tests.in_process import run_finetune
+from tests.tiny_runs import write_base, write_rows
+
+pytestmark = pytest.mark.trains
+
+TRUST = "model.trust_remote_code=true"
+CODE = """
+from pathlib import Path
+from transformers import Phi3Config, Phi3ForCausalLM, PreTrainedTokenizerFast
+
+Path({marker!r}).touch()
+
+
+class OwnConfig(Phi3Config):
+    def __init__(self, *arguments, **keys):
+        super().__init__(*arguments, **keys)
+        Path({marker!r}).touch()
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+
+
+class OwnModel(Phi3ForCausalLM):
+    config_class = OwnConfig
+"""
+GENERATE = """
+from pathlib import Path
+from transformers import GenerationMixin
+
+Path({marker!r}).touch()
+
+
+def generate(model, *arguments, **keys):
+    return GenerationMixin.generate(model, *arguments, **keys)
+"""
+
+
+@pytest.fixture(scope="module")
+def untrusted(tmp_path_factory):
+    """A run whose config.yaml lets the code of its base run, which then makes a file."""
+    folder = tmp_path_factory.mktemp("untrusted")
+    base, run, marker = write_base(folder / "base"), folder / "run", folder / "marker"
+    words = [f"model.path={base}", f"data.path={write_rows(folder / 'rows')}", f"output_dir={run}"]
+    few = ["training.max_steps=2", "checkpoint.save_every=1", "training.precision=fp32", "optim.warmup_steps=0"]
+    done = run_finetune("train", *words, *few, f"data.cache_dir={folder / 'cache'}")
+    assert done.returncode == 0, done.stdout
+    (base / "own.py").write_text(CODE.format(marker=str(marker)))
+    (base / "custom_generate").mkdir()
+    (base / "custom_generate" / "generate.py").write_text(GENERATE.format(marker=str(marker)))
+    change_json(base / "config.json", auto_map={"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"})
+    change_json(base / "tokenizer_config.json", auto_map={"AutoTokenizer": [None, "own.OwnTokenizer"]})
+    change_config(run, model={"trust_remote_code": True})
+    return SimpleNamespace(folder=folder, run=run, marker=marker, base=base)
+
+
+def change_json(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def change_config(run, **sections):
+    file = run / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    for name, values in sections.items():
+        config[name] |= values
+    file.write_text(yaml.safe_dump(config))
+
+
+def copy_of(untrusted, tmp_path, **sections):
+    run = Path(shutil.copytree(untrusted.run, tmp_path / "run"))
+    change_config(run, model={"trust_remote_code": False}, **sections)
+    return run
+
+
+ON_FOLDER = {
+    "generate": ["generate", "{run}", "Send oranges", "--max-new-tokens", "2"],
+    "chat": ["chat", "{run}"],
+    "evaluate": ["evaluate", "{run}", "--split", "validation"],
+    "verify": ["verify", "{run}"],
+    "verify a replay": ["verify", "{run}", "--replay", "1"],
+    "merge": ["merge", "{run}", "{out}"],
+    "compress": ["export", "{run}", "{out}", "--compress", "w8a8"],
+    "bisect": ["bisect", "{run}"],
+    "bisect two": ["bisect", "{run}", "{run}"],
+}
+ON_FILE = {
+    "train": ["train", "{run}/config.yaml", "output_dir={out}"],
+    "resume": ["train", "{run}/config.yaml", "output_dir={run}", "resume=auto"],
+    "plan": ["plan", "{run}/config.yaml", "output_dir={out}"],
+    "preview": ["preview", "{run}/config.yaml", "output_dir={out}"],
+    "rehearse": ["rehearse", "{run}/config.yaml", "output_dir={out}"],
+    "sweep": ["sweep", "{run}/config.yaml", "output_dir={out}", "seed=1,2", "--only", "1"],
+}
+ONLY_READ = {
+    "report": ["report", "{run}", "--output", "{out}.html"],
+    "diff": ["diff", "{run}", "{run}/../run"],
+    "runs": ["runs", "{run}"],
+    "checkpoints": ["checkpoints", "{run}"],
+    "push": ["push", "{run}", "somebody/some-model", "--dry-run"],
+    "show": ["config", "show", "{run}/config.yaml"],
+}
+
+
+def words_of(form, untrusted, tmp_path):
+    return [word.format(run=untrusted.run, out=tmp_path / "out") for word in form]
+
+
+@pytest.mark.parametrize("name", [*ON_FOLDER, *ON_FILE])
+def test_a_file_lets_no_code_run(untrusted, tmp_path, name):
+    done = run_finetune(*words_of(ON_FOLDER.get(name) or ON_FILE[name], untrusted, tmp_path))
+    option = "--set " if name in ON_FOLDER else ""
+    assert done.returncode == 2
+    assert "code that comes with the model would run here, so only the command line may allow it" in done.errors
+    assert f"add {option}{TRUST} to the command" in done.errors
+    assert "Traceback" not in done.stdout
+    assert not untrusted.marker.exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONLY_READ)
+def test_a_command_that_loads_no_model_runs_no_code(untrusted, tmp_path, name):
+    done = run_finetune(*words_of(ONLY_READ[name], untrusted, tmp_path))
+    assert "Traceback" not in done.stdout
+    assert not untrusted.marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("generate", 0),
+        pytest.param("evaluate", 0, marks=pytest.mark.slow),
+        ("merge", 2),  # a folder for transformers alone cannot have the code
+        pytest.param("verify", 0, marks=pytest.mark.slow),
+        pytest.param("bisect", 0, marks=pytest.mark.slow),
+        pytest.param("train", 0, marks=pytest.mark.slow),
+        pytest.param("plan", 0, marks=pytest.mark.slow),
+        ("preview", 0),
+        pytest.param("sweep", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_command_itself_lets_code_run_and_names_it(untrusted, tmp_path, name, code):
+    warn_once.cache_clear()
+    form = [*ON_FOLDER[name], "--set", TRUST] if name in ON_FOLDER else [*ON_FILE[name], TRUST]
+    try:
+        done = run_finetune(*words_of(form, untrusted, tmp_path))
+        assert done.returncode == code, done.stdout
+        assert untrusted.marker.exists()
+    finally:
+        untrusted.marker.unlink(missing_ok=True)
+
+
+def test_code_that_may_run_is_named_once(caplog):
+    warn_once.cache_clear()
+    for _ in range(2):
+        load_config(["model=phi_tiny", "data=orders", TRUST])
+    said = f"{TRUST} (command line): code that comes with the model will run here"
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+@pytest.mark.parametrize("key", code_keys())
+def test_each_key_counts_from_the_command_line_and_from_a_recipe_only(tmp_path, key):
+    value = True if key == "model.trust_remote_code" else ["my_package.functions"]
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump({"model": "phi_tiny", "data": "orders", key: value}))
+    own = f"{key}={'true' if value is True else value[0]}"
+    with pytest.raises(ConfigError, match=rf"{key} is .*run.yaml:\d+\): .* add {own} to the command"):
+        load_config([f"run={run}"])
+    section, _, name = key.partition(".")
+    assert getattr(getattr(load_config([f"run={run}", own]), section), name) == value
+    recipe = config_from_dict({"model": "phi_tiny", "data": "orders", key: value}, "the dict given to TrainerDDP")
+    assert getattr(getattr(recipe, section), name) == value
+
+
+def test_no_other_key_names_code():
+    """A new key that takes the name of a module, a function or a class must be marked too."""
+    named = {key for key in fields() if any(part in key for part in ("_from", "remote", "code", "module", "plugin"))}
+    assert named - {
+        "lora.start_from",
+        "lora.start_from_any_base",
+        "lora.target_modules",
+        "lora.modules_to_save",
+    } == set(code_keys())
+
+
+def test_text_in_the_argument_to_add_is_quoted(tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text('reward: {functions_from: ["a; rm -rf x"]}\n')
+    with pytest.raises(ConfigError, match=r"add 'reward.functions_from=a; rm -rf x' to the command"):
+        load_config(["model=phi_tiny", "data=orders", f"run={run}"])
+
+
+def test_a_kernel_that_a_config_names_is_not_loaded(untrusted, tmp_path):
+    base = Path(shutil.copytree(untrusted.base, tmp_path / "base"))
+    change_json(base / "config.json", attn_implementation="somebody/some-kernel", auto_map={})
+    section = load_config([f"model.path={base}", "data=orders"]).model
+    assert build_base_model(section).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("is_typed", [True, False])
+def test_a_file_does_not_choose_where_compiled_kernels_are_read(tmp_path, is_typed):
+    run = tmp_path / "run.yaml"
+    run.write_text("" if is_typed else f"data: {{cache_dir: {tmp_path}}}\n")
+    own = [f"data.cache_dir={tmp_path}"] if is_typed else []
+    config = load_config(["model=phi_tiny", "data=orders", "ddp=false", f"run={run}", *own])
+    with launch(config, trains=False):
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert folder == (tmp_path if is_typed else Path("~/.cache/finetune").expanduser()) / "kernels"
+
+
+def test_a_converter_gets_no_code(untrusted):
+    assert "own.py" not in [path.name for path in files_of_model(untrusted.base)]
+
+
+ADDRESS = "https://127.0.0.1:9/rows.jsonl"
+"""Nothing listens on this port, so a request fails with another error than the refusal."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"path": ADDRESS},
+        {"path": "https://127.0.0.1:9/folder"},
+        {"path": [ADDRESS, ADDRESS]},
+        {"test": ADDRESS},
+        {"validation": "s3://bucket/validation"},
+        {"path": None, "mixture": [{"path": ADDRESS}, {"path": "shipped:orders"}]},
+    ],
+    ids=["file", "folder", "list", "test", "validation", "mixture"],
+)
+def test_an_address_that_only_the_folder_names_is_not_read(untrusted, tmp_path, data):
+    run = copy_of(untrusted, tmp_path, data=data)
+    for words in (["evaluate"], ["bisect"], ["verify", "--replay", "1"]):
+        done = run_finetune(words[0], run, *words[1:])
+        assert done.returncode == 2
+        assert "an address that only the folder of a run names is not read" in done.errors
+        assert " to the command" in done.errors
+    (key, value), *_ = [item for item in data.items() if item[1]]
+    given = value if isinstance(value, str) else json.dumps(value)
+    section = load_run_config(run, [f"data.{key}={given}"]).data
+    assert section._refused == {}
+
+
+def test_the_rows_at_an_address_are_not_asked_for_a_system_turn(untrusted, tmp_path):
+    run = copy_of(untrusted, tmp_path, data={"train": ADDRESS})
+    assert usual_system(find_run(run).config) is None
+    change_json(run / "run.json", opening=None)
+    done = run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2")
+    assert done.returncode == 2
+    assert f"add --set data.train={ADDRESS} to the command" in done.errors
+    assert run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2", "--system", "").returncode == 2
+
+
+def test_local_files_are_read_and_named_once(untrusted, tmp_path):
+    run = copy_of(untrusted, tmp_path)
+    done = run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2")
+    assert done.returncode == 0, done.stdout
+    named = f"model.path={untrusted.base}, data.path={untrusted.folder / 'rows'}"
+    said = [line for line in done.errors.splitlines() if "files that the configuration in" in line]
+    assert len(said) == 1
+    assert said[0].endswith(named)
+
+
+@pytest.mark.slow
+def test_a_folder_decides_nowhere_to_write(untrusted, tmp_path):
+    outside = tmp_path / "outside"
+    run = copy_of(untrusted, tmp_path, data={"cache_dir": str(outside / "cache")})
+    file = run / "config.yaml"
+    file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"output_dir": str(outside)}))
+    for words in (["generate", run, "Hi", "--max-new-tokens", "2"], ["evaluate", run], ["verify", run]):
+        assert run_finetune(*words).returncode == 0
+    assert run_finetune("merge", run, tmp_path / "merged").returncode == 0
+    assert not outside.exists()
+    config = load_run_config(run, [f"data.cache_dir={outside}"])
+    assert (config.output_dir, config.data.cache_dir) == (str(run), str(outside))
+
+
+WRONG = {
+    "opening": [[1], "text", {}, {"system": 1}, {"num_rows": "many"}, {"tools": None}],
+    "fingerprints": [[1], "text", {"base": 1}],
+    "result": ["text", [1], 3],
+    "memory": ["text", [1]],
+    "global_batch": [7, [1]],
+    "resolved_paths": ["text", {"model.path": 1}],
+    "starts": ["text", [1], 7],
+    "resume_changes": ["text", [1]],
+    "fallbacks": [7, ["text"]],
+    "threads": [[1]],
+    "rows_read_as": [[1], {"train": 1}],
+    "num_steps": ["text", 1.5, True],
+    "world_size": ["two", [2]],
+    "device": [1],
+    "precision": [[1]],
+    "status": [1, [1]],
+    "finished": [1],
+    "versions": [["torch"]],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_record_with_values_of_another_type_is_refused_in_a_sentence(untrusted, tmp_path, name):
+    run = copy_of(untrusted, tmp_path)
+    recorded = json.loads((run / "run.json").read_text())
+    for value in WRONG[name]:
+        known = recorded[name] if isinstance(recorded[name], dict) and isinstance(value, dict) and value else {}
+        change_json(run / "run.json", **{name: known | value if known else value})
+        with pytest.raises(CheckpointError, match=rf"run.json: {name}.* which no run writes"):
+            find_run(run)
+        with pytest.raises(CheckpointError, match=rf"run.json: {name}.* which no run writes"):
+            replay_config(RecordedRun(run))
+    done = run_finetune("runs", tmp_path)
+    assert done.returncode == 0
+    assert "run" in done.answer
+
+
+def test_what_only_describes_runs_leaves_such_a_record_out(untrusted, tmp_path):
+    run = copy_of(untrusted, tmp_path)
+    change_json(run / "run.json", opening={"system": 1})
+    for form in ON_FOLDER.values():
+        done = run_finetune(*[word.format(run=run, out=tmp_path / "out") for word in form])
+        assert (done.returncode, "opening.system is 1, which no run writes" in done.errors) == (2, True), form
+    assert run_finetune("report", run, "--no-data", "--output", tmp_path / "page.html").returncode == 0
+    assert "opening.system is 1, which no run writes" in (tmp_path / "page.html").read_text()
+    assert read_run_record(untrusted.run / "run.json") is not None
