@@ -23,17 +23,17 @@ class Listener(NamedTuple):
 
 
 def listeners_of(pids: Iterable[int]) -> list[Listener]:
-    """The listening sockets of these processes, by their inodes in /proc/net/tcp and tcp6. On Linux only."""
+    """The listening sockets of these processes, by their inodes in /proc/net/tcp and tcp6; none without /proc."""
     listening = {}
-    for name in ("tcp", "tcp6"):
-        for line in Path("/proc/net", name).read_text().splitlines()[1:]:
+    for table in Path("/proc/net").glob("tcp*"):
+        for line in table.read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == "0A":  # TCP_LISTEN
                 host, port = fields[1].split(":")
                 listening[f"socket:[{fields[9]}]"] = (_address(host), int(port, 16))
     found = []
     for pid in pids:
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        for descriptor in Path(f"/proc/{pid}/fd").glob("*"):
             try:
                 place = listening.get(str(descriptor.readlink()))
             except FileNotFoundError:
