@@ -66,11 +66,6 @@ class LaunchEnvironment:
         values = (*sizes, self.master_addr, self.master_port)
         return {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
 
-    def as_spawned(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of a process of our own spawn, which keeps the store for all of them."""
-        agent = {"TORCHELASTIC_RUN_ID": self.launch_id, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        return {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **environ, **self.as_variables(), **agent}
-
 
 _TORCH = LauncherVariables("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OPEN_MPI = LauncherVariables(
@@ -140,6 +135,13 @@ def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[st
         )
     beside = {name: environ[name] for name in LAUNCH_VARIABLES if name in environ}
     return {"LOCAL_RANK": str(rank), **beside, **given}
+
+
+def variables_of_spawn(rank: int, world_size: int, address: str, port: int, run_id: str) -> dict[str, str]:
+    """Return the variables of a process of our own spawn, which keeps the store as torchrun's agent does."""
+    values = (rank, world_size, rank, world_size, address, port)
+    place = {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
+    return {**place, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def has_agent_store(environ: Mapping[str, str]) -> bool:

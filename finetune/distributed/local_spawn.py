@@ -19,7 +19,7 @@ from types import FrameType
 
 import psutil
 
-from finetune.distributed.environment import DEFAULT_MASTER_ADDR, SPAWN_RUN_ID_PREFIX, LaunchEnvironment
+from finetune.distributed.environment import DEFAULT_MASTER_ADDR, SPAWN_RUN_ID_PREFIX, variables_of_spawn
 from finetune.distributed.network import is_loopback
 from finetune.distributed.rendezvous import open_store
 from finetune.errors import LaunchError, PreemptedError, RunFailedError
@@ -66,18 +66,10 @@ def run_as_processes(num_processes: int, *, master_addr: str | None = None, mast
     with _signals_go_to_workers() as sent:
         try:
             for rank in range(num_processes):
-                place = LaunchEnvironment(
-                    launcher="spawn",
-                    rank=rank,
-                    local_rank=rank,
-                    world_size=num_processes,
-                    local_world_size=num_processes,
-                    master_addr=address,
-                    master_port=store.port,
-                    launch_id=run_id,
-                )
+                place = variables_of_spawn(rank, num_processes, address, store.port, run_id)
+                environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **place}  # as torchrun sets it
                 # In a session of its own: Ctrl-C in a terminal then reaches it once, from here.
-                workers.append(subprocess.Popen(command, env=place.as_spawned(os.environ), start_new_session=True))
+                workers.append(subprocess.Popen(command, env=environment, start_new_session=True))
             codes = _wait_for(workers)
         finally:
             for worker in workers:
