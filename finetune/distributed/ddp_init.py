@@ -37,7 +37,7 @@ from finetune.distributed.environment import (
     read_environment,
     with_place,
 )
-from finetune.distributed.network import interface_towards, is_own_address, own_address_towards
+from finetune.distributed.network import address_of_rank_0, interface_towards, is_own_address, own_address_towards
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError, LeftToMain, first_line
 from finetune.fallbacks import Fallback, Fallbacks
@@ -439,15 +439,15 @@ def _give_up(backend: str) -> None:
 def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str, *, shares_gpus: bool) -> None:
     """Refuse ranks on different types of device or two on one GPU, and choose gloo's network interface. Collective.
 
-    A backend would hang with such ranks. On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not
-    tell which way the others come; an address of another machine does.
+    A backend would hang with such ranks. On one machine, gloo listens on loopback only. On rank 0's machine its own
+    name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come; an address of another machine does.
 
     Raises:
         LaunchError: on all ranks.
     """
-    master_addr = rendezvous.environment.master_addr
+    host = address_of_rank_0(rendezvous.environment)
     identity = None if shares_gpus else device_identity(device)
-    own = [f"{device.type} with {backend}", identity, own_address_towards(master_addr)]
+    own = [f"{device.type} with {backend}", identity, own_address_towards(host)]
     notes = rendezvous.exchange("device", json.dumps(own), _start_seconds(rendezvous))
     found = {rank: json.loads(text) for rank, text in notes.items()}
     verdict = Verdict("together")
@@ -460,7 +460,7 @@ def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str, *
     # As a verdict, since rank 0 takes the store with it: it must not leave before the others have read why.
     _obey(rendezvous, verdict)
     peers = (address for _, _, address in found.values() if address and not is_own_address(address))
-    interface = interface_towards(next(peers, master_addr))
+    interface = interface_towards(next(peers, host))
     if interface is not None:
         _world.variables.write_missing({GLOO_INTERFACE_VARIABLE: interface})
 

@@ -26,7 +26,7 @@ Launcher = Literal["torchrun", "accelerate", "spawn", "mpi", "slurm", "none"]
 DEFAULT_MASTER_ADDR = "127.0.0.1"
 DEFAULT_MASTER_PORT = 29500
 SPAWN_RUN_ID_PREFIX = "finetune-spawn-"
-"""The run id of our own local spawn begins so: torch's elastic launcher starts it, but nobody typed torchrun."""
+"""The run id of our own local spawn begins so. It sets torchrun's variables, but nobody typed torchrun."""
 GLOO_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 """Names the network interface that gloo listens on."""
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -57,6 +57,8 @@ class LaunchEnvironment:
     master_port: int
     launch_id: str = ""
     """The same for all processes of this launch, and for no other launch; empty if the launcher has no such id."""
+    is_one_machine: bool = False
+    """Whether the launcher says that all processes of this launch are on this machine."""
 
     def as_variables(self) -> dict[str, str]:
         """Return this place under the names that torch.distributed and Accelerate read."""
@@ -114,6 +116,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         local_world_size=1,
         master_addr=environ.get("MASTER_ADDR") or DEFAULT_MASTER_ADDR,
         master_port=_port(environ, DEFAULT_MASTER_PORT),
+        is_one_machine=True,
     )
 
 
@@ -134,8 +137,15 @@ def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[st
     return {"LOCAL_RANK": str(rank), **beside, **given}
 
 
+def variables_of_spawn(rank: int, world_size: int, address: str, port: int, run_id: str) -> dict[str, str]:
+    """Return the variables of a process of our own spawn, which keeps the store as torchrun's agent does."""
+    values = (rank, world_size, rank, world_size, address, port)
+    place = {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
+    return {**place, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
 def has_agent_store(environ: Mapping[str, str]) -> bool:
-    """Return whether torchrun's agent already keeps a store at the address."""
+    """Return whether torchrun's agent or our own spawn already keeps a store at the address."""
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -164,7 +174,7 @@ def speaks_for_a_node(environ: Mapping[str, str]) -> bool:
 def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> int | None:
     """Return the launcher's process, with which this worker must end; None if this process may outlive its parent.
 
-    A launcher is torch's elastic agent (torchrun, `accelerate launch` of several processes, our own spawn) or the
+    A launcher is torch's elastic agent (torchrun, `accelerate launch` of several processes), our own spawn, or the
     script that called torch.multiprocessing.spawn. A plain run must outlive its shell (`nohup finetune train &`), and
     so must a process with a RANK that was exported by hand. srun and mpirun end their tasks themselves.
     """
@@ -286,7 +296,8 @@ def _refuse_unknown_first_node(environ: Mapping[str, str], family: LauncherVaria
 
 def _read_place(environ: Mapping[str, str], family: LauncherVariables) -> LaunchEnvironment:
     _refuse_unknown_first_node(environ, family)
-    place = family.read(environ, processes_here=_slurm_tasks_here(environ) if family is _SLURM else None)
+    here = _slurm_tasks_here(environ) if family is _SLURM else number(environ, family.local_world_size)
+    place = family.read(environ, processes_here=here)
     is_one_node = place["local_world_size"] == place["world_size"]
     return LaunchEnvironment(
         launcher=_launcher(environ, family),
@@ -294,6 +305,7 @@ def _read_place(environ: Mapping[str, str], family: LauncherVariables) -> Launch
         master_addr=environ.get("MASTER_ADDR") or _default_address(environ, family, is_one_node=is_one_node),
         master_port=_port(environ, _default_port(environ, family)),
         launch_id=_launch_id(environ, family, is_one_node=is_one_node),
+        is_one_machine=here == place["world_size"],
     )
 
 

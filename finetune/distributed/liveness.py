@@ -17,6 +17,7 @@ import torch
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.ending import as_lost_rank, explain, in_a_line
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
+from finetune.distributed.network import address_of_rank_0
 from finetune.distributed.watchdog import Watchdog, WatchedRank
 from finetune.errors import Fault, FinetuneError, PreemptedError, RunFailedError
 
@@ -48,7 +49,7 @@ class Liveness:
         watched = WatchedRank(
             rank=self.context.rank,
             world_size=self.context.world_size,
-            master_addr=environment.master_addr,
+            master_addr=address_of_rank_0(environment),
             launcher_pid=launcher_pid(os.environ, environment),
             step_timeout_seconds=60 * step_timeout_minutes,
         )

@@ -1,27 +1,36 @@
 """Start this command again as N processes on this machine, and leave with the exit code of the first that failed.
 
-torch's elastic launcher starts the processes: it sets the launch variables, and ends the others when one fails.
+This process keeps the store in which the processes find each other. It listens on loopback only. torch's elastic
+launcher would listen on all interfaces, and would unpickle what any peer writes.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 
 import psutil
 
-from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX
-from finetune.distributed.network import is_own_address
+from finetune.distributed.environment import DEFAULT_MASTER_ADDR, SPAWN_RUN_ID_PREFIX, variables_of_spawn
+from finetune.distributed.network import is_loopback
+from finetune.distributed.rendezvous import open_store
 from finetune.errors import LaunchError, PreemptedError, RunFailedError
 from finetune.signals import Terminated, stop_signals_go_to
 from finetune.threads import share_cores
 
 _log = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+_TERMINATE_SECONDS = 30.0
+"""For the other processes to end after one has failed. Then they are killed."""
 
 
 def run_as_processes(num_processes: int, *, master_addr: str | None = None, master_port: int | None = None) -> int:
@@ -29,52 +38,59 @@ def run_as_processes(num_processes: int, *, master_addr: str | None = None, mast
 
     Args:
         num_processes: the number of workers.
-        master_addr: an address of this machine, for rank 0; None: localhost.
+        master_addr: a loopback address, for rank 0; None: 127.0.0.1.
         master_port: the port of rank 0; None: a free one.
 
     Raises:
-        LaunchError: there is no command line to run again, the address is not this machine's, or the port is taken.
+        LaunchError: there is no command line to run again, the address is no loopback address, or the port is taken.
         KeyboardInterrupt: stopped from the keyboard before a worker was started.
     """
     command = _command_to_repeat()
-    address = master_addr or "localhost"
-    if not is_own_address(address):
+    address = master_addr or DEFAULT_MASTER_ADDR
+    if not is_loopback(address):
         raise LaunchError(
-            f"parallel.master_addr is {address}, which is no address of this machine, but parallel.num_processes is "
-            f"{num_processes} and starts all processes here. Remove parallel.master_addr."
+            f"parallel.master_addr is {address}, but parallel.num_processes is {num_processes} and starts all "
+            "processes on this machine, where they listen on a loopback address. Remove parallel.master_addr."
         )
-    from torch.distributed import DistNetworkError
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=num_processes,
-        run_id=f"{SPAWN_RUN_ID_PREFIX}{secrets.token_hex(6)}",
-        rdzv_backend="c10d" if master_port is None else "static",
-        rdzv_endpoint="localhost:0" if master_port is None else f"{address}:{master_port}",  # 0: a free port
-        rdzv_configs={"rank": 0},
-        local_addr=address,
-        max_restarts=0,
-        monitor_interval=0.1,
-        # The workers handle the other signals themselves: elastic would kill them 30 s later, and would undo nohup.
-        signals_to_handle="SIGQUIT",
-    )
+    try:
+        store = open_store(address, master_port or 0, num_processes)
+    except (OSError, RuntimeError) as error:
+        raise LaunchError(
+            f"the processes cannot meet at {address}:{master_port or 'a free port'}: {error}. Set "
+            "parallel.master_port to a free port, or remove it: finetune then finds one."
+        ) from error
     _log.info("starting %d processes on this machine: %s", num_processes, " ".join(command))
     share_cores(num_processes)
+    run_id = f"{SPAWN_RUN_ID_PREFIX}{secrets.token_hex(6)}"
+    workers: list[subprocess.Popen[bytes]] = []
     with _signals_go_to_workers() as sent:
         try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as error:
-            # The workers have reported what went wrong: the launcher adds only the exit code.
-            return _exit_code_of_cause([failure.exitcode for failure in error.failures.values()], sent)
-        except DistNetworkError as error:
-            raise LaunchError(
-                f"the processes cannot meet at {address}:{master_port or 'a free port'}: {error}. Set "
-                "parallel.master_port to a free port, or remove it: finetune then finds one."
-            ) from error
-    return 0
+            for rank in range(num_processes):
+                place = variables_of_spawn(rank, num_processes, address, store.port, run_id)
+                environment = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", **os.environ, **place}  # as torchrun sets it
+                # In a session of its own: Ctrl-C in a terminal then reaches it once, from here.
+                workers.append(subprocess.Popen(command, env=environment, start_new_session=True))
+            codes = _wait_for(workers)
+        finally:
+            for worker in workers:
+                worker.kill()
+    # The workers have reported what went wrong: the launcher adds only the exit code.
+    return _exit_code_of_cause(codes, sent) if any(codes) else 0
+
+
+def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """Wait for all workers, and return their exit codes. When one fails, ask the others to end."""
+    deadline = None
+    while None in (codes := [worker.poll() for worker in workers]):
+        if deadline is None and any(codes):
+            deadline = time.monotonic() + _TERMINATE_SECONDS
+            for worker in workers:
+                worker.terminate()
+        elif deadline is not None and time.monotonic() > deadline:
+            for worker in workers:
+                worker.kill()
+        time.sleep(_POLL_SECONDS)
+    return [worker.wait() for worker in workers]
 
 
 @contextmanager

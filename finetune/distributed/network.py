@@ -8,6 +8,9 @@ import os
 import socket
 import struct
 from contextlib import suppress
+from functools import cache
+
+from finetune.distributed.environment import DEFAULT_MASTER_ADDR, LaunchEnvironment
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +52,42 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def address_of_rank_0(environment: LaunchEnvironment) -> str:
+    """Return the address at which the ranks find rank 0: a loopback address if all of them are on this machine."""
+    host = environment.master_addr
+    is_here = environment.is_one_machine and not is_loopback(host) and is_own_address(host)
+    return DEFAULT_MASTER_ADDR if is_here else host
+
+
+@cache  # the log line once
+def listening_address(host: str) -> str:
+    """Return the address on which rank 0 listens for ranks that look for it at `host`; empty: on all interfaces."""
+    addresses = {place[0] for *_, place in _resolve(host)}
+    if is_loopback(host):
+        return DEFAULT_MASTER_ADDR if host == "localhost" else host
+    if len(addresses) == 1 and not is_loopback(address := addresses.pop()) and is_own_address(address):
+        return address
+    _log.info(
+        "[Distributed] rank 0 listens on all interfaces, because MASTER_ADDR (%s) does not mean exactly one address "
+        "of this machine that others can reach. Use a network that you trust",
+        host,
+    )
+    return ""
+
+
+def open_listener(address: str, port: int = 0) -> socket.socket:
+    """Listen at an address of this machine, or on all interfaces if it is empty; port 0 means any free port.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    if not address and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # compiled in, but switched off
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=1024)
 
 
 def own_name_is_loopback() -> bool:

@@ -9,6 +9,7 @@ If a store or another rank is gone, torch raises a RuntimeError, often a DistErr
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -24,13 +25,16 @@ from typing import Any, Literal
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-from finetune.distributed.environment import LaunchEnvironment, has_agent_store, launcher_pid
+from finetune.distributed.environment import DEFAULT_MASTER_ADDR, LaunchEnvironment, has_agent_store, launcher_pid
 from finetune.distributed.guardian.faults import format_ranks
 from finetune.distributed.network import (
     NO_STORE,
     PROBE_SECONDS,
+    address_of_rank_0,
     allow_connections,
     is_own_address,
+    listening_address,
+    open_listener,
     what_answers,
 )
 from finetune.errors import LaunchError, RunFailedError
@@ -46,6 +50,26 @@ _STORE_TIMEOUT = timedelta(seconds=10)
 _LEAVE_SECONDS = 10.0
 _LONGEST_PROBE_SECONDS = 30.0
 _IDENTITY = "finetune/identity"
+
+
+def open_store(host: str, port: int, world_size: int) -> TCPStore:
+    """Open the store for ranks that look for it at `host`; port 0 means any free port.
+
+    Raises:
+        OSError: the port is taken.
+    """
+    address = listening_address(host)
+    listener = open_listener(address, port)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address or DEFAULT_MASTER_ADDR,  # torch itself would listen on all interfaces
+        port,
+        world_size,
+        is_master=True,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 @dataclass(frozen=True)
@@ -100,6 +124,7 @@ class Rendezvous:
         self._is_over = threading.Event()
         self._token_thread: threading.Thread | None = None
         self._uses_agent_store = has_agent_store(os.environ)
+        self._host = environment.master_addr if self._uses_agent_store else address_of_rank_0(environment)
         allow_connections(environment.world_size)
         if environment.rank == 0:
             self._server = self._find_store() if self._uses_agent_store else self._open_store()
@@ -121,7 +146,7 @@ class Rendezvous:
     @property
     def address(self) -> str:
         """The host and port of the store."""
-        return f"{self.environment.master_addr}:{self.environment.master_port}"
+        return f"{self._host}:{self.environment.master_port}"
 
     @property
     def seconds_left(self) -> float:
@@ -135,7 +160,7 @@ class Rendezvous:
                 return None
         missing = self._missing()
         self._num_missing = len(missing)
-        is_here = is_own_address(self.environment.master_addr)
+        is_here = is_own_address(self._host)
         hint = "" if is_here else "; this address does not belong to rank 0's machine"
         return (
             f"{format_ranks(missing)} of {self.environment.world_size} did not join at {self.address} within "
@@ -236,24 +261,19 @@ class Rendezvous:
 
     def _open_store(self) -> TCPStore:
         """Open this process's store. It stays open for a next launch, to which the other ranks may come first."""
-        environment = self.environment
+        environment, port = self.environment, self.environment.master_port
         try:
-            # Rank 0 talks to its own store over loopback, whatever the others call this machine.
-            store = self._stores.get(environment.master_port) or self._tcp_store("127.0.0.1", is_master=True)
-        except RuntimeError as error:
-            in_use = "EADDRINUSE" in str(error) or "in use" in str(error)
+            store = self._stores.get(port) or open_store(self._host, port, environment.world_size)
+        except (OSError, RuntimeError) as error:
+            in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             raise LaunchError(
-                f"rank 0 cannot open port {environment.master_port} for the other ranks ({environment.launcher}): "
+                f"rank 0 cannot open port {port} for the other ranks ({environment.launcher}): "
                 f"{'the port is in use' if in_use else error}. Choose a free port (MASTER_PORT, --master_port, "
                 "--main_process_port or parallel.master_port), the same on every rank."
             ) from error
         store.set(_IDENTITY, json.dumps(self._identity))
-        self._stores[environment.master_port] = store
+        self._stores[port] = store
         return store
-
-    def _tcp_store(self, host: str, *, is_master: bool) -> TCPStore:
-        port, size = self.environment.master_port, self.environment.world_size
-        return TCPStore(host, port, size, is_master=is_master, timeout=_STORE_TIMEOUT, wait_for_workers=False)
 
     def _find_store(self) -> TCPStore:
         """Connect once a store answers: torch's own client waits silently, and may wait forever.
@@ -263,14 +283,14 @@ class Rendezvous:
         seconds would bring new lookups faster than the store finishes them.
         """
         environment = self.environment
-        host, port = environment.master_addr, environment.master_port
+        host, port, size = self._host, environment.master_port, environment.world_size
         began, patience = time.monotonic(), PROBE_SECONDS
         for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: f"rank 0: {self._found}"):
             asked = time.monotonic()
             answer = what_answers(host, port, patience)
             if answer is None:
                 with suppress(dist.DistError):  # it may close between the two
-                    return self._tcp_store(host, is_master=False)
+                    return TCPStore(host, port, size, timeout=_STORE_TIMEOUT, wait_for_workers=False)
             self._found = answer or "the store answered too late"
             if time.monotonic() - asked >= patience:
                 patience = min(2 * patience, max(PROBE_SECONDS, self.seconds_left), _LONGEST_PROBE_SECONDS)

@@ -32,7 +32,7 @@ from finetune.distributed.guardian.faults import (
     lost_guardian,
 )
 from finetune.distributed.guardian.link import LineBuffer, Message, occupy_standard_streams
-from finetune.distributed.network import is_loopback, own_addresses
+from finetune.distributed.network import listening_address, own_addresses
 from finetune.errors import Fault, LaunchError, RunFailedError
 from finetune.signals import after_fork_in_child
 
@@ -191,8 +191,8 @@ class Watchdog:
     def _start_guardian(self, watched: WatchedRank) -> Message | None:
         """Start the guardian. On rank 0, return where it listens and the token that it asks for."""
         token = secrets.token_hex(16)
-        is_one_machine = is_loopback(watched.master_addr)
-        settings = {**asdict(watched), "worker_pid": self._pid, "token": token, "only_here": is_one_machine}
+        listen = listening_address(watched.master_addr) if watched.rank == 0 else None
+        settings = {**asdict(watched), "worker_pid": self._pid, "token": token, "listen": listen}
         occupy_standard_streams()
         try:
             self._guardian = subprocess.Popen(

@@ -20,6 +20,7 @@ from finetune.errors import FinetuneError, LeftToMain
 from finetune.fallbacks import Fallbacks
 from finetune.logs import configure_logs
 from tests.launches import write_report
+from tests.listening import listeners_of
 
 
 def join(wish, fallbacks):
@@ -30,7 +31,8 @@ def join(wish, fallbacks):
     if context.distributed:
         value = torch.tensor([context.rank + 1.0])
         dist.all_reduce(value)
-        seen |= {"sum": value.item(), "backend": dist.get_backend()}
+        listens = sorted({listener.address for listener in listeners_of([os.getpid()])})
+        seen |= {"sum": value.item(), "backend": dist.get_backend(), "listens": listens}
     else:
         end = time.monotonic() + wish.get("lasts", 0)
         while time.monotonic() < end and not Path(sys.argv[1], "over").exists():

@@ -4,7 +4,17 @@ import socket
 import psutil
 import pytest
 
-from finetune.distributed.network import allow_connections, interface_towards, is_own_address, own_address_towards
+from finetune.distributed.environment import LaunchEnvironment
+from finetune.distributed.network import (
+    address_of_rank_0,
+    allow_connections,
+    interface_towards,
+    is_loopback,
+    is_own_address,
+    listening_address,
+    open_listener,
+    own_address_towards,
+)
 
 
 def test_an_address_is_ours_or_not():
@@ -71,3 +81,49 @@ def test_a_hard_limit_that_is_too_low_is_named(caplog, monkeypatch):
     allow_connections(1024)
     (message,) = caplog.messages
     assert "may open at most 1024 files, and 1024 ranks may need 4608" in message
+
+
+def place(master_addr, *, is_one_machine):
+    return LaunchEnvironment(
+        launcher="slurm",
+        rank=0,
+        local_rank=0,
+        world_size=2,
+        local_world_size=2,
+        master_addr=master_addr,
+        master_port=29500,
+        is_one_machine=is_one_machine,
+    )
+
+
+def own_addresses_on_the_network():
+    entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries]
+    return [e.address for e in entries if e.family == socket.AF_INET and not is_loopback(e.address)]
+
+
+def test_ranks_on_one_machine_find_rank_0_on_loopback():
+    own = [socket.gethostname(), *own_addresses_on_the_network()]
+    for address in (name for name in own if is_own_address(name)):
+        assert address_of_rank_0(place(address, is_one_machine=True)) == "127.0.0.1"
+        assert address_of_rank_0(place(address, is_one_machine=False)) == address
+    assert address_of_rank_0(place("192.0.2.1", is_one_machine=True)) == "192.0.2.1", "not of this machine"
+    assert address_of_rank_0(place("127.0.0.5", is_one_machine=True)) == "127.0.0.5"
+
+
+def test_rank_0_listens_where_others_look_for_it():
+    for host in ("localhost", "127.0.0.1", "127.0.0.5", *own_addresses_on_the_network()):
+        address = listening_address(host)
+        assert address == ("127.0.0.1" if host == "localhost" else host)
+        with open_listener(address) as listener:
+            assert listener.getsockname()[0] == address
+
+
+def test_rank_0_says_that_it_listens_on_all_interfaces(caplog):
+    """The address of a load balancer leads here, but is not of this machine."""
+    listening_address.cache_clear()
+    with caplog.at_level("INFO", logger="finetune"):
+        assert [listening_address("192.0.2.77") for _ in range(2)] == ["", ""]
+    (message,) = caplog.messages
+    assert "rank 0 listens on all interfaces, because MASTER_ADDR (192.0.2.77) does not mean exactly one" in message
+    with open_listener("") as listener, socket.create_connection(("127.0.0.1", listener.getsockname()[1]), timeout=5):
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from finetune.distributed import rendezvous
 from finetune.distributed.environment import read_environment
-from finetune.distributed.network import PROBE_SECONDS, what_answers
+from finetune.distributed.network import PROBE_SECONDS, own_address_towards, what_answers
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port, place_variables, wait_until
@@ -41,6 +41,8 @@ class Play:
     def start(self, rank, port, *, world_size=2, folder="", **wish):
         """Start one rank, which reports into `folder`; `joining.py` says what it may wish for."""
         place = place_variables(rank, world_size, port) | {"MASTER_ADDR": wish.pop("address", "127.0.0.1")}
+        if not wish.pop("counts_here", True):
+            del place["LOCAL_WORLD_SIZE"]
         process = subprocess.Popen(
             [self._python, str(SCRIPT), str(self.folder / folder), json.dumps(wish)],
             env={**self._variables, "PYTHONPATH": str(REPOSITORY), **place},
@@ -103,6 +105,19 @@ def all_present_are_one_world(play):
     assert codes == [0, 0, 0], outputs
     assert [(r["world_size"], r["sum"], r["backend"], r["clean"]) for r in reports] == [(3, 6.0, "gloo", True)] * 3
     assert "[Distributed] Initialized with backend=gloo rank=0 world_size=3" in outputs[0]
+
+
+@SCENES.add
+def ranks_listen_on_loopback_or_at_the_address_that_others_need(play):
+    """A launcher that counts the processes of this machine says that there are no others."""
+    own = own_address_towards("192.0.2.1")
+    if own is None or sys.platform != "linux":
+        pytest.skip("no network, or no /proc to find listening sockets in")
+    for counts_here, expected in ((True, "127.0.0.1"), (False, own)):
+        codes, reports, outputs = play.launch(2, address=own, counts_here=counts_here)
+        assert codes == [0, 0], outputs
+        assert [report["listens"] for report in reports] == [[expected]] * 2
+        assert [(report["sum"], report["clean"]) for report in reports] == [(3.0, True)] * 2
 
 
 @SCENES.add

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finetune.distributed import watchdog
@@ -27,6 +29,7 @@ from finetune.distributed.guardian.faults import (
     Position,
     describe_late,
 )
+from finetune.distributed.guardian.link import Link
 from finetune.distributed.watchdog import _ANSWER_SECONDS
 from finetune.errors import Fault
 from tests.launches import REPOSITORY, alive_with, wait_until
@@ -418,12 +421,121 @@ def peers_without_the_token_are_disconnected(play):
     ]
     for letter in letters:
         assert send_and_wait_for_the_end(hub["port"], letter), letter[:50]
-    silent = [socket.create_connection(("127.0.0.1", hub["port"])) for _ in range(20)]
+    # More than the hub keeps: the oldest ones make room.
+    silent = [socket.create_connection(("127.0.0.1", hub["port"])) for _ in range(200)]
     play.start("leave", first_rank=1)
     assert play.end() == [0, 0]
     assert play.last_lines() == {""}
     for connection in silent:
         connection.close()
+
+
+@scene(world_size=2)
+def a_flood_before_the_token(play):
+    """Connections that never end to send: the hub reads no more than a short line of each, and keeps its pace."""
+    play.start("leave")
+    hub = json.loads(play.wait_for("share"))
+    is_over = threading.Event()
+
+    def send_without_end(data):
+        while not is_over.is_set():
+            with suppress(OSError), socket.create_connection(("127.0.0.1", hub["port"]), timeout=10) as connection:
+                while not is_over.is_set():
+                    connection.sendall(data)
+                    time.sleep(0.01)
+
+    floods = [threading.Thread(target=send_without_end, args=(data,)) for data in (b"x" * 64, b" ", b"{}\n" * 50_000)]
+    for flood in floods:
+        flood.start()
+    try:
+        time.sleep(1.0)
+        (guardian,) = psutil.Process(play.ranks[0].pid).children()
+        used = guardian.memory_info().rss
+        time.sleep(2.0)
+        assert guardian.memory_info().rss - used < 10_000_000
+        play.start("leave", first_rank=1)
+        assert play.end() == [0, 0]
+    finally:
+        is_over.set()
+        for flood in floods:
+            flood.join()
+    assert play.last_lines() == {""}
+
+
+def start_rank_1_beside(play, listener):
+    """Start rank 1, whose hub is the listener of this test."""
+    listener.settimeout(20)
+    place = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1], "token": "x"}
+    (play.folder / "share").write_text(json.dumps(place))
+    play.start("leave", first_rank=1)
+
+
+@scene(world_size=2)
+def a_rank_that_the_hub_had_no_room_for_tries_again(play):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        start_rank_1_beside(play, listener)
+        for _ in range(3):
+            listener.accept()[0].close()
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b'{"ready": true}\n')
+            assert play.end() == [0]
+    assert play.last_lines() == {""}
+
+
+@scene(world_size=2)
+def a_hub_that_never_has_room_is_named(play):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        start_rank_1_beside(play, listener)
+        while play.ranks[1].poll() is None:
+            with suppress(TimeoutError):
+                listener.accept()[0].close()
+                listener.settimeout(1)
+    assert play.end(25) == [2]
+    assert (
+        "within 15 s (127.0.0.1: it closed the connection before it accepted this rank). Let the nodes of this run "
+    ) in the_only(play.last_lines())
+
+
+@scene(world_size=2)
+def garbage_with_the_token_ends_in_a_sentence(play):
+    play.start("leave_when_told")
+    hub = json.loads(play.wait_for("share"))
+    with socket.create_connection(("127.0.0.1", hub["port"]), timeout=10) as connection:
+        connection.sendall(json.dumps({"token": hub["token"], "rank": 1}).encode() + b"\n")
+        play.pid(0)  # it is ready
+        connection.sendall(b'{"position": {"phase": 7, "age": "old"}}\n')
+        assert play.end() == [3]
+    assert the_only(play.last_lines()) == (
+        "finetune stops: rank 1 was lost during set-up: its guardian process sent a message that cannot be read (it "
+        "holds no position)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("garbage", "why"),
+    [
+        (b"\x80\n", "codec can't decode"),
+        (b"[1, 2]\n", "a line is no object"),
+        (b"\n", "Expecting value"),
+        (b"[" * 30_000 + b"\n", "a line nests too deeply"),
+        (b"x" * 70_000, "a line is too long"),
+        (b'{"position": 5}\n', "it holds no position"),
+        (b'{"position": {"phase": "training", "step": "x"}}\n', "it holds no position"),
+        (b'{"position": {"\\u001b[2J": 1}}\n', "it holds no position"),
+        (b'{"fault": {"reporter": "guardian"}}\n', "it holds no fault"),
+    ],
+    ids=["not-utf-8", "a-list", "empty", "deep", "long", "a-number", "another-type", "unknown-field", "a-part"],
+)
+def test_a_link_ends_at_a_message_that_cannot_be_read(garbage, why):
+    near, far = socket.socketpair()
+    with near, far:
+        link = Link(near, 0.0, rank=1)
+        far.sendall(garbage)
+        while not link.receive()[1]:
+            pass
+    assert why in link.garbage
+    assert "\x1b" not in link.garbage
 
 
 @pytest.mark.launch

@@ -69,10 +69,10 @@ def found_by_guardian(rank: int, what: str) -> Fault:
     return Fault(reporter="guardian", rank=rank, summary=f"rank {rank} {what}")
 
 
-def lost_guardian(rank: int, position: Position) -> Fault:
-    """Return the fault of a guardian that ended before its worker. The worker reports the same fault."""
-    what = f"was lost during {position}: its guardian process was killed, alone or with its worker"
-    return found_by_guardian(rank, what)
+def lost_guardian(rank: int, position: Position, garbage: str = "") -> Fault:
+    """Return the fault of a guardian that ended before its worker or sent garbage. Its worker reports the former."""
+    why = f"sent a message that cannot be read ({garbage})" if garbage else "was killed, alone or with its worker"
+    return found_by_guardian(rank, f"was lost during {position}: its guardian process {why}")
 
 
 def unreachable(rank: int, position: Position) -> Fault:

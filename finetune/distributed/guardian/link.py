@@ -6,12 +6,17 @@ import json
 import os
 import socket
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, get_origin, get_type_hints
 
 from finetune.distributed.guardian.faults import Position
+from finetune.errors import Fault
 
 Message = dict[str, Any]
 
+_TYPES = {
+    kind: {name: str if get_origin(hint) is Literal else hint for name, hint in get_type_hints(kind).items()}
+    for kind in (Position, Fault)
+}
 _LONGEST_LINE = 1 << 16
 _LONGEST_HELLO = 1 << 10
 
@@ -48,6 +53,21 @@ class LineBuffer:
         return messages
 
 
+def _read(kind: type[Any], values: Any) -> Any:
+    """Return the position or fault that a message holds.
+
+    Raises:
+        ValueError: a field is missing, is unknown or has another type.
+    """
+    try:
+        made = kind(**values)
+    except TypeError:
+        made = None
+    if any(not isinstance(getattr(made, name, None), expected) for name, expected in _TYPES[kind].items()):
+        raise ValueError(f"it holds no {kind.__name__.lower()}")
+    return made
+
+
 class Link:
     """A connection to another guardian. No method waits."""
 
@@ -60,6 +80,8 @@ class Link:
         self.position = Position()
         self.heard_at = now
         self.has_left = False
+        self.garbage = ""
+        """Why its last message could not be read, if so."""
         self._lines = LineBuffer(_LONGEST_LINE if rank is not None else _LONGEST_HELLO)
         self._unsent = b""
 
@@ -78,12 +100,18 @@ class Link:
 
     def receive(self) -> tuple[list[Message], bool]:
         """Return the messages that have arrived, and whether the connection has ended."""
-        messages: list[Message] = []
         try:
-            while data := self.connection.recv(_LONGEST_LINE):
-                messages += self._lines.feed(data)
+            data = self.connection.recv(self._lines.longest)
+            messages = self._lines.feed(data)
+            for message in messages:
+                for name, kind in (("position", Position), ("fault", Fault)):
+                    if name in message:
+                        message[name] = _read(kind, message[name])
+            return messages, not data
         except BlockingIOError:
-            return messages, False
-        except (OSError, ValueError):
-            pass
-        return messages, True
+            return [], False
+        except OSError:
+            return [], True
+        except ValueError as error:
+            self.garbage = str(error)
+            return [], True

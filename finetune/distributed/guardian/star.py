@@ -18,7 +18,6 @@ from finetune.distributed.guardian.faults import (
     REMEDY,
     SECOND_HAND_SECONDS,
     START_SECONDS,
-    Position,
     describe_late,
     format_ranks,
     lost_guardian,
@@ -26,6 +25,7 @@ from finetune.distributed.guardian.faults import (
 )
 from finetune.distributed.guardian.guardian import Guardian
 from finetune.distributed.guardian.link import Link, Message
+from finetune.distributed.network import open_listener
 from finetune.errors import Fault
 
 _MOST_UNAUTHENTICATED = 64
@@ -39,7 +39,7 @@ class Hub(Guardian):
         self._peers: dict[int, Link] = {}
         self._unauthenticated: list[Link] = []
         self._second_hand: tuple[float, Fault] | None = None
-        self._listener: socket.socket | None = _listen(only_here=settings["only_here"])
+        self._listener: socket.socket | None = open_listener(settings["listen"])
         self._listener.setblocking(False)
         self.selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self.worker.tell({"listening": self._listener.getsockname()[1]})
@@ -74,16 +74,20 @@ class Hub(Guardian):
             self._drop(link)
 
     def _accept(self) -> None:
+        """Accept some of the waiting connections. When there are too many without the token, drop the oldest ones."""
         with suppress(OSError):
-            while self._listener is not None:
+            for _ in range(_MOST_UNAUTHENTICATED):
+                if self._listener is None:
+                    return
                 link = Link(self._listener.accept()[0], self.clock.now)
                 if len(self._unauthenticated) >= _MOST_UNAUTHENTICATED + self.settings["world_size"]:
-                    link.connection.close()
-                    continue
+                    self._drop(self._unauthenticated[0])
                 self._unauthenticated.append(link)
                 self.selector.register(link.connection, selectors.EVENT_READ, lambda link=link: self._hear(link))
 
     def _hear(self, link: Link) -> None:
+        if link.rank is None and link not in self._unauthenticated:
+            return  # dropped in this very turn
         messages, is_end = link.receive()
         for message in messages:
             if link.rank is not None:
@@ -96,7 +100,7 @@ class Hub(Guardian):
             # An answered fault or a bye comes before the end of the connection in good order.
             if link.rank is not None and not link.has_left:
                 link.has_left = True
-                self._report(lost_guardian(link.rank, link.position))
+                self._report(lost_guardian(link.rank, link.position, link.garbage))
 
     def _admit(self, link: Link, message: Message) -> bool:
         """Accept a peer that has the token and a rank that is still missing; return whether it was accepted."""
@@ -113,9 +117,9 @@ class Hub(Guardian):
     def _take(self, link: Link, message: Message) -> None:
         link.heard_at = self.clock.now
         if "position" in message:
-            link.position = Position(**message["position"])
+            link.position = message["position"]
         if "fault" in message:
-            self._report(Fault(**message["fault"]))
+            self._report(message["fault"])
         if "bye" in message:
             link.has_left = True
 
@@ -174,6 +178,8 @@ class Spoke(Guardian):
         self._link: Link | None = None
         self._tried: dict[str, OSError] = {}
         self._num_tries = 0
+        self._is_accepted = False
+        """The hub has answered, which it does only after it has seen the token."""
         self._has_hub_left = False
         self._unanswered: tuple[float, Fault] | None = None
 
@@ -186,8 +192,9 @@ class Spoke(Guardian):
         if self.fault is not None or self._is_reported:
             return
         if self._link is None:
-            self._try_an_address(hub)
-            if self._link is None and seconds > START_SECONDS:
+            if seconds <= START_SECONDS:
+                self._try_an_address(hub)
+            else:
                 tried = "; ".join(f"{address}: {error}" for address, error in self._tried.items())
                 self._adopt(
                     _failed_start(
@@ -209,6 +216,7 @@ class Spoke(Guardian):
             self._tried[address] = error
             time.sleep(LONGEST_WAIT)
             return
+        self._tried[address] = ConnectionError("it closed the connection before it accepted this rank")
         self._link = Link(connection, self.clock.now, rank=0)
         self._link.send({"token": hub["token"], "rank": self.rank})
         self.selector.register(connection, selectors.EVENT_READ, self._hear)
@@ -220,23 +228,29 @@ class Spoke(Guardian):
         messages, is_end = link.receive()
         for message in messages:
             link.heard_at = self.clock.now
+            self._is_accepted = True
             if "position" in message:
-                link.position = Position(**message["position"])
-                self._has_hub_left = message["left"]
+                link.position = message["position"]
+                self._has_hub_left = "left" in message and message["left"]
             if "ready" in message:
                 self.is_ready = True
                 self.worker.tell({"ready": True})
             if "fault" in message:
-                self._adopt(Fault(**message["fault"]))
-        if is_end:
-            self._lose(lost_guardian(0, link.position))
+                self._adopt(message["fault"])
+        if is_end and self._is_accepted:
+            self._lose(lost_guardian(0, link.position, link.garbage))
+        elif is_end:  # too many other connections: `_connect` tries again
+            self._close_link()
 
-    def _lose(self, fault: Fault) -> None:
-        """Handle the loss of the hub. If rank 0 has left without a fault, this rank goes on without a hub."""
+    def _close_link(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             self.selector.unregister(link.connection)
             link.connection.close()
+
+    def _lose(self, fault: Fault) -> None:
+        """Handle the loss of the hub. If rank 0 has left without a fault, this rank goes on without a hub."""
+        self._close_link()
         if self._unanswered is not None:
             self._adopt(self._unanswered[1])
         elif not self._has_hub_left and not self.is_released:
@@ -272,13 +286,3 @@ class Spoke(Guardian):
 
 def _failed_start(summary: str) -> Fault:
     return Fault(reporter="guardian", rank=None, summary=f"{summary}. {REMEDY}")
-
-
-def _listen(*, only_here: bool) -> socket.socket:
-    """Open a socket at a free port, on the loopback address alone or on all addresses of this machine."""
-    if only_here:
-        return socket.create_server(("127.0.0.1", 0), backlog=1024)
-    if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # compiled in, but switched off
-            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
