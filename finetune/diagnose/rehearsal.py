@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -41,18 +41,15 @@ _NEVER_REHEARSED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageResult:
-    """The result of one stage."""
+class StageResult(NamedTuple):
+    """The result of one stage: a sentence, or the error; `log` is the file with the output of its command."""
 
     name: str
-    seconds: float = 0.0
     outcome: Literal["ok", "failed", "not run"]
     what: str
-    """A sentence about the result, or the error."""
+    seconds: float = 0.0
     exit_code: int = 0
     log: str | None = None
-    """The file with the output of its command."""
 
 
 @dataclass(kw_only=True)
@@ -73,12 +70,12 @@ class Rehearsal:
     processes: int | None = None
     """The number of processes of the real launch. None if the configuration says it."""
     results: list[StageResult] = field(default_factory=list)
-    changes: dict[str, Any] = field(default_factory=dict)
-    """The keys that the rehearsal sets to other values than the real run."""
     limits: list[str] = field(default_factory=lambda: list(_NEVER_REHEARSED))
     """What is not rehearsed."""
     plan: dict[str, Any] | None = None
     """The output of `finetune plan --json`."""
+    measured_rows: int = 0
+    """Rows of the validation split or of the test split, whichever is larger, once they are known."""
 
     def __post_init__(self) -> None:
         parallel = self.config.parallel
@@ -96,8 +93,7 @@ class Rehearsal:
         missing = ""
         for name, stage in STAGES.items():
             if missing:
-                what = f"it needs what `{missing}` makes"
-                self.results.append(StageResult(name=name, outcome="not run", what=what))
+                self.results.append(StageResult(name, "not run", f"it needs what `{missing}` makes"))
                 continue
             log, begun, exit_code = self.folder / "logs" / f"{name}.log", time.monotonic(), 0
             try:
@@ -106,16 +102,9 @@ class Rehearsal:
             except FinetuneError as error:
                 what, exit_code = str(error), error.exit_code
                 missing = "" if name in _NOT_NEEDED else name
-            self.results.append(
-                StageResult(
-                    name=name,
-                    seconds=time.monotonic() - begun,
-                    outcome="failed" if exit_code else "ok",
-                    what=visible(what),
-                    exit_code=exit_code,
-                    log=str(log) if log.is_file() else None,
-                )
-            )
+            seconds, log_file = time.monotonic() - begun, str(log) if log.is_file() else None
+            outcome: Literal["ok", "failed"] = "failed" if exit_code else "ok"
+            self.results.append(StageResult(name, outcome, visible(what), seconds, exit_code, log_file))
 
     def clean(self) -> None:
         """Remove the folder of the rehearsal. If a stage has failed, leave the logs."""
@@ -125,17 +114,18 @@ class Rehearsal:
         if not self.failed:
             self.folder.rmdir()
 
-    def choose_changes(self, measured_rows: int = 0) -> None:
-        """Choose the keys that the rehearsal sets. Called again when the number of measured rows is known."""
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys that the rehearsal sets to other values than the real run."""
         real_steps = None if self.plan is None else self.plan["batches"]["steps"]
-        self.changes = rehearsed_values(
+        return rehearsed_values(
             self.config,
             stand_in=self.folder / "stand-in",
             processes=self.world_size,
             minutes=self.minutes,
             steps=min(self.steps, real_steps or self.steps),
             real_steps=real_steps,
-            measured_rows=measured_rows,
+            measured_rows=self.measured_rows,
         )
 
     def overrides(self) -> list[str]:
@@ -156,7 +146,7 @@ class Rehearsal:
         real = values(self.config)
         return {
             "version": 2,
-            "stages": [vars(result) for result in self.results],
+            "stages": [result._asdict() for result in self.results],
             "changes": [{"key": key, "real": real[key], "rehearsed": value} for key, value in self.changes.items()],
             "not_rehearsed": self.limits,
             "plan": self.plan,
@@ -208,16 +198,14 @@ def _write_stand_in(rehearsal: Rehearsal, _: Path) -> str:
     if config.resume == "auto" and RunFolder(config.output_dir).checkpoint_steps():
         rehearsal.limits.append("the real run resumes from the checkpoints in output_dir, the rehearsal does not")
     width = config.lora.r if config.training.method == "lora" and config.lora.init != "default" else 0
-    description = write_stand_in(config.model, rehearsal.folder / "stand-in", seed=config.seed, least_width=width)
-    rehearsal.choose_changes()
-    return description
+    return write_stand_in(config.model, rehearsal.folder / "stand-in", seed=config.seed, least_width=width)
 
 
 def _read_data(rehearsal: Rehearsal, log: Path) -> str:
     """Encode and check all rows of all splits. The real run will find them in its cache."""
     record = _run_with_findings(rehearsal, log, "preview", *rehearsal.overrides(), "--rows", "0")
     rows = {name: split["rows"] for name, split in record["splits"].items() if split is not None}
-    rehearsal.choose_changes(max((number for name, number in rows.items() if name != "train"), default=0))
+    rehearsal.measured_rows = max((number for name, number in rows.items() if name != "train"), default=0)
     counts = ", ".join(f"{name}: {number:,} rows" for name, number in rows.items())
     return "; ".join([counts, *_warnings(record)])
 

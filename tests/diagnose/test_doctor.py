@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from finetune.config.compose import compose
-from finetune.diagnose import doctor as doctor_command
 from finetune.diagnose.folder_checks import check_folders, judge_space, sees_file, write_marker
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import (
@@ -27,7 +26,6 @@ from finetune.diagnose.machine_checks import (
 )
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning, what_and_fix
-from finetune.runs.file_lock import try_file_lock
 from finetune.runs.folder import existing_folder
 from tests.launches import free_port, place_variables, run_launched
 from tests.readable_hub import point_to, running_hub
@@ -146,17 +144,6 @@ def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path):
     assert {"Versions", "Devices", "Folders"} <= {finding["area"] for finding in report["findings"]}
 
 
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.warm
-def test_strict_turns_a_warning_into_exit_code_2(tmp_path):
-    code, output = doctor(tmp_path, "ddp=True", f"data.cache_dir={tmp_path}", "strict=true")
-    assert "warning  ddp is true (command line), but one process was started" in output
-    assert "\n           fix: start through torchrun" in output
-    assert output.endswith("0 problems, 1 warning\n")
-    assert code == 2
-
-
 # Launch and address
 
 
@@ -168,18 +155,10 @@ def address_findings(*words: str, **environ: str) -> list[Finding]:
     return list(check_address(read_environment(environ), config_of(*words), environ))
 
 
-def test_it_says_which_variables_were_read_and_which_are_defaults():
-    what = launch_findings(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1")[1].what
-    read, derived = what.split("; by default or derived: ")
-    assert read == "read from the environment: RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"
-    assert "MASTER_PORT=" in derived
-
-
 @pytest.mark.parametrize(
     ("words", "environ", "level", "part"),
     [
         (["parallel.world_size=3"], {}, "problem", "parallel.world_size is 3 (command line) but this process was"),
-        (["parallel.rank=1"], {}, "problem", "parallel.rank is 1"),
         (["ddp=False"], rank_variables(0, 1), "problem", "ddp is false (command line), but 2 processes"),
         (["parallel.num_processes=2"], {}, "warning", "train would start 2 processes here"),
         ([], {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_MIXED_PRECISION": "no"}, "problem", "FSDP"),
@@ -205,11 +184,9 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
     [
         ([SHARDED], FOUR, "ok", "fsdp2 (command line): 4 processes would shard the weights"),
         ([SHARDED, "parallel.shard_size=2"], FOUR, "ok", "2 processes would shard the weights, in 2 copies"),
-        ([SHARDED, "parallel.num_processes=2"], {}, "ok", "2 processes would shard the weights"),
         ([], {**FOUR, **FSDP2}, "ok", "fsdp2 (accelerate's FSDP_VERSION=2): 4 processes"),
         ([SHARDED], {}, "warning", "it would be a plain run that keeps all weights"),
         ([SHARDED, "parallel.shard_size=3"], FOUR, "problem", "shard_size is 3 (command line), which does not"),
-        ([SHARDED, "parallel.gradient_sync=ddp"], FOUR, "problem", "parallel.gradient_sync is ddp (command line)"),
         (["parallel.sharding=none"], {**FOUR, **FSDP2}, "problem", "but parallel.sharding is none (command line)"),
     ],
     ids=lambda value: "",
@@ -398,24 +375,6 @@ def test_a_marker_is_seen_where_the_folder_is_shared_and_not_elsewhere(tmp_path)
     marker.unlink()
     assert not sees_file(tmp_path / "other" / marker.name)
     assert write_marker(Path("/proc/run")) is None
-
-
-def test_no_marker_stays_where_a_rank_is_lost(tmp_path, monkeypatch):
-    def fail(value):
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr(doctor_command, "_gather", fail)
-    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    with pytest.raises(RuntimeError):
-        doctor_command._check_shared_folder(config_of(f"output_dir={tmp_path / 'run'}"), ["n0", "n1"])
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_lock_of_another_process_is_not_taken_for_a_broken_one(tmp_path):
-    held = try_file_lock(tmp_path / "lock")
-    assert held is not None
-    with held:
-        assert set(levels(folder_findings(tmp_path))) == {"ok"}
 
 
 # Several processes
