@@ -44,11 +44,9 @@ def test_the_second_gpu_trains(device: torch.device, only_on_cuda: None, tmp_pat
 def test_doctor_finds_the_device_and_its_precision(device: torch.device, tmp_path: Path) -> None:
     words = [f"training.device={device}", f"output_dir={tmp_path / 'run'}"]
     findings = json.loads(run_finetune("doctor", "--json", *words).answer)["findings"]
-    of_devices = [finding for finding in findings if finding["area"] == "Devices"]
-    assert {finding["level"] for finding in of_devices} == {"ok"}, of_devices
-    texts = [finding["what"] for finding in of_devices]
-    assert any(text.startswith(f"training uses {device.type}") for text in texts)
-    assert any(text.startswith("precision ") for text in texts)
+    texts = [finding["what"] for finding in findings if finding["area"] == "Devices" and finding["level"] == "ok"]
+    assert any(text.startswith(f"training uses {device.type}") for text in texts), findings
+    assert any(text.startswith("precision ") for text in texts), findings
     if device.type == "cuda":
         assert any(torch.cuda.get_device_name(device) in text for text in texts)
 
