@@ -208,16 +208,13 @@ def rehearse(
         int | None, typer.Option(help="Processes of the real launch. Default: as the OVERRIDES say.", min=1)
     ] = None,
     device: DeviceOption = None,
-    keep: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Rehearse in this new folder, and leave it.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the job in minutes on a tiny random model: train, kill, resume, verify. Takes the OVERRIDES of train."""
     from finetune.cli.rehearse import rehearse_from_overrides
 
     sizes = {"steps": steps, "minutes": minutes, "processes": processes}
-    raise typer.Exit(rehearse_from_overrides(overrides or [], sizes, device=device, keep=keep, as_json=as_json))
+    raise typer.Exit(rehearse_from_overrides(overrides or [], sizes, device=device, as_json=as_json))
 
 
 @config_app.command("show")
