@@ -204,10 +204,10 @@ def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySpli
             passed = encode(is_checked=False)  # raises for rows that cannot be encoded at all, as in training
             first, *others = str(error).split("\n  ")
             refused = others or [first]
-    as_findings = [problem("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in refused]
+    findings = [problem("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in refused]
     unique = dict.fromkeys(warnings)
-    as_findings += [warning("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in unique]
-    return passed, as_findings
+    findings += [warning("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in unique]
+    return passed, findings
 
 
 @contextmanager
