@@ -155,8 +155,13 @@ class Trainer(Objective):
         else:
             _log.info("Starting distributed training..." if runtime.context.distributed else "Starting training...")
         self.model.train()
-        wanted, folder = config.training.profile, RunFolder(config.output_dir)
-        with StepProfiler(runtime, folder, wanted=wanted, done=state.step, num_steps=cadence.num_steps) as profiler:
+        with StepProfiler(
+            runtime,
+            RunFolder(config.output_dir),
+            num_profiled=config.training.profile,
+            done=state.step,
+            num_steps=cadence.num_steps,
+        ) as profiler:
             run = TrainingRun(
                 self._setup,
                 self,

@@ -107,7 +107,7 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
         folder: the run's folder.
         prompt: a prompt from the data to ask the tuned model; None if there is none.
         step: what `adapter/` holds; None if that is not known.
-        profile: what took the time, in words, if this start profiled some of its steps.
+        profile: the time of the profiled steps, if this start profiled some.
     """
     give_up_dead_screens()
     shown = shown_folder(folder)
@@ -121,7 +121,7 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
     weights = "the weights" if step is None else f"the weights of step {step}"
     traces = ""
     if profile:
-        traces = f"  profile/       traces of these steps, for {TRACE_VIEWER}\n"
+        traces = f"  profile/       a trace of these steps, for {TRACE_VIEWER}\n"
         say(f"\n{profile[0].upper()}{profile[1:]}.")
     sys.stdout.write(
         f"\nWritten to {shown}:\n"
