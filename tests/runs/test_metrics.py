@@ -10,7 +10,7 @@ import pytest
 
 import finetune
 from finetune.errors import RunFailedError
-from finetune.runs.metrics import MetricsWriter, number_in, read_events
+from finetune.runs.metrics import EventsRead, MetricsWriter, number_in, read_events
 from finetune.runs.record import RunRecord, RunStart, read_run_record
 
 STEP = {
@@ -49,12 +49,13 @@ def test_an_event_is_a_line_of_json_and_comes_back_as_it_will_be_read(tmp_path):
 
 def test_events_are_read_back_and_what_is_torn_is_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_events(path) == ([], 0)
+    assert read_events(path) == EventsRead([])
     with MetricsWriter(path) as metrics:
         event = metrics.write("step", **STEP | {"loss": float("inf")})
     with path.open("ab") as file:
         file.write(b'\x00\n[1]\n{"event": 1}\n{"event": "st')
-    assert read_events(path) == ([event], 5)
+    found = read_events(path)
+    assert (found.events, found.num_left_out) == ([event], 4)
     figures = [number_in(event, name) for name in ("loss", "step", "event", "no_such")]
     assert figures == [float("inf"), 12.0, None, None]
 
