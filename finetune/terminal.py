@@ -101,7 +101,7 @@ def prepare_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))
+            setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115
         elif number and type(stream) is TextIOWrapper and not stream.closed:
             setattr(sys, name, _prepared(stream, number))
     if sys.excepthook is sys.__excepthook__:

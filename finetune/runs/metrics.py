@@ -267,7 +267,7 @@ def _read(file: BinaryIO, detail: Detail) -> EventsRead:
     num_bytes = num_whole = num_left_out = num_thinned = kept_bytes = 0
     num_tokens = 0.0
     for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), b"")):
-        if number % _PROGRESS_LINES == 0:
+        if number % _PROGRESS_LINES == _PROGRESS_LINES - 1:
             report_progress(f"{format_bytes(offset + num_bytes)} of {format_bytes(size)}")
         is_passed = offset + num_bytes < frequent_from and line.startswith(_FREQUENT)
         num_bytes += len(line)
