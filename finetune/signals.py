@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import signal
 import sys
@@ -192,8 +191,6 @@ def _note(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _StopRequest.pid:
         _in_child(number)
         return
-    if number == getattr(signal, "SIGHUP", None):
-        give_up_dead_screens()
     now = time.monotonic()
     is_first = _StopRequest.received is None
     if is_first:
@@ -208,18 +205,6 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in every child that this process forks. A system without `fork` has none."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
-
-
-def give_up_dead_screens() -> None:
-    """Redirect standard streams without a terminal to /dev/null, so that writing to them does not end a run."""
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")  # takes nothing, and fails where the terminal has hung up
-        except OSError as error:
-            if error.errno == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
 
 
 def _acknowledge(number: int) -> None:

@@ -51,6 +51,7 @@ from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
 from finetune.signals import stops_after_step, termination_raises, undisturbed
+from finetune.terminal import outlive_readers
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -85,6 +86,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     num_processes = config.parallel.num_processes or 1
     is_to_spawn = environment.launcher == "none" and num_processes > 1 and not is_joined()
     started = num_processes if is_to_spawn else environment.world_size
+    if trains:
+        outlive_readers()
     configure_logs(environment.rank, level=level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
     given = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)

@@ -70,7 +70,7 @@ class Trial:
     @property
     def run(self) -> RecordedRun:
         """The run's files, as they are now."""
-        return RecordedRun(self.folder, self.name)
+        return RecordedRun(self.folder, self.name, detail="recent")
 
     @property
     def note(self) -> dict[str, Any]:
