@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from math import ceil
 from multiprocessing import Pipe
@@ -45,7 +46,7 @@ Rendered = tuple[bool, str]
 
 def render_conversations(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Sequence[Sequence[Any]],
+    conversations: Sequence[Any],
     tools: list[dict[str, Any]] | None = None,
     *,
     with_prompt: bool,
@@ -61,16 +62,17 @@ def render_conversations(
     own = type(tokenizer).apply_chat_template
     if own is not PreTrainedTokenizerBase.apply_chat_template:  # code that was allowed to run here
         call: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": with_prompt}
-        return [_attempt(lambda one=one: own(tokenizer, one, **call)) for one in conversations]
+        return [_attempt(partial(own, tokenizer, one, **call)) for one in conversations]
     request = {
-        "template": tokenizer.get_chat_template(tools=tools),  # type: ignore[arg-type]
+        "template": tokenizer.get_chat_template(tools=tools),
         "conversations": conversations,
         "tools": tools,
         "with_prompt": with_prompt,
         "tokens": tokenizer.special_tokens_map,
     }
+    answer: list[Rendered] = []
     with _Renderer.lock:
-        why = _Renderer.render(json.dumps(request, default=str).encode(), answer := [], len(conversations))
+        why = _Renderer.render(json.dumps(request, default=str).encode(), answer, len(conversations))
     if why is None:
         return answer
     raise DataError(
@@ -162,7 +164,7 @@ def _attempt(render: Callable[[], Any]) -> Rendered:
         return False, str(error) or type(error).__name__
 
 
-def _load_renderer() -> Callable[..., tuple[list[str], Any]]:
+def _load_renderer() -> Callable[..., str]:
     """Import the renderer of transformers, if possible without the rest of transformers, which takes half a second."""
     spec = find_spec("transformers")
     for name in ("transformers", "transformers.utils"):
@@ -176,7 +178,7 @@ def _load_renderer() -> Callable[..., tuple[list[str], Any]]:
         for name in [name for name in sys.modules if name.partition(".")[0] == "transformers"]:
             del sys.modules[name]
         from transformers.utils.chat_template_utils import render_jinja_template
-    return render_jinja_template  # type: ignore[return-value]
+    return lambda *arguments, **settings: render_jinja_template(*arguments, **settings)[0][0]
 
 
 def _render_until_it_ends(connection: Connection[Any, Any]) -> None:
@@ -191,7 +193,7 @@ def _render_until_it_ends(connection: Connection[Any, Any]) -> None:
             _answer(connection, connection.recv_bytes(), render)
 
 
-def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[..., tuple[list[str], Any]]) -> None:
+def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[..., str]) -> None:
     """Render the conversations of a request. Slow ones are answered one by one, so that the parent need not wait."""
     _limit_memory(_MEMORY + _MEMORY_PER_BYTE * len(content))
     request = json.loads(content)
@@ -207,7 +209,7 @@ def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[.
             rendered, answered = [], time.monotonic()
             _limit_seconds(ceil(time.process_time()) + ROW_SECONDS)
         try:
-            rendered.append(_attempt(lambda one=conversation: render([one], chat_template=template, **settings)[0][0]))
+            rendered.append(_attempt(partial(render, [conversation], chat_template=template, **settings)))
         except MemoryError:
             why = "needs too much memory"
         left -= len(rendered[-1][1]) if why is None else 0

@@ -71,8 +71,8 @@ def gguf_bound(folder: Path) -> float:
     if not (isinstance(measured, float | int) and 0 <= measured <= 1):  # a file from others may claim any bound
         raise CheckpointError(
             f"no GGUF file in {folder} says how far the rounding of its type moves this model's logits "
-            f"({ROUNDING_KEY} is {measured}; expected a number from 0 to 1): an earlier version of finetune wrote it, or another program. Export it again, or set a "
-            "bound with --max-difference."
+            f"({ROUNDING_KEY} is {measured}; expected a number from 0 to 1): an earlier version of finetune wrote it, "
+            "or another program. Export it again, or set a bound with --max-difference."
         )
     return max(_LEAST_BOUND, 2 * float(measured))
 
