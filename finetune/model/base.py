@@ -94,8 +94,9 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     where = locate_model(section) if section.tokenizer is None else locate(section.tokenizer, "model.tokenizer")
-    num_rows = _num_rows(section)
     refuse_oversized_folder(where)  # transformers may look for the tokenizer's class in this config.json
+    if section.tokenizer is None:
+        _num_rows(section)  # refuses the config.json of the hub
     tokenizer: PreTrainedTokenizerBase = _or_model_error(
         section,
         lambda: AutoTokenizer.from_pretrained(
@@ -108,7 +109,7 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
         raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
     if tokenizer.chat_template is None and section.chat_template is not None:
         tokenizer.chat_template = _read_template(section.chat_template)
-    choose_pad_token(tokenizer, num_rows)
+    choose_pad_token(tokenizer, _num_rows(section))
     return tokenizer
 
 
