@@ -1,4 +1,7 @@
-"""Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C. The first ends a run after its step, a second one at once."""
+"""Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C. The first ends a run after its step, a second one at once.
+
+During set-up, before the first step, the first one ends a run at once.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,7 @@ class _StopRequest:
     pid = 0
     """The process that handles signals. A forked child inherits the handlers, but must not use them."""
     waits_for_step = False
+    is_in_set_up = False
     is_shown = False
     """Whether a live view confirms Ctrl-C."""
     received: signal.Signals | None = None
@@ -54,14 +58,16 @@ class _StopRequest:
 
 
 @contextmanager
-def stops_after_step() -> Iterator[None]:
+def stops_after_step(*, sets_up: bool = False) -> Iterator[None]:
     """Within the block, only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, for `received_stop_signal`.
 
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
-    Signals that the program handles itself are left alone.
+    With `sets_up`, the first signal before `steps_begin` raises too. Signals that the program handles itself are left
+    alone.
     """
     with stop_signals_go_to(_note), _dropped_interrupts_are_raised_again():
-        _StopRequest.pid, _StopRequest.waits_for_step, _StopRequest.received = os.getpid(), True, None
+        _StopRequest.pid, _StopRequest.received = os.getpid(), None
+        _StopRequest.waits_for_step, _StopRequest.is_in_set_up = not sets_up, sets_up
         try:
             yield
         finally:
@@ -133,6 +139,17 @@ def ctrl_c_is_shown() -> Iterator[None]:
 def ctrl_c_to_show() -> Sequence[str]:
     """Return the lines with which a live view confirms a first Ctrl-C. Empty before it, and without a live view."""
     return _CTRL_C_DOES if _StopRequest.is_shown and received_stop_signal() == signal.SIGINT else ()
+
+
+def steps_begin() -> None:
+    """Declare that the set-up is over. From here on, the first signal is only recorded. Before, it raised."""
+    _StopRequest.waits_for_step, _StopRequest.is_in_set_up = True, False
+
+
+def was_stopped_in_set_up(error: BaseException) -> bool:
+    """Return whether an error is the exception of a signal that came before `steps_begin`."""
+    is_signal = isinstance(error, Terminated | KeyboardInterrupt)
+    return is_signal and _StopRequest.is_in_set_up and received_stop_signal() is not None
 
 
 def no_step_is_left() -> None:

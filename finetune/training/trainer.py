@@ -26,7 +26,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
-from finetune.signals import no_step_is_left
+from finetune.signals import no_step_is_left, steps_begin
 from finetune.training.half_precision import LossScale
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
 from finetune.training.loop import Cadence, StopRules, run_loop
@@ -172,6 +172,7 @@ class Trainer(Objective):
                 profiler=profiler,
                 loss_scale=LossScale.of(state) if runtime.precision == "fp16" else None,
             )
+            steps_begin()
             end = run_loop(state, cadence, run, StopRules.of(config))
         runtime.at("saving", end.state.step)
         self._setup.on_main(lambda journal: journal.finish_saves(), f"saving step {end.state.step}")
