@@ -102,7 +102,7 @@ class ServerLostError(ServerError):
 
 
 class PreemptedError(FinetuneError):
-    """A signal asked the run to stop, and its progress is saved in a checkpoint: SIGTERM, SIGUSR1, SIGHUP or Ctrl-C."""
+    """SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asked the run to stop. All its progress, if any, is in a checkpoint."""
 
     exit_code = 75
 

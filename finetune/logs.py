@@ -17,8 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from finetune.signals import give_up_dead_screens
-from finetune.terminal import accept_all_characters, fold, visible
+from finetune.terminal import fold, prepare_streams, visible
 from finetune.units import format_duration
 
 if TYPE_CHECKING:
@@ -70,6 +69,9 @@ class _RankFormatter(logging.Formatter):
     def __init__(self, rank: int) -> None:
         super().__init__(f"[RANK {rank}] %(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
 
 class _LogFile(logging.FileHandler):
     """A log file. If the disk is full, it reports this once instead of printing a traceback for each line."""
@@ -108,7 +110,7 @@ class _PersonHandler(logging.StreamHandler[TextIO]):
     def format(self, record: logging.LogRecord) -> str:
         name = record.levelname.lower()
         message = getattr(record, "short", None) or super().format(record)
-        text = fold(visible(f"{name}: {message}"), self.stream, indent="  ")
+        text = fold(f"{name}: {message}", self.stream, indent="  ")
         colour = _COLOURS.get(name, _COLOURS["warning"])  # a library may name a level of its own, or rename one
         return text if os.environ.get("NO_COLOR") else f"\x1b[{colour}m{name}:\x1b[0m{text[len(name) + 1 :]}"
 
@@ -128,7 +130,7 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
             errors, unless the level is DEBUG.
     """
     global _is_main
-    accept_all_characters()  # also in a script without `command`: its run must not fail when it prints a row
+    prepare_streams()  # also in a script without `command`: its run must not fail when it prints a row
     logger = logging.getLogger(PACKAGE)
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
     for former in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
@@ -181,8 +183,8 @@ def log_python_warnings() -> None:
 
 
 def hear_libraries() -> None:
-    """On an interactive terminal, send the log lines of other libraries through the package's log."""
-    if speaks_to_a_person():
+    """On a terminal, send the log lines of other libraries through the package's log: they quote models and data."""
+    if sys.stderr.isatty():
         for name in _LIBRARIES:
             logging.getLogger(name).handlers = [_Forwarder()]
 
@@ -294,7 +296,6 @@ def _waiting_line() -> Iterator[None]:
     finally:
         start.cancel()
         start.join()
-        give_up_dead_screens()
         line.stop()
 
 

@@ -1,9 +1,11 @@
-"""Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C. The first ends a run after its step, a second one at once."""
+"""Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C. The first ends a run after its step, a second one at once.
+
+During set-up, before the first step, the first one ends a run at once.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import signal
 import sys
@@ -48,6 +50,7 @@ class _StopRequest:
     pid = 0
     """The process that handles signals. A forked child inherits the handlers, but must not use them."""
     waits_for_step = False
+    is_in_set_up = False
     is_shown = False
     """Whether a live view confirms Ctrl-C."""
     received: signal.Signals | None = None
@@ -55,14 +58,16 @@ class _StopRequest:
 
 
 @contextmanager
-def stops_after_step() -> Iterator[None]:
+def stops_after_step(*, sets_up: bool = False) -> Iterator[None]:
     """Within the block, only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, for `received_stop_signal`.
 
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
-    Signals that the program handles itself are left alone.
+    With `sets_up`, the first signal before `steps_begin` raises too. Signals that the program handles itself are left
+    alone.
     """
     with stop_signals_go_to(_note), _dropped_interrupts_are_raised_again():
-        _StopRequest.pid, _StopRequest.waits_for_step, _StopRequest.received = os.getpid(), True, None
+        _StopRequest.pid, _StopRequest.received = os.getpid(), None
+        _StopRequest.waits_for_step, _StopRequest.is_in_set_up = not sets_up, sets_up
         try:
             yield
         finally:
@@ -136,6 +141,17 @@ def ctrl_c_to_show() -> Sequence[str]:
     return _CTRL_C_DOES if _StopRequest.is_shown and received_stop_signal() == signal.SIGINT else ()
 
 
+def steps_begin() -> None:
+    """Declare that the set-up is over. From here on, the first signal is only recorded. Before, it raised."""
+    _StopRequest.waits_for_step, _StopRequest.is_in_set_up = True, False
+
+
+def was_stopped_in_set_up(error: BaseException) -> bool:
+    """Return whether an error is the exception of a signal that came before `steps_begin`."""
+    is_signal = isinstance(error, Terminated | KeyboardInterrupt)
+    return is_signal and _StopRequest.is_in_set_up and received_stop_signal() is not None
+
+
 def no_step_is_left() -> None:
     """Declare that training is over. From here on, the first signal raises. Before, only the second one did."""
     _StopRequest.waits_for_step = False
@@ -192,8 +208,6 @@ def _note(number: int, frame: FrameType | None) -> None:
     if os.getpid() != _StopRequest.pid:
         _in_child(number)
         return
-    if number == getattr(signal, "SIGHUP", None):
-        give_up_dead_screens()
     now = time.monotonic()
     is_first = _StopRequest.received is None
     if is_first:
@@ -208,18 +222,6 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in every child that this process forks. A system without `fork` has none."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
-
-
-def give_up_dead_screens() -> None:
-    """Redirect standard streams without a terminal to /dev/null, so that writing to them does not end a run."""
-    for descriptor in (1, 2):
-        try:
-            os.write(descriptor, b"")  # takes nothing, and fails where the terminal has hung up
-        except OSError as error:
-            if error.errno == errno.EIO:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, descriptor)
-                os.close(nowhere)
 
 
 def _acknowledge(number: int) -> None:

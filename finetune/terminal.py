@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import json
 import os
 import re
 import sys
+import traceback
 import unicodedata
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from io import TextIOWrapper
+from contextlib import suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+from finetune.errors import RunFailedError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -52,20 +58,93 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error(_ESCAPE, _escape)
 
 
-def accept_all_characters() -> None:
-    """Let stdout and stderr write characters that their encoding lacks, instead of raising UnicodeEncodeError.
+class _StandardStream(FileIO):
+    """Standard output or error. Once nothing can be written to it any more, it leads to the null device.
 
-    Decoration is written in ASCII (``...`` for an ellipsis), and every other character as an escape (``\\u4ef7``). A
-    stream with an error handler that the user chose keeps it (``PYTHONIOENCODING=ascii:replace``).
+    Then a terminal has hung up, the reader of a pipe has left, or a disk is full.
     """
-    for stream in (sys.stdout, sys.stderr):
-        is_default = getattr(stream, "errors", None) in ("strict", "surrogateescape", "backslashreplace")
-        if isinstance(stream, TextIOWrapper) and is_default and not stream.closed:
-            stream.reconfigure(errors=_ESCAPE)
+
+    raises = True
+    """Raise what was lost, so that the command ends. A closed terminal never ends a command."""
+
+    def write(self, data: Any, /) -> int:
+        """Write what the stream takes, see `FileIO.write`."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            if isinstance(error, BrokenPipeError) and self.raises:
+                raise
+            if self.raises and error.errno != errno.EIO:
+                raise RunFailedError(
+                    f"Writing to stdout failed: {error.strerror}. The rest of the output is lost: make room or name "
+                    "another file, then run the command again."
+                ) from error
+            return len(data)
+
+
+def prepare_streams() -> None:
+    """Make the standard streams of this process usable. Later calls change nothing.
+
+    Streams that are closed are opened on the null device. Characters that the encoding of stdout or stderr lacks do
+    not raise UnicodeEncodeError: decoration is written in ASCII (``...`` for an ellipsis), and every other character as
+    an escape (``\\u4ef7``). A stream with an error handler that the user chose keeps it
+    (``PYTHONIOENCODING=ascii:replace``). A stderr that nobody reads ends no command. A traceback has no control
+    sequences.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w" if number else "r", encoding="utf-8"))  # noqa: SIM115
+        elif number and type(stream) is TextIOWrapper and not stream.closed:
+            setattr(sys, name, _prepared(stream, number))
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show_exception
+
+
+def outlive_readers() -> None:
+    """From here on, a stdout that nobody can read ends no command either: a run has its files."""
+    raw = _raw(sys.stdout)
+    if isinstance(raw, _StandardStream):
+        raw.raises = False
+
+
+def _raw(stream: IO[str]) -> object:
+    """Return what writes to the descriptor of a stream. Under python -u, it has no buffer around it."""
+    buffer = getattr(stream, "buffer", None)
+    return getattr(buffer, "raw", buffer)
+
+
+def _prepared(stream: TextIOWrapper, number: int) -> TextIOWrapper:
+    errors = _ESCAPE if stream.errors in ("strict", "surrogateescape", "backslashreplace") else stream.errors
+    if type(before := _raw(stream)) is not FileIO or before.fileno() != number:
+        stream.reconfigure(errors=errors)
+        return stream
+    with suppress(OSError):
+        stream.flush()
+    raw = _StandardStream(number, "w", closefd=False)
+    raw.raises = number == 1
+    return TextIOWrapper(
+        BufferedWriter(raw) if isinstance(stream.buffer, BufferedWriter) else raw,
+        stream.encoding,
+        errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _show_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.stderr.write(visible("".join(traceback.format_exception(kind, error, trace))))
 
 
 def as_written(text: str, stream: IO[str]) -> str:
-    """Return the text that a stream will show, see `accept_all_characters`: for layouts that depend on its width."""
+    """Return the text that a stream will show, see `prepare_streams`: for layouts that depend on its width."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, _ESCAPE).decode(encoding)
 
@@ -109,16 +188,17 @@ def screen_width(stream: IO[str]) -> int | None:
 
 
 def fold(text: str, stream: IO[str], *, indent: str = "") -> str:
-    """Wrap lines that are wider than the stream's terminal, between words. Other streams get the text unchanged.
+    """Return text for a stream, without control sequences. Lines that are wider than its terminal are wrapped.
 
-    No word is broken, so that a long path can be copied. The terminal itself continues it on the next line.
+    Every message passes through here or through the log's formatter. No word is broken, so that a long path can be
+    copied. The terminal itself continues it on the next line.
 
     Args:
         text: one line or several.
         stream: where the text will be written.
         indent: put before each line that continues another.
     """
-    width = screen_width(stream)
+    width, text = screen_width(stream), visible(text)
     if width is None:
         return text
     lines = as_written(text, stream).split("\n")
@@ -183,7 +263,7 @@ def print_table(
     width = Measurement.get(console, console.options.update(width=_UNBOUNDED), table).maximum
     is_prose = any(cell.cell_len > _LONGEST_VALUE or "\n" in cell.plain for row in cells for cell in row)
     if title is not None:
-        say(visible(title))
+        say(title)
     if width <= console.width:
         console.print(table)
     elif not console.is_terminal and not is_prose:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.terminal import accept_all_characters, as_written, print_json, print_table, print_texts
+from finetune.terminal import as_written, prepare_streams, print_json, print_table, print_texts
 from tests.launches import REPOSITORY, run_command
 from tests.terminals import run_on_terminal
 
@@ -46,7 +46,7 @@ def written_by(write, encoding: str, monkeypatch) -> str:
     stream = TextIOWrapper(BytesIO(), encoding=encoding, write_through=True)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", stream)
-        accept_all_characters()
+        prepare_streams()
         write()
     return stream.buffer.getvalue().decode(encoding)
 
@@ -86,8 +86,9 @@ def test_an_error_handler_that_the_user_chose_stays(monkeypatch):
     stream = TextIOWrapper(BytesIO(), encoding="ascii", errors="replace")
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", None)  # closed by the shell: 2>&-
-    accept_all_characters()
+    prepare_streams()
     assert stream.errors == "replace"
+    sys.stderr.close()
 
 
 @pytest.mark.process

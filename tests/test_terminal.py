@@ -1,8 +1,13 @@
 import json
+import logging
+import sys
 
 import pytest
 
-from finetune.terminal import json_text, print_table, visible, without_passwords
+from finetune.distributed.guardian.faults import last_line
+from finetune.errors import Fault
+from finetune.logs import log_to_file, stop_logging_to
+from finetune.terminal import _show_exception, json_text, print_table, say, visible, without_passwords
 
 
 @pytest.mark.parametrize(
@@ -61,3 +66,20 @@ def test_no_cell_of_a_table_is_markup_or_steers_the_terminal(capsys, monkeypatch
 )
 def test_no_part_of_a_password_in_an_address_is_shown(text, shown):
     assert without_passwords(text) == shown
+
+
+def test_messages_tracebacks_and_logs_have_no_control_sequences(tmp_path, capsys, caplog):
+    steering = "a\x1b[2Jb"
+    say(steering)
+    fault = Fault(reporter="worker", rank=0, summary="rank 0 failed", error=steering)
+    sys.stderr.write(last_line(fault))
+    handler = log_to_file(tmp_path / "log.txt")
+    logging.getLogger("finetune").error("a server said %s", steering)
+    stop_logging_to(handler)
+    try:
+        raise ValueError(steering)
+    except ValueError as error:
+        _show_exception(ValueError, error, error.__traceback__)
+    said = capsys.readouterr()
+    texts = [said.out, *said.err.splitlines()[:1], said.err.splitlines()[-1], (tmp_path / "log.txt").read_text()]
+    assert all("a<U+001B>[2Jb" in text and "\x1b" not in text for text in texts), texts

@@ -7,16 +7,15 @@ import logging
 import os
 import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NoReturn
 
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
-from finetune.errors import ConfigError, FinetuneError, LaunchError, PreemptedError
+from finetune.errors import ConfigError, FinetuneError, LaunchError, PreemptedError, RunFailedError
 from finetune.logs import configure_logs, is_for_a_person, log_python_warnings
-from finetune.signals import Terminated, give_up_dead_screens, undisturbed
-from finetune.terminal import accept_all_characters, fold
+from finetune.signals import Terminated, undisturbed
+from finetune.terminal import fold, prepare_streams
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -26,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and leave the process with its exit code."""
     from finetune.cli.commands import app
 
+    prepare_streams()
     if sys.stdout.isatty() or sys.stderr.isatty():
         _make_help_readable()
     given = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
@@ -49,25 +49,31 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
         run: the function to call with the arguments of the command line.
         arguments: the arguments to use instead of the process's own.
     """
-    accept_all_characters()
+    prepare_streams()
     given = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
     if is_for_a_person(sys.stderr) and not _is_one_of_several():
         configure_logs(0)  # before the configuration is read, which may warn
         log_python_warnings()
+    error: BaseException = SystemExit(0)
     try:
         run(given)
-    except BaseException as error:
-        # A user who asked a run to stop may ask again while Python ends.
-        with undisturbed(for_good=isinstance(error, PreemptedError)):
-            _end(error)
+    except BaseException as raised:
+        error = raised
+    try:
+        sys.stdout.flush()
+    except (BrokenPipeError, RunFailedError) as lost:
+        if isinstance(error, SystemExit) and not error.code:
+            error = lost
+    # A user who asked a run to stop may ask again while Python ends.
+    with undisturbed(for_good=isinstance(error, PreemptedError)):
+        _end(error)
 
 
 def _end(error: BaseException) -> NoReturn:
     """Print the error once, and exit with its code."""
-    give_up_dead_screens()
     if isinstance(error, FinetuneError):
         if logging.getLogger("finetune").isEnabledFor(logging.DEBUG):
-            traceback.print_exc()
+            sys.excepthook(type(error), error, error.__traceback__)
         _report(error)
         _leave(error.exit_code)
     # typer turns Ctrl-C into an exit code.
@@ -77,6 +83,8 @@ def _end(error: BaseException) -> NoReturn:
     if isinstance(error, Terminated):
         _say_how_to_resume("finetune: ended by SIGTERM")
         _leave(Terminated.exit_code)
+    if isinstance(error, BrokenPipeError):  # the reader of stdout has seen enough; typer ends other writes the same way
+        _leave(EXIT_BUG)
     if isinstance(error, Exception) and _is_one_of_several():
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(EXIT_BUG)

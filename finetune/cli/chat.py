@@ -191,7 +191,7 @@ class ChatSession:
     def _note(self, text: str) -> None:
         """Write a note to standard error, because standard output is for answers."""
         sys.stdout.flush()
-        sys.stderr.write(f"{fold(visible(text), sys.stderr, indent='  ')}\n")
+        sys.stderr.write(f"{fold(text, sys.stderr, indent='  ')}\n")
         sys.stderr.flush()
 
 

@@ -111,7 +111,6 @@ def sweep(
             min=0,
         ),
     ] = 3,
-    at_once: Annotated[int, typer.Option(help="Trials to run at once on this machine.", min=1)] = 1,
     only: Annotated[int | None, typer.Option(help="Run only this trial, as a task of an array does.", min=1)] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also run the trials that have failed.")] = False,
     report_only: Annotated[
@@ -121,7 +120,7 @@ def sweep(
     """Train several times with other values: `lora.r=8,16 'optim.learning_rate=log(1e-5,1e-3)' --trials 12`."""
     from finetune.cli.sweep import SweepOptions, sweep_from_overrides
 
-    options = SweepOptions(trials, metric, seed, halving, at_once, only, retry_failed, report_only)
+    options = SweepOptions(trials, metric, seed, halving, only, retry_failed, report_only)
     raise typer.Exit(sweep_from_overrides(overrides or [], options))
 
 
@@ -208,16 +207,13 @@ def rehearse(
         int | None, typer.Option(help="Processes of the real launch. Default: as the OVERRIDES say.", min=1)
     ] = None,
     device: DeviceOption = None,
-    keep: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Rehearse in this new folder, and leave it.")
-    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the job in minutes on a tiny random model: train, kill, resume, verify. Takes the OVERRIDES of train."""
     from finetune.cli.rehearse import rehearse_from_overrides
 
     sizes = {"steps": steps, "minutes": minutes, "processes": processes}
-    raise typer.Exit(rehearse_from_overrides(overrides or [], sizes, device=device, keep=keep, as_json=as_json))
+    raise typer.Exit(rehearse_from_overrides(overrides or [], sizes, device=device, as_json=as_json))
 
 
 @config_app.command("show")

@@ -27,7 +27,7 @@ def diff(
     from finetune.runs.recorded_run import open_run
 
     configure_logs(0, level=logging.ERROR)
-    runs = [open_run(first), open_run(second)]
+    runs = [open_run(path, detail="recent") for path in (first, second)]
     found = compare_runs(runs)
     unread = [str(run.folder.config_file) for run in runs if run.config is None]
     if as_json:

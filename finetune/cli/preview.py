@@ -10,7 +10,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
@@ -20,7 +19,7 @@ from rich.text import Text
 from finetune.cli.overrides import config_from_overrides
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import ROW_TYPE_NAMES
-from finetune.diagnose.preview_tokens import Piece, on_one_line, visible
+from finetune.diagnose.preview_tokens import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import show as show_findings
@@ -29,7 +28,6 @@ from finetune.terminal import fold
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview import Preview, PreviewedRow
-    from finetune.diagnose.preview_splits import SplitSummary
 
 MOST_TOKENS = 1500
 """The middle of a longer row is left out, unless it is shown with `--row`."""
@@ -117,8 +115,7 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
         for note in row.notes:
             say(f"  note: {on_one_line(note)}")
         say()
-        pieces = _without_shared(row)
-        pieces = pieces if whole_rows else _shortened(pieces)
+        pieces = _shown_pieces(row, whole=whole_rows)
         lines = _table(pieces) if as_table else _coloured(pieces) if is_coloured else _with_margin(pieces)
         for text in lines:
             say(text, indent=_MARGIN[False])
@@ -153,14 +150,10 @@ def _split_table(preview: Preview) -> Table:
     for name in (rows, "tokens", "with loss", "", "median", "99 %", "longest", "truncated", "repeated"):
         table.add_column(name, justify="right", overflow="fold")
     for name, split in preview.splits.items():
-        table.add_row(name, *_split_cells(split))
+        counts = [f"{count:,}" for count in (split.rows, split.tokens, split.target_tokens)]
+        others = (split.median, split.percentile_99, split.longest, split.truncated.count, split.duplicates.count)
+        table.add_row(name, *counts, f"{split.target_share:.1%}", *(f"{count:,}" for count in others))
     return table
-
-
-def _split_cells(split: SplitSummary) -> list[str]:
-    numbers = (split.median, split.percentile_99, split.longest, split.truncated.count, split.duplicates.count)
-    counts = (split.rows, split.tokens, split.target_tokens)
-    return [*(f"{n:,}" for n in counts), f"{split.target_share:.1%}", *(f"{n:,}" for n in numbers)]
 
 
 def _bars(preview: Preview) -> Iterator[str]:
@@ -184,54 +177,41 @@ def _title(row: PreviewedRow, num_rows: int) -> str:
     return f"{title}{', truncated' if row.is_truncated else ''}"
 
 
-@dataclass(frozen=True)
-class _Gap:
-    """Tokens that are not shown, and the text in their place."""
+def _shown_pieces(row: PreviewedRow, *, whole: bool) -> list[Piece]:
+    """Return the pieces of a row. A piece with a remark stands for tokens that are not shown.
 
-    text: str
-    num_tokens: int
-    carries_loss: bool = False
-    is_special: bool = True
-
-
-def _without_shared(row: PreviewedRow) -> list[Piece | _Gap]:
-    """Return the pieces of a row, without those that the chosen side of its pair has shown already."""
-    own = row.own_pieces()
-    num_hidden = row.num_tokens - sum(len(piece.token_ids) for piece in own)
-    if not num_hidden:
-        return list(own)
-    return [_Gap(f"… {num_hidden:,} tokens as on the chosen side …\n", num_hidden), *own]
-
-
-def _shortened(pieces: Sequence[Piece | _Gap]) -> list[Piece | _Gap]:
-    """Replace the middle of a long row by a text that says how much of it carries loss."""
-    if len(pieces) <= MOST_TOKENS:
-        return list(pieces)
-    first, last = MOST_TOKENS - _TOKENS_AT_THE_END, len(pieces) - _TOKENS_AT_THE_END
-    hidden = pieces[first:last]
-    tokens = sum(_num_tokens(piece) for piece in hidden)
-    targets = sum(_num_tokens(piece) for piece in hidden if piece.carries_loss)
-    text = f"\n… {tokens:,} tokens, {targets:,} of them with loss, are not shown: --row shows all …\n"
-    return [*pieces[:first], _Gap(text, tokens), *pieces[last:]]
+    Those are the prompt of a rejected side, which the chosen side has shown, and, unless `whole`, the middle of a long
+    row.
+    """
+    pieces = row.own_pieces()
+    if not whole and len(pieces) > MOST_TOKENS:
+        first, last = MOST_TOKENS - _TOKENS_AT_THE_END, len(pieces) - _TOKENS_AT_THE_END
+        middle = pieces[first:last]
+        num_tokens = sum(len(piece.token_ids) for piece in middle)
+        num_targets = sum(len(piece.token_ids) for piece in middle if piece.carries_loss)
+        text = f"… {num_tokens:,} tokens, {num_targets:,} of them with loss, are not shown: --row shows all …"
+        pieces = [*pieces[:first], _not_shown(middle, text), *pieces[last:]]
+    prompt = row.pieces[: len(row.pieces) - len(row.own_pieces())]
+    if not prompt:
+        return pieces
+    num_tokens = sum(len(piece.token_ids) for piece in prompt)
+    return [_not_shown(prompt, f"… {num_tokens:,} tokens as on the chosen side …"), *pieces]
 
 
-def _num_tokens(piece: Piece | _Gap) -> int:
-    return piece.num_tokens if isinstance(piece, _Gap) else len(piece.token_ids)
+def _not_shown(pieces: Sequence[Piece], text: str) -> Piece:
+    token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
+    return Piece(token_ids, text, carries_loss=False, is_special=True)
 
 
-def _text(piece: Piece | _Gap) -> str:
-    return piece.text if isinstance(piece, _Gap) else visible(piece.text)
-
-
-def _coloured(pieces: Sequence[Piece | _Gap]) -> list[Text]:
+def _coloured(pieces: Sequence[Piece]) -> list[Text]:
     text = Text()
     for piece in pieces:
         style = _SPECIAL[piece.carries_loss] if piece.is_special else _LOSS if piece.carries_loss else _NO_LOSS
-        text.append(_text(piece), style=style)
+        text.append(visible(piece.text), style=style)
     return [text]
 
 
-def _with_margin(pieces: Sequence[Piece | _Gap]) -> Iterator[str]:
+def _with_margin(pieces: Sequence[Piece]) -> Iterator[str]:
     """Start a new line where loss begins or ends, and at each line break of the row, which is shown by its sign."""
     line, carries_loss = "", None
     for piece in pieces:
@@ -239,7 +219,7 @@ def _with_margin(pieces: Sequence[Piece | _Gap]) -> Iterator[str]:
             yield f"{_MARGIN[carries_loss]}{line}"
             line = ""
         carries_loss = piece.carries_loss
-        *ended, begun = _text(piece).split("\n")
+        *ended, begun = visible(piece.text).split("\n")
         for part in ended:
             yield f"{_MARGIN[carries_loss]}{line}{part}"
             line = ""
@@ -248,15 +228,11 @@ def _with_margin(pieces: Sequence[Piece | _Gap]) -> Iterator[str]:
         yield f"{_MARGIN[carries_loss]}{line}"
 
 
-def _table(pieces: Sequence[Piece | _Gap]) -> Iterator[Text | str]:
+def _table(pieces: Sequence[Piece]) -> Iterator[Text]:
     """Yield position, ids, loss, whether it is special, and text of each piece."""
     position = 0
     for piece in pieces:
-        if isinstance(piece, _Gap):
-            yield piece.text.strip()
-            position += piece.num_tokens
-            continue
-        ids = " ".join(map(str, piece.token_ids))
+        ids = " ".join(map(str, piece.token_ids)) if len(piece.token_ids) <= MOST_TOKENS_OF_A_CHARACTER else "…"
         mark = "loss" if piece.carries_loss else ""
         special = "special" if piece.is_special else ""
         line = f"{position:>7} {ids:>8} {mark:<4} {special:<7} {on_one_line(piece.text)}"

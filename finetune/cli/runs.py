@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
+import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from finetune import __version__
 from finetune.cli.run_options import JsonOption
-from finetune.logs import configure_logs
+from finetune.logs import configure_logs, report_progress, waiting
 from finetune.terminal import print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -27,10 +32,9 @@ def runs(
     as_json: JsonOption = False,
 ) -> None:
     """List the runs in a folder: state, step, losses, when, model, data."""
-    from finetune.runs.recorded_run import find_runs
-
     configure_logs(0, level=logging.ERROR)
-    found = [summary(run) for run in find_runs(folder)]
+    with waiting(f"reading the runs in {folder}"):
+        found = _summaries(folder)
     if as_json:
         print_json(found)
     elif found:
@@ -38,6 +42,49 @@ def runs(
         print_table(head, [_row(run) for run in found], right=("step", *_LOSSES.values()))
     else:
         say(f"no run in {folder}")
+
+
+def _summaries(folder: Path) -> list[dict[str, Any]]:
+    """Summarize the runs in a folder. Those that have ended are read once: an index in the user's cache has the rest.
+
+    Without a cache that can be written, all runs are read each time.
+    """
+    from finetune.runs.durable import replace_file
+    from finetune.runs.file_lock import is_held
+    from finetune.runs.recorded_run import find_runs, mapping
+
+    name = hashlib.sha256(f"{__version__} {folder.resolve()}".encode()).hexdigest()[:16]
+    index = Path(os.path.expanduser("~/.cache/finetune"), f"runs-{name}.json")  # noqa: PTH111  # pathlib needs a home
+    try:
+        known = mapping(json.loads(index.read_bytes()))
+    except (OSError, ValueError):
+        known = {}
+    kept, found = {}, find_runs(folder)
+    summaries = []
+    while found:
+        run = found.pop()  # what was read of it is then freed
+        report_progress(f"{len(found):,} left")
+        files = (run.folder.config_file, run.folder.record_file, run.folder.metrics_file)
+        key = json.dumps([run.name, *map(_stamp, files)])
+        is_known = key in known and not is_held(run.folder.lock_file)
+        made: dict[str, Any] = known[key] if is_known else summary(run)
+        if made["state"] != "running":
+            kept[key] = made
+        summaries.append({**made, "path": str(run.folder.path)})
+    if kept != known:
+        with suppress(OSError):
+            index.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(index, json.dumps(kept).encode())
+    return sorted(summaries, key=lambda each: (each["started"] or "", each["name"]))
+
+
+def _stamp(file: Path) -> list[int]:
+    """Return what changes when a file is written; empty for no file."""
+    try:
+        status = file.stat()
+    except OSError:
+        return []
+    return [status.st_ino, status.st_size, status.st_mtime_ns]
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:

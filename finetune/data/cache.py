@@ -89,8 +89,12 @@ def _without_cache(encode: Encode, fallbacks: Fallbacks) -> EncodedRows:
 
 
 def _read(path: Path, what: str) -> EncodedRows | None:
-    """Map a file. Returns None if it does not exist, may not be read, or is damaged. Damage is logged."""
+    """Map a file. Return None if it does not exist, may not be read, is damaged, or is another user's."""
     if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a folder is locked)
+        return None
+    owner = os.lstat(path).st_uid
+    if hasattr(os, "geteuid") and owner not in (os.geteuid(), 0):
+        _log.warning("%s belongs to another user (uid %d), who could change it; %s is encoded again", path, owner, what)
         return None
     try:
         rows = map_rows(path)

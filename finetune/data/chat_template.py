@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.rendering import render_conversations
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
 from finetune.data.values import BadRowError
 from finetune.errors import ConfigError
@@ -93,20 +94,9 @@ class ChatTemplate:
     def _call(
         self, conversations: list[list[Turn]], tools: list[dict[str, Any]] | None, with_prompt: bool
     ) -> list[str | BadRowError]:
-        """Render all conversations in one call. If the template refuses one of them, render each separately."""
-        try:
-            rendered: list[str | BadRowError] = self.tokenizer.apply_chat_template(  # type: ignore[assignment]
-                conversations,
-                tools=tools,  # type: ignore[arg-type]
-                tokenize=False,
-                add_generation_prompt=with_prompt,
-            )
-            return rendered
-        except Exception as error:  # a template is a program: it can fail in any way
-            if len(conversations) == 1:
-                cause = str(error) or type(error).__name__
-                return [BadRowError(f"the chat template refuses the row: {cause}")]
-        return [text for one in conversations for text in self._call([one], tools, with_prompt)]
+        """Render each conversation, or say why the template refuses it."""
+        found = render_conversations(self.tokenizer, conversations, tools, with_prompt=with_prompt, name=self.name)
+        return [text if ok else BadRowError(f"the chat template refuses the row: {text}") for ok, text in found]
 
 
 def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> None:

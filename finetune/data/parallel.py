@@ -12,7 +12,6 @@ import contextlib
 import importlib
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -20,12 +19,11 @@ import tempfile
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from finetune.data.formats import Example
+from finetune.data.rendering import start_child
 from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
@@ -122,23 +120,8 @@ class _Worker:
     """An encoding process, and the connection to it."""
 
     def __init__(self, start: bytes) -> None:
-        package = str(Path(__file__).resolve().parents[2])
-        others = os.environ.get("PYTHONPATH")
-        environment = os.environ | {
-            "PYTHONPATH": f"{package}{os.pathsep}{others}" if others else package,
-            # One core each: the tokenizer's own threads would only stand in each other's way.
-            "TOKENIZERS_PARALLELISM": "false",
-            "OMP_NUM_THREADS": "1",
-        }
-        self.connection, theirs = Pipe()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "finetune.data.parallel", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # text that a library prints must not mix with the output of the command
-                pass_fds=[theirs.fileno()],
-                env=environment,
-            )
+        # One core each: the tokenizer's own threads would only stand in each other's way.
+        self.process, self.connection = start_child("finetune.data.parallel", TOKENIZERS_PARALLELISM="false")
         self.connection.send_bytes(start)
 
     def send(self, batch: list[Example]) -> None:

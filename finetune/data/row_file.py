@@ -187,7 +187,9 @@ def map_rows(path: Path) -> EncodedRows:
     except SafetensorError as error:
         raise ValueError(str(error)) from error
     facts = json.loads(tensors.pop("facts").numpy().tobytes())
-    return EncodedRows(**tensors, **facts)
+    rows = EncodedRows(**tensors, **facts)
+    _check_shapes(rows)
+    return rows
 
 
 def _read_header(file: BufferedReader) -> dict[str, Any]:
@@ -198,6 +200,24 @@ def _read_header(file: BufferedReader) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ValueError("its header is no text") from None
     return header
+
+
+def _check_shapes(rows: EncodedRows) -> None:
+    """Raise a ValueError if the tensors do not belong together. The digest only shows that they are as written."""
+    num_tokens, num_rows = len(rows.token_ids), len(rows.numbers)
+    expected = dict.fromkeys(("numbers", "full_lengths", "num_targets"), (torch.int64, num_rows))
+    expected |= {"token_ids": (torch.int32, num_tokens), "is_target": (torch.bool, num_tokens)}
+    expected |= {"offsets": (torch.int64, num_rows + 1), "is_good": (torch.bool, num_rows)}
+    expected |= {"raw_digests": (torch.uint8, 16 * num_rows)}
+    for name, (dtype, length) in expected.items():
+        tensor: torch.Tensor = getattr(rows, name)
+        if tensor.dtype != dtype or tuple(tensor.shape) != (length,):
+            raise ValueError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}; expected {dtype} of ({length},)")
+    ends_fit = bool(rows.offsets[0] == 0 and rows.offsets[-1] == num_tokens and (rows.offsets.diff() >= 0).all())
+    if not ends_fit or (num_tokens and int(rows.token_ids.min()) < 0):
+        raise ValueError("its offsets or tokens are out of range")
+    if rows.row_type not in ("messages", "prompt_completion", "text"):
+        raise ValueError(f"its row type is {rows.row_type}")
 
 
 def _enter(header: dict[str, Any], name: str, dtype: str, length: int) -> None:

@@ -1,4 +1,4 @@
-"""`finetune doctor`: examine the launch and the machine of this process, and the whole world under a launcher."""
+"""`finetune doctor`: check the launch and the machine of each process, and whether all ranks join one world."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
+import torch.distributed as dist
 from rich.console import Console
 
-from finetune.diagnose.folder_checks import check_folders
+from finetune.diagnose.folder_checks import check_folders, sees_file, write_marker
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
-from finetune.diagnose.machine_checks import check_backend, check_devices, check_limits, check_versions
-from finetune.diagnose.world_checks import gather, judge_bandwidth, judge_ranks, probe_world, wait_for_all_ranks
-from finetune.distributed.ddp_init import cleanup_ddp, initialize_ddp
+from finetune.diagnose.machine_checks import check_devices, check_versions
+from finetune.distributed.ddp_init import ProcessContext, cleanup_ddp, initialize_ddp
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.launch import wished_device
 from finetune.errors import FinetuneError, LaunchError
 from finetune.fallbacks import Fallbacks
-from finetune.findings import Finding, count, exit_code, findings_of_others, ok, problem, show
+from finetune.findings import Finding, count, exit_code, findings_of_others, ok, problem, show, warning
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
 from finetune.terminal import print_json
@@ -31,12 +32,16 @@ from finetune.terminal import print_json
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
+Value = TypeVar("Value")
+
+_AREA = "World"
 _DEFAULT_TIMEOUT = timedelta(seconds=60)
 """The time to wait for all ranks if `parallel.timeout_minutes` is not set."""
+_NUM_SUMMED = 1_000_003
 
 
 def diagnose(config: Config, *, as_json: bool = False) -> int:
-    """Examine the launch and the machine, and print a report on rank 0. Collective under a launcher.
+    """Check the launch and the machine, and print a report on rank 0. Collective under a launcher.
 
     The configuration need not be complete.
 
@@ -44,46 +49,33 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
         The exit code: 2 with a problem (with strict: also with a warning), else 0. The same on every rank.
 
     Raises:
-        LaunchError: on ranks other than 0, where the world cannot be formed or measured.
+        LaunchError: on ranks other than 0, if the ranks cannot form a world.
     """
     try:
         environment = read_environment(os.environ)
-        launch = [
-            check for checks in (check_launch, check_sharding) for check in checks(environment, config, os.environ)
-        ]
+        checks = (check_launch, check_sharding, check_address)
+        launch = [finding for check in checks for finding in check(environment, config, os.environ)]
     except LaunchError as error:
         fix = "start through torchrun, accelerate launch, srun or mpirun, which set all variables, or unset them"
-        findings = [problem(THIS_PROCESS, _sentence(error), fix), *_examine_machine(config, local_world_size=1)]
-        if not as_json:
-            show(findings, Console())
-        return _conclude(findings, config, as_json=as_json)
+        environment, launch = read_environment({}), [problem(THIS_PROCESS, _sentence(error), fix)]
     configure_logs(environment.rank, level=logging.WARNING, num_processes=environment.world_size)
-    is_first = environment.rank == 0
-    own = [
-        *launch,
-        *check_address(environment, config, os.environ),
-        *_examine_machine(config, environment.local_world_size),
-    ]
-    if is_first and not as_json:
+    own = [*launch, *check_versions(), *check_devices(config, environment, os.environ), *check_folders(config)]
+    is_shown = environment.rank == 0 and not as_json
+    if is_shown:
         show(own, Console())  # now: the other ranks may take a minute to join
-    others = _examine_world(environment, config, own) if environment.world_size > 1 else []
-    if is_first and not as_json:
-        show(others, Console())
-    return _conclude([*own, *others], config, as_json=as_json, is_silent=not is_first)
+    findings = own if environment.world_size == 1 else _check_world(environment, config, own)
+    code = exit_code(findings, strict=config.strict)
+    if is_shown:
+        show(findings[len(own) :], Console())
+        sys.stdout.write(f"{count(findings)}\n")
+    elif environment.rank == 0:
+        print_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})
+    sys.stdout.flush()
+    return code
 
 
-def _examine_machine(config: Config, local_world_size: int) -> list[Finding]:
-    return [
-        *check_versions(),
-        *check_devices(config, local_world_size),
-        *check_backend(config),
-        *check_limits(config),
-        *check_folders(config),
-    ]
-
-
-def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Finding]) -> list[Finding]:
-    """Join the world and measure it; return the findings that are not this rank's own. Collective."""
+def _check_world(environment: LaunchEnvironment, config: Config, own: list[Finding]) -> list[Finding]:
+    """Join the world. Return rank 0's findings, then those of other ranks and of the world. Collective."""
     is_set = config.origin("parallel.timeout_minutes") != "default"
     timeout = timedelta(minutes=config.parallel.timeout_minutes) if is_set else _DEFAULT_TIMEOUT
     try:
@@ -97,44 +89,86 @@ def _examine_world(environment: LaunchEnvironment, config: Config, own: list[Fin
             fallbacks=Fallbacks(strict=True),  # training alone would hide the problem
         )
         assert context is not None  # the command line starts without a group
-        wait_for_all_ranks(timeout)
-        others = findings_of_others(gather(own), gather(socket.gethostname()))
-        measured = probe_world(context, RunFolder(config.output_dir).path)
+        _wait_for_all_ranks(timeout)
+        by_rank, hosts = _gather(own), _gather(socket.gethostname())
+        machines = "one machine" if len(set(hosts)) == 1 else f"{len(set(hosts))} machines"
+        seconds = f"{timeout.total_seconds():g} s"
+        return [
+            *by_rank[0],
+            *findings_of_others(by_rank, hosts),
+            ok(_AREA, f"{len(hosts)} ranks on {machines} joined within {seconds} through {dist.get_backend()}"),
+            _check_sums(context, hosts),
+            *_check_shared_folder(config, hosts),
+        ]
     except (FinetuneError, RuntimeError) as error:
+        if not isinstance(error, FinetuneError):
+            error = LaunchError(f"the ranks joined, but then one stopped answering: {_sentence(error)}")
         if environment.rank:
-            raise error if isinstance(error, FinetuneError) else LaunchError(_unmeasured(error)) from error
-        what = _sentence(error) if isinstance(error, FinetuneError) else _unmeasured(error)
+            raise error from None
         fix = (
             "look at the output of the ranks that are named; run `finetune doctor` alone on their machines; check that "
             "all ranks were started with the same address and port, and that no firewall is between them"
         )
-        return [problem("World", what, fix)]
+        return [*own, problem(_AREA, _sentence(error), fix)]
     finally:
         cleanup_ddp()
-    return [
-        *others,
-        ok("World", f"{context.world_size} ranks came together within the timeout of {timeout.total_seconds():g} s"),
-        *judge_ranks(measured.ranks, needs_shared_folder=config.resume == "auto"),
-        *judge_bandwidth(measured.latency_seconds, measured.bandwidths),
-    ]
 
 
-def _unmeasured(error: Exception) -> str:
-    return f"the world was formed, but a rank stopped answering while it was measured: {_sentence(error)}"
+def _wait_for_all_ranks(timeout: timedelta) -> None:
+    """Wait for all ranks that have joined. Only gloo names the ranks that do not answer. Collective.
+
+    Raises:
+        RuntimeError: some ranks do not answer; the message names them.
+    """
+    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+    dist.monitored_barrier(group, timeout, wait_all_ranks=True)
+
+
+def _check_sums(context: ProcessContext, hosts: Sequence[str]) -> Finding:
+    """Sum known numbers over all ranks, as training sums gradients. Collective."""
+    numbers = torch.full((_NUM_SUMMED,), context.rank + 1.0, device=context.device)
+    dist.all_reduce(numbers)
+    expected = context.world_size * (context.world_size + 1) / 2
+    wrong = _ranks_without(bool((numbers == expected).all()), hosts)
+    if not wrong:
+        return ok(_AREA, "an all-reduce of known numbers gives the right sum on every rank")
+    fix = (
+        "do not train on this: try parallel.backend=gloo, or NCCL_P2P_DISABLE=1 with nccl, and report the faulty "
+        "driver or link"
+    )
+    return problem(_AREA, f"an all-reduce of known numbers gives a wrong sum on {wrong}", fix)
+
+
+def _check_shared_folder(config: Config, hosts: Sequence[str]) -> list[Finding]:
+    """Check that all ranks see `output_dir`: they read it when a run is resumed. Collective."""
+    marker = write_marker(RunFolder(config.output_dir).path) if dist.get_rank() == 0 else None
+    try:
+        path = _gather(marker)[0]
+        blind = _ranks_without(path is None or sees_file(path), hosts)  # returns when all ranks have looked
+    finally:
+        if marker is not None:
+            marker.unlink(missing_ok=True)
+    if path is None:
+        return []  # the check of this folder has reported that rank 0 cannot write there
+    if not blind:
+        return [ok(_AREA, "all ranks see rank 0's output_dir")]
+    judge = problem if config.resume == "auto" else warning
+    what = f"{blind} cannot see rank 0's output_dir, which every rank reads when a run is resumed"
+    return [judge(_AREA, what, "set output_dir to a folder that all hosts mount at the same path (NFS, Lustre)")]
+
+
+def _ranks_without(has_passed: bool, hosts: Sequence[str]) -> str:
+    """Name the ranks that have not passed a check. Collective."""
+    passed = _gather(has_passed)
+    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in range(len(hosts)) if not passed[rank])
+
+
+def _gather(value: Value) -> list[Value]:
+    """Return every rank's value, in order of rank. Collective."""
+    values: list[Value] = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _sentence(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
-
-
-def _conclude(findings: Sequence[Finding], config: Config, *, as_json: bool, is_silent: bool = False) -> int:
-    """Print the number of findings, or all of them as JSON, and return the exit code."""
-    code = exit_code(findings, strict=config.strict)
-    if is_silent:
-        return code
-    if as_json:
-        print_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})
-    else:
-        sys.stdout.write(f"{count(findings)}\n")
-    sys.stdout.flush()
-    return code

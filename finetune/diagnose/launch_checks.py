@@ -6,18 +6,11 @@ Training refuses most of these launches. The checks call the functions with whic
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
-
-from finetune.distributed.accelerate_settings import (
-    compare_accelerate_command,
-    refuse_another_precision,
-    settings_of_accelerate,
-)
+from finetune.distributed.accelerate_settings import compare_accelerate_command, settings_of_accelerate
 from finetune.distributed.accelerate_variables import refused_settings
-from finetune.distributed.device import _resolve_device
 from finetune.distributed.environment import (
     LAUNCH_VARIABLES,
     WORLD_VARIABLES,
@@ -28,7 +21,6 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.launch import refuse_another_launch
 from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback, what_answers
-from finetune.distributed.precision import best_precision, choose_precision
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.errors import ConfigError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
@@ -38,13 +30,14 @@ if TYPE_CHECKING:
 
 AREA = "This process"
 _ADDRESS = "Address"
+_SHARDING = "Sharding"
 _PAGE = "docs/launching.md"
 
 
 def check_launch(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Report the world that the launch variables describe, and everything that contradicts it."""
     names = dict.fromkeys((*LAUNCH_VARIABLES, *WORLD_VARIABLES))
-    read = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    given = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
     derived = " ".join(f"{name}={value}" for name, value in environment.as_variables().items() if name not in environ)
     launcher = "no launcher" if environment.launcher == "none" else environment.launcher
     yield ok(
@@ -52,46 +45,48 @@ def check_launch(environment: LaunchEnvironment, config: Config, environ: Mappin
         f"started by {launcher}: rank {environment.rank} of {environment.world_size}, local rank "
         f"{environment.local_rank} of {environment.local_world_size}, on {socket.gethostname()}",
     )
-    yield ok(AREA, f"read from the environment: {read or 'nothing'}; by default or derived: {derived or 'nothing'}")
+    yield ok(AREA, f"read from the environment: {given or 'nothing'}; by default or derived: {derived or 'nothing'}")
     for setting, why in refused_settings(environ):
         reason, _, fix = why.partition(". ")
         yield problem(AREA, f"accelerate launch asks for {setting}: {reason}", fix)
-    yield from _refusals(AREA, lambda: refuse_another_launch(config, environment))
-    yield from _refusals(AREA, lambda: _refuse_precision(config, environ))
-    yield from _refusals(AREA, lambda: _refuse_dropped(config, environment))
-    yield from _check_number(environment, config, environ)
+    try:
+        refuse_another_launch(config, environment)
+        dropped = compare_accelerate_command(config, environment)
+        if dropped is not None:  # training only records it
+            yield problem(AREA, *what_and_fix(dropped.why, page=_PAGE))
+    except LaunchError as error:
+        yield problem(AREA, *what_and_fix(str(error), page=_PAGE))
+    yield from _check_number(environment, config)
+    if is_batch_script_body(environ):
+        what = "this is the body of a Slurm batch script: one process, whatever the number of tasks asked for"
+        yield warning(AREA, what, "prefix the command with srun")
 
 
 def check_sharding(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Report how the run would shard its weights, also if accelerate asks for it, or why it could not."""
-    area = "Sharding"
+    """Report how many processes would share the weights, also if accelerate asks for it, or why they could not."""
     if refused_settings(environ):
-        return  # reported already
+        return  # reported with the launch
     started = environment.world_size
     if environment.launcher == "none":
         started = config.parallel.num_processes or started
-    given = {}
-
-    def refuse() -> None:
-        given.update(settings_of_accelerate(config, environ, world_size=started, trains=True))
-        resolved = config.with_values(given)
-        refuse_what_is_not_sharded(resolved, trains=True)
+    try:
+        config = config.with_values(settings_of_accelerate(config, environ, world_size=started, trains=True))
+        refuse_what_is_not_sharded(config, trains=True)
         if started > 1:
-            refuse_uneven_shards(resolved, started)
-
-    refusals = list(_refusals(area, refuse))
-    yield from refusals
-    config = config.with_values(given)
-    if refusals or config.parallel.sharding == "none":
+            refuse_uneven_shards(config, started)
+    except (ConfigError, LaunchError) as error:
+        yield problem(_SHARDING, *what_and_fix(str(error), page=_PAGE))
+        return
+    if config.parallel.sharding == "none":
         return
     asked = f"parallel.sharding is fsdp2 ({config.origin('parallel.sharding')})"
-    size = config.parallel.shard_size or started
-    copies = "" if size == started else f", in {started // size} copies"
     if started == 1:
         what = f"{asked}, but one process cannot shard anything: it would be a plain run that keeps all weights"
-        yield warning(area, what, "start several processes, or drop the key")
-    else:
-        yield ok(area, f"{asked}: {size} processes would shard the weights{copies}")
+        yield warning(_SHARDING, what, "start several processes, or drop the key")
+        return
+    size = config.parallel.shard_size or started
+    copies = "" if size == started else f", in {started // size} copies"
+    yield ok(_SHARDING, f"{asked}: {size} processes would shard the weights{copies}")
 
 
 def check_address(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -109,11 +104,10 @@ def check_address(environment: LaunchEnvironment, config: Config, environ: Mappi
         fix = "set MASTER_ADDR or parallel.master_addr to a name or address of rank 0's machine (see `hostname -I`)"
         yield problem(_ADDRESS, f"{host} cannot be resolved on {socket.gethostname()}: {error}", fix)
         return
-    unreachable = list(_check_reach(host)) if environment.local_world_size < environment.world_size else []
-    yield from unreachable
+    if environment.local_world_size < environment.world_size:
+        yield from _check_reach(host)
     if environment.rank:
-        if not unreachable:
-            yield ok(_ADDRESS, f"{host}:{port} resolves")
+        yield ok(_ADDRESS, f"{host}:{port} resolves")
     elif is_held_by_agent:
         yield _check_agent(host, port)
     elif not is_own_address(host):
@@ -121,61 +115,22 @@ def check_address(environment: LaunchEnvironment, config: Config, environ: Mappi
         what = f"rank 0 runs here on {socket.gethostname()}, but {host} is no address of this machine"
         yield warning(_ADDRESS, what, fix)
     else:
-        yield judge_port(port, is_alone=is_alone)
+        yield _check_port(port, is_alone=is_alone)
 
 
-def judge_port(port: int, *, is_alone: bool) -> Finding:
-    """Check that a process can listen on a port of this machine."""
-    error = _listen_error(port)
-    if error is None:
-        return ok(_ADDRESS, f"port {port} is free")
-    judge = warning if is_alone else problem
-    fix = (
-        f"`ss -ltnp 'sport = :{port}'` names the process that holds it; end that process, or set MASTER_PORT or "
-        "parallel.master_port to another port"
-    )
-    return judge(_ADDRESS, f"port {port} of {socket.gethostname()} is not free to listen on: {error}", fix)
-
-
-def _refusals(area: str, refuse: Callable[[], None]) -> Iterator[Finding]:
-    """Turn the error with which training would refuse the launch into a finding."""
-    try:
-        refuse()
-    except (ConfigError, LaunchError) as error:
-        yield problem(area, *what_and_fix(str(error), page=_PAGE))
-
-
-def _refuse_precision(config: Config, environ: Mapping[str, str]) -> None:
-    if any(setting.startswith("ACCELERATE_MIXED_PRECISION=") for setting, _ in refused_settings(environ)):
-        return  # reported already
-    device = _resolve_device(config.training.device if torch.cuda.is_available() else "cpu")
-    precision = choose_precision(config.training.precision, best=best_precision(device))
-    refuse_another_precision(precision, config.training.precision, environ)
-
-
-def _refuse_dropped(config: Config, environment: LaunchEnvironment) -> None:
-    """Refuse also what training only records: an `accelerate launch` that started fewer processes than asked for."""
-    dropped = compare_accelerate_command(config, environment)
-    if dropped is not None:
-        raise LaunchError(dropped.why)
-
-
-def _check_number(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _check_number(environment: LaunchEnvironment, config: Config) -> Iterator[Finding]:
     """Find launches in which another number of processes would train than was asked for."""
-    wanted = config.parallel.num_processes or 1
+    num_processes = config.parallel.num_processes or 1
     if config.ddp is False and environment.world_size > 1:
         what = f"ddp is false ({config.origin('ddp')}), but {environment.world_size} processes were started"
         yield problem(AREA, what, "start one process, or drop ddp=False")
-    elif environment.launcher == "none" and wanted > 1:
-        what = f"train would start {wanted} processes here; this report covers one process"
-        fix = f"to examine all of them, run torchrun --standalone --nproc_per_node {wanted} -m finetune doctor …"
+    elif environment.launcher == "none" and num_processes > 1:
+        what = f"train would start {num_processes} processes here; this report covers one process"
+        fix = f"to check all of them, run torchrun --standalone --nproc_per_node {num_processes} -m finetune doctor …"
         yield warning(AREA, what, fix)
     elif environment.world_size == 1 and config.ddp is True:
         what = f"ddp is true ({config.origin('ddp')}), but one process was started: it would train alone"
         yield warning(AREA, what, "start through torchrun, accelerate launch or srun, or drop ddp=True")
-    if is_batch_script_body(environ):
-        what = "this is the body of a Slurm batch script: one process, whatever the number of tasks asked for"
-        yield warning(AREA, what, "prefix the command with srun")
 
 
 def _check_reach(host: str) -> Iterator[Finding]:
@@ -194,19 +149,25 @@ def _check_reach(host: str) -> Iterator[Finding]:
 
 
 def _check_agent(host: str, port: int) -> Finding:
-    answer = what_answers(host, port)
-    if answer is not None:
-        fix = "end what is left of the previous launch, and start torchrun again"
-        return problem(_ADDRESS, f"torchrun's agent does not answer at {host}:{port}: {answer}", fix)
-    return ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
+    fault = what_answers(host, port)
+    if fault is None:
+        return ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
+    fix = "end what is left of the previous launch, and start torchrun again"
+    return problem(_ADDRESS, f"torchrun's agent does not answer at {host}:{port}: {fault}", fix)
 
 
-def _listen_error(port: int) -> OSError | None:
+def _check_port(port: int, *, is_alone: bool) -> Finding:
+    """Check that a process can listen on a port of this machine."""
     with socket.socket() as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch does; a living listener still counts
         try:
             trial.bind(("", port))
             trial.listen(1)
+            return ok(_ADDRESS, f"port {port} is free")
         except OSError as error:
-            return error
-    return None
+            what = f"port {port} of {socket.gethostname()} is not free to listen on: {error}"
+    fix = (
+        f"`ss -ltnp 'sport = :{port}'` names the process that holds it; end that process, or set MASTER_PORT or "
+        "parallel.master_port to another port"
+    )
+    return (warning if is_alone else problem)(_ADDRESS, what, fix)

@@ -16,9 +16,8 @@ from finetune.data.labelled import EncodedLabelled
 from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.data.preferences import EncodedPairs
 from finetune.data.templates import AnswerTokens
-from finetune.diagnose.preview_splits import RowGroup, RowLocation, Rows, SplitSummary, location, row_digests, summarize
+from finetune.diagnose.preview_splits import RowGroup, RowLocation, Rows, SplitSummary, location, summarize
 from finetune.diagnose.preview_tokens import Piece, join_alike, on_one_line, read_pieces, special_looking_text
-from finetune.engine.prefixes import num_shared
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, exit_code, problem, warning, what_and_fix
@@ -29,9 +28,9 @@ from finetune.training.checks import check_inputs
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from finetune.config.schema import Config, DataSection
+    from finetune.config.schema import Config
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """The version of the JSON form, which docs/preview.md describes."""
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 SplitName = Literal["train", "validation", "test"]
@@ -51,13 +50,11 @@ class PreviewedRow:
     answer: tuple[int, int] | None
     """With `data.train_on=each_turn`: the number of an answer in its conversation, from 1, and how many there are."""
     num_shared: int
-    """Tokens that both sides of a pair begin with. With `each_turn`: tokens shared with the row before."""
+    """Tokens that both sides of a pair begin with; 0 if the row is not a pair."""
     pieces: list[Piece]
     num_tokens: int
     num_targets: int
     is_truncated: bool
-    same_as: RowGroup
-    """The other rows of the split that are equal to this row."""
     notes: list[str]
     """Remarks, as sentences without a full stop."""
 
@@ -70,11 +67,10 @@ class PreviewedRow:
             "side": self.side,
             "answer": None if self.answer is None else self.answer[0],
             "answers": None if self.answer is None else self.answer[1],
-            "shared_tokens": None if self.side is None and self.answer is None else self.num_shared,
+            "shared_tokens": None if self.side is None else self.num_shared,
             "tokens": self.num_tokens,
             "target_tokens": self.num_targets,
             "is_truncated": self.is_truncated,
-            "same_as": asdict(self.same_as),
             "notes": self.notes,
             "spans": [
                 {"text": span.text, "loss": span.carries_loss, "special": span.is_special}
@@ -153,25 +149,27 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
     """
     check_inputs(config, needs_weights=False)
     tokenizer = build_run_tokenizer(config)
-    encoded, verdict = _encode(config, tokenizer)
-    found = _splits(encoded)
-    if split not in found:
-        raise ConfigError(f"--split {split}: there is no such split. There are: {', '.join(found)}.")
-    _refuse_missing_rows(rows, split, found[split])
-    digests = {name: row_digests(of_split) for name, of_split in found.items()}
-    summaries = {
-        name: summarize(of_split, digests[name], () if name == "train" else digests["train"])
-        for name, of_split in found.items()
+    encoded, refusals = _encode(config, tokenizer)
+    splits: dict[SplitName, Rows] = {
+        name: of_split for name in SPLITS if (of_split := getattr(encoded, name)) is not None
     }
-    wanted = [row - 1 for row in rows] or range(min(num_rows, len(found[split])))
+    if split not in splits:
+        raise ConfigError(f"--split {split}: there is no such split. There are: {', '.join(splits)}.")
+    shown = splits[split]
+    if missing := [str(row) for row in rows if not 1 <= row <= len(shown)]:
+        raise ConfigError(
+            f"--row {', '.join(missing)}: the {split} split has the rows 1 to {len(shown)}. They are counted "
+            "without empty lines; the file and line of a row are shown with it."
+        )
+    summaries = {name: summarize(of_split) for name, of_split in splits.items()}
+    indices = [row - 1 for row in rows] or range(min(num_rows, len(shown)))
     tokens = AnswerTokens(tokenizer)
     model = read_model_config(config.model)
-    reader = _RowReader(split, found[split], digests[split], set(() if split == "train" else digests["train"]), tokens)
+    sources = [name_files(source["path"]) for source in config.data.mixture]
+    read_as = dict.fromkeys(text for of_split in splits.values() for text in of_split.sides[0].read_as)
     return Preview(
-        data=on_one_line(_describe_data(config.data)),
-        read_as=[
-            on_one_line(text) for text in dict.fromkeys(t for rows in found.values() for t in rows.sides[0].read_as)
-        ],
+        data=on_one_line(f"a mixture of {', '.join(sources)}" if sources else config.data.label),
+        read_as=[on_one_line(text) for text in read_as],
         objective=config.training.objective,
         max_length=config.data.max_length,
         tokenizer=on_one_line(config.model.tokenizer or config.model.path or ""),
@@ -180,15 +178,15 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
         context=getattr(model, "max_position_embeddings", None),
         splits=summaries,
         shown_split=split,
-        rows=[side for row in wanted for side in reader.read(row)],
+        rows=[side for index in indices for side in _read_row(split, shown, index, tokens)],
         findings=[
-            *verdict,
-            *_judge_template(found, tokenizer),
-            *_judge_fit(found, model, tokenizer),
+            *refusals,
+            *_judge_template(splits, tokenizer),
+            *_judge_fit(splits, model, tokenizer),
             *_judge_duplicates(summaries),
-            *_judge_equal_answers(found),
+            *_judge_equal_answers(splits),
         ],
-        raw_digests=[digest for of_split in found.values() for digest in of_split.sides[0].raw_digests()],
+        raw_digests=[digest for of_split in splits.values() for digest in of_split.sides[0].raw_digests()],
     )
 
 
@@ -206,13 +204,10 @@ def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySpli
             passed = encode(is_checked=False)  # raises for rows that cannot be encoded at all, as in training
             first, *others = str(error).split("\n  ")
             refused = others or [first]
-    findings = [problem("Data", *_what_and_fix(message)) for message in refused]
-    findings += [warning("Data", *_what_and_fix(message)) for message in dict.fromkeys(warnings)]
+    findings = [problem("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in refused]
+    unique = dict.fromkeys(warnings)
+    findings += [warning("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in unique]
     return passed, findings
-
-
-def _what_and_fix(message: str) -> tuple[str, str]:
-    return what_and_fix(on_one_line(message), page="docs/data.md")
 
 
 @contextmanager
@@ -231,103 +226,43 @@ def _collected_messages(logger: logging.Logger) -> Iterator[list[str]]:
         logger.removeFilter(collect)
 
 
-def _describe_data(section: DataSection) -> str:
-    sources = [name_files(source["path"]) for source in section.mixture]
-    return f"a mixture of {', '.join(sources)}" if sources else section.label
-
-
-def _splits(encoded: AnySplits) -> dict[SplitName, Rows]:
-    return {name: rows for name in SPLITS if (rows := getattr(encoded, name)) is not None}
-
-
-def _refuse_missing_rows(rows: Sequence[int], split: str, there: Rows) -> None:
-    missing = [str(row) for row in rows if not 1 <= row <= len(there)]
-    if missing:
-        raise ConfigError(
-            f"--row {', '.join(missing)}: the {split} split has the rows 1 to {len(there)}. They are counted "
-            "without empty lines; the file and line of a row are shown with it."
+def _read_row(split: SplitName, rows: Rows, index: int, tokens: AnswerTokens) -> Iterator[PreviewedRow]:
+    """Yield the sides of the row with this index, counted from 0: two if the row is a pair, else one."""
+    answer = None
+    if isinstance(rows, EncodedExamples) and rows.has_branches:
+        of_example = rows.rows_of_examples[int(rows.rows.example_of[index])]
+        answer = (index - of_example.start + 1, len(of_example))
+    is_pair = isinstance(rows, EncodedPairs)
+    names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
+    for name, examples in zip(names, rows.sides, strict=True):
+        ids, is_target = examples[index]
+        pieces = read_pieces(tokens.tokenizer, ids.tolist(), is_target.tolist(), tokens.special_ids)
+        notes = []
+        if bool(examples.is_truncated[index]):
+            notes.append(f"cut at data.max_length from {int(examples.rows.full_lengths[index]):,} tokens")
+        if not bool(is_target.any()):
+            notes.append("no token carries loss: nothing is learned from it")
+        if isinstance(rows, EncodedLabelled):
+            notes.append(f"labelled as a {'good' if bool(rows.is_good[index]) else 'bad'} answer")
+        for text in special_looking_text(pieces):
+            notes.append(f"{text} is ordinary text here, not a special token of this tokenizer")
+        yield PreviewedRow(
+            split=split,
+            location=location(rows, index),
+            side=name,
+            answer=answer,
+            num_shared=rows.num_shared(index) if isinstance(rows, EncodedPairs) else 0,
+            pieces=pieces,
+            num_tokens=len(ids),
+            num_targets=int(is_target.sum()),
+            is_truncated=bool(examples.is_truncated[index]),
+            notes=notes,
         )
-
-
-class _RowReader:
-    """Decode the rows of one split, and add notes."""
-
-    def __init__(
-        self, split: SplitName, rows: Rows, digests: Sequence[bytes], training: set[bytes], tokens: AnswerTokens
-    ) -> None:
-        self._split = split
-        self._rows = rows
-        self._digests = digests
-        self._training = training
-        self._tokens = tokens
-        self._is_answer_cut = [row_checks.is_answer_truncated(side) for side in rows.sides]
-
-    def read(self, row: int) -> Iterator[PreviewedRow]:
-        """Yield the sides of one row, given its index from 0: one, or two if the row is a pair."""
-        digest = self._digests[row]
-        same = [other for other, its in enumerate(self._digests) if its == digest and other != row]
-        same_as = RowGroup(count=len(same), first=[location(self._rows, other) for other in same[:_MOST_NAMED]])
-        is_pair = isinstance(self._rows, EncodedPairs)
-        answer, shared = self._answer_and_shared(row)
-        names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
-        for number, (name, examples) in enumerate(zip(names, self._rows.sides, strict=True)):
-            ids, is_target = examples[row]
-            pieces = read_pieces(self._tokens.tokenizer, ids.tolist(), is_target.tolist(), self._tokens.special_ids)
-            of_row = self._notes_of_row(row, same_as) if number == 0 else ()
-            is_cut = bool(self._is_answer_cut[number][row])
-            yield PreviewedRow(
-                split=self._split,
-                location=location(self._rows, row),
-                side=name,
-                answer=answer,
-                num_shared=shared,
-                pieces=pieces,
-                num_tokens=len(ids),
-                num_targets=int(is_target.sum()),
-                is_truncated=bool(examples.is_truncated[row]),
-                same_as=same_as,
-                notes=[*_notes_of_side(examples, row, pieces, is_cut=is_cut), *of_row, *_notes_of_text(pieces)],
-            )
-
-    def _answer_and_shared(self, row: int) -> tuple[tuple[int, int] | None, int]:
-        """Return the place of an answer in its conversation, and the tokens shared with what is shown before it."""
-        if isinstance(self._rows, EncodedPairs):
-            return None, self._rows.num_shared(row)
-        if isinstance(self._rows, EncodedLabelled) or not self._rows.has_branches:
-            return None, 0
-        of_one = self._rows.rows_of_examples[int(self._rows.rows.example_of[row])]
-        is_first = row == of_one.start
-        shared = 0 if is_first else num_shared(self._rows.tokens(row - 1), self._rows.tokens(row))
-        return (row - of_one.start + 1, len(of_one)), shared
-
-    def _notes_of_row(self, row: int, same_as: RowGroup) -> Iterator[str]:
-        if same_as.count:
-            yield f"the same, token for token, as {_describe_group(same_as)}"
-        if self._digests[row] in self._training:
-            yield "the training split has this row too"
-        if isinstance(self._rows, EncodedLabelled):
-            yield f"labelled as a {'good' if bool(self._rows.is_good[row]) else 'bad'} answer"
-        if isinstance(self._rows, EncodedPairs) and row in _equal_answers(self._rows):
-            yield "both answers are the same: nothing can be preferred"
-
-
-def _notes_of_side(examples: EncodedExamples, row: int, pieces: Sequence[Piece], *, is_cut: bool) -> Iterator[str]:
-    if bool(examples.is_truncated[row]):
-        full = int(examples.rows.full_lengths[row])
-        inside = ", inside of an answer: its end of turn is lost" if is_cut else ""
-        yield f"cut at data.max_length from {full:,} tokens{inside}"
-    if not any(piece.carries_loss for piece in pieces):
-        yield "no token carries loss: nothing is learned from it"
-
-
-def _notes_of_text(pieces: Sequence[Piece]) -> Iterator[str]:
-    for text in special_looking_text(pieces):
-        yield f"{text} is ordinary text here, not a special token of this tokenizer"
 
 
 def _describe_group(group: RowGroup) -> str:
     """Name the rows of a group: ``row 7 (orders/train.jsonl:7), row 9 (orders/train.jsonl:9) and 3 more``."""
-    named = ", ".join(f"row {at.row} ({at.source})" for at in group.first[:_MOST_NAMED])
+    named = ", ".join(f"row {place.row} ({place.source})" for place in group.first[:_MOST_NAMED])
     more = group.count - min(len(group.first), _MOST_NAMED)
     return f"{named} and {more:,} more" if more else named
 
@@ -374,13 +309,10 @@ def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding
 def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
     """Find pairs with two equal answers."""
     for name, rows in splits.items():
-        equal = _equal_answers(rows) if isinstance(rows, EncodedPairs) else []
-        if equal:
-            group = RowGroup(count=len(equal), first=[location(rows, row) for row in equal[:_MOST_NAMED]])
-            what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {_describe_group(group)}"
-            yield warning("Data", what, "remove them: nothing can be preferred")
-
-
-def _equal_answers(pairs: EncodedPairs) -> list[int]:
-    chosen, rejected = map(row_digests, pairs.sides)
-    return [row for row, (one, other) in enumerate(zip(chosen, rejected, strict=True)) if one == other]
+        if isinstance(rows, EncodedPairs):
+            sides = (side.digests(with_targets=True) for side in rows.sides)
+            equal = [row for row, (chosen, rejected) in enumerate(zip(*sides, strict=True)) if chosen == rejected]
+            if equal:
+                group = _describe_group(RowGroup.of(rows, equal))
+                what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {group}"
+                yield warning("Data", what, "remove them: nothing can be preferred")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,14 +12,12 @@ import torch
 from finetune.data.encoded import EncodedExamples
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
-from finetune.data.row_checks import is_answer_truncated
 from finetune.diagnose.preview_tokens import on_one_line
 
 Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
 """The rows of a split. A pair of answers has two sides, every other row has one."""
 
-MOST_NAMED = 20
-"""The most rows, or groups of rows, that a summary names; it counts all of them."""
+_MOST_NAMED = 20
 _MOST_BINS = 12
 
 
@@ -35,10 +33,15 @@ class RowLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGroup:
-    """The number of rows that have something in common, and the first of them."""
+    """The number of rows that have something in common, and the first 20 of them."""
 
     count: int
     first: list[RowLocation]
+
+    @classmethod
+    def of(cls, rows: Rows, indices: Sequence[int]) -> RowGroup:
+        """Return the group of the rows with these indices, counted from 0."""
+        return cls(count=len(indices), first=[location(rows, row) for row in indices[:_MOST_NAMED]])
 
 
 @dataclass(frozen=True)
@@ -64,38 +67,21 @@ class SplitSummary:
     shortest: int
     """The length of a pair is the length of its longer side."""
     median: int
-    percentile_90: int
     percentile_99: int
     longest: int
     histogram: list[Bin]
     truncated: RowGroup
     """Rows that data.max_length cuts."""
-    answers_cut: RowGroup
-    """Rows that are cut inside an answer, so that its end of turn is not trained."""
-    without_targets: RowGroup
     duplicates: RowGroup
-    """Rows that repeat an earlier row of the split, token for token."""
-    duplicate_groups: list[RowGroup]
-    """Rows that are equal, the largest groups first."""
-    in_training: RowGroup
-    """Rows that the training split has too, token for token. Empty for the training split."""
+    """Rows that repeat an earlier row of the split, token for token. A row that a mixture repeats does not count."""
 
 
-def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = ()) -> SplitSummary:
-    """Summarize a split of at least one row.
-
-    `digests` belong to its rows. `training` are the digests of the training split, if this is another split.
-    """
+def summarize(rows: Rows) -> SplitSummary:
+    """Summarize a split of at least one row."""
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)
     num_targets = sum(int(side.num_targets.sum()) for side in rows.sides)
-    equal = _equal_rows(digests, rows.sides[0].rows.numbers.tolist())
-    known = set(training)
-
-    def having(find: Callable[[EncodedExamples], torch.Tensor]) -> RowGroup:
-        is_found = torch.stack([find(side) for side in rows.sides]).any(dim=0)
-        return _group(rows, is_found.nonzero()[:, 0].tolist())
-
+    is_truncated = torch.stack([side.is_truncated for side in rows.sides]).any(dim=0)
     return SplitSummary(
         kind=rows.row_type,
         rows=len(rows),
@@ -104,23 +90,25 @@ def summarize(rows: Rows, digests: Sequence[bytes], training: Iterable[bytes] = 
         target_share=num_targets / num_tokens if num_tokens else 0.0,
         shortest=int(ordered[0]),
         median=_percentile(ordered, 0.5),
-        percentile_90=_percentile(ordered, 0.9),
         percentile_99=_percentile(ordered, 0.99),
         longest=int(ordered[-1]),
         histogram=histogram(rows.lengths),
-        truncated=having(lambda side: side.is_truncated),
-        answers_cut=having(is_answer_truncated),
-        without_targets=having(lambda side: side.num_targets == 0),
-        duplicates=_group(rows, sorted(row for group in equal for row in group[1:])),
-        duplicate_groups=[_group(rows, group) for group in equal[:MOST_NAMED]],
-        in_training=_group(rows, [row for row, digest in enumerate(digests) if digest in known]),
+        truncated=RowGroup.of(rows, is_truncated.nonzero()[:, 0].tolist()),
+        duplicates=RowGroup.of(rows, _duplicates(rows)),
     )
 
 
-def row_digests(rows: Rows) -> list[bytes]:
-    """Return a digest of each row: of its tokens, and of which of them carry loss."""
-    of_sides = (side.digests(with_targets=True) for side in rows.sides)
-    return [b"".join(of_row) for of_row in zip(*of_sides, strict=True)]
+def _duplicates(rows: Rows) -> list[int]:
+    """Return the rows that have the tokens and the loss of an earlier row, but are another row of their file."""
+    numbers_of: dict[tuple[bytes, ...], set[int]] = {}
+    duplicates = []
+    digests = zip(*(side.digests(with_targets=True) for side in rows.sides), strict=True)
+    for row, (digest, number) in enumerate(zip(digests, rows.sides[0].rows.numbers.tolist(), strict=True)):
+        numbers = numbers_of.setdefault(digest, set())
+        if numbers and number not in numbers:
+            duplicates.append(row)
+        numbers.add(number)
+    return duplicates
 
 
 def location(rows: Rows, row: int) -> RowLocation:
@@ -154,16 +142,3 @@ def _round_width(span: int) -> int:
 def _percentile(ordered: torch.Tensor, fraction: float) -> int:
     """Return the smallest length that this fraction of the rows does not exceed."""
     return int(ordered[max(0, math.ceil(fraction * len(ordered)) - 1)])
-
-
-def _equal_rows(digests: Sequence[bytes], numbers: Sequence[int]) -> list[list[int]]:
-    """Group equal rows, the largest groups first. A row that a mixture repeats is not equal to itself."""
-    groups: dict[bytes, dict[int, int]] = {}
-    for row, (digest, number) in enumerate(zip(digests, numbers, strict=True)):
-        groups.setdefault(digest, {}).setdefault(number, row)
-    equal = [list(rows.values()) for rows in groups.values() if len(rows) > 1]
-    return sorted(equal, key=lambda rows: (-len(rows), rows))
-
-
-def _group(rows: Rows, indices: Sequence[int]) -> RowGroup:
-    return RowGroup(count=len(indices), first=[location(rows, row) for row in indices[:MOST_NAMED]])

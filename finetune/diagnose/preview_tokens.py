@@ -16,7 +16,8 @@ _SIGNS = {"\n": "↵\n", "\t": "⇥", "↵": "<U+21B5>", "⇥": "<U+21E5>"}
 _LOOKS_LIKE_A_SIGN = re.compile(r"<(?=U\+[0-9A-F]{4,6}>)")
 _LOOKS_SPECIAL = re.compile(r"<\|[^\s|<>]{1,32}\|>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
 _UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-_MOST_TOKENS_OF_A_CHARACTER = 4  # of UTF-8 bytes
+MOST_TOKENS_OF_A_CHARACTER = 4
+"""A character has at most so many bytes in UTF-8."""
 
 
 class Piece(NamedTuple):
@@ -70,17 +71,19 @@ def read_pieces(
     pieces: list[Piece] = []
     start = 0
     while start < len(token_ids):
-        before = pieces[-1].token_ids if pieces else []
-        if token_ids[start] in special_ids:
-            stop = start + 1
-            text = _name(tokenizer, token_ids[start])
+        is_special = token_ids[start] in special_ids
+        if is_special:
+            num_tokens, text = 1, _name(tokenizer, token_ids[start])
         else:
-            limit = _end_of_alike(token_ids, carries_loss, special_ids, start)
-            stop, text = _whole_characters(tokenizer, before, token_ids[start:limit])
-            stop += start
-        ids = list(token_ids[start:stop])
-        pieces.append(Piece(ids, text, bool(carries_loss[start]), token_ids[start] in special_ids))
-        start = stop
+            stop = start + 1  # the end of the tokens that may belong to one piece
+            last = min(len(token_ids), start + MOST_TOKENS_OF_A_CHARACTER)
+            while stop < last and token_ids[stop] not in special_ids and carries_loss[stop] == carries_loss[start]:
+                stop += 1
+            before = pieces[-1].token_ids if pieces else []
+            num_tokens, text = _whole_characters(tokenizer, before, token_ids[start:stop])
+        ids = list(token_ids[start : start + num_tokens])
+        pieces.append(Piece(ids, text, bool(carries_loss[start]), is_special))
+        start += num_tokens
     return pieces
 
 
@@ -88,15 +91,6 @@ def special_looking_text(pieces: Sequence[Piece]) -> list[str]:
     """Find text that looks like a special token but was read as ordinary text, in the order of its first appearance."""
     written = "".join("\0" if piece.is_special else piece.text for piece in pieces)
     return list(dict.fromkeys(_LOOKS_SPECIAL.findall(written)))
-
-
-def _end_of_alike(ids: Sequence[int], loss: Sequence[bool], special_ids: Collection[int], start: int) -> int:
-    """Return the end of the tokens from `start` on that may belong to one piece."""
-    stop = start + 1
-    last = min(len(ids), start + _MOST_TOKENS_OF_A_CHARACTER)
-    while stop < last and ids[stop] not in special_ids and loss[stop] == loss[start]:
-        stop += 1
-    return stop
 
 
 def _whole_characters(

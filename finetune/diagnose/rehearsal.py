@@ -11,54 +11,45 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import torch
+
+from finetune.config.keys import values
 from finetune.diagnose.folder_checks import check_cache
-from finetune.diagnose.plan import make_plan
-from finetune.diagnose.plan_record import Plan
-from finetune.diagnose.rehearsal_commands import Commands, StageError
-from finetune.diagnose.rehearsal_overrides import Change, Scale, changes, override
+from finetune.diagnose.rehearsal_commands import StageError, run_command
+from finetune.diagnose.rehearsal_overrides import override, rehearsed_values
+from finetune.diagnose.stand_in import write_stand_in
 from finetune.distributed.device import accelerator_type
 from finetune.errors import LOST_IN_ROUNDING, CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
-from finetune.model.fp8_base import wants_fp8
-from finetune.model.stand_in import write_stand_in
 from finetune.runs.folder import RunFolder, existing_folder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import OPTIMIZER_FILE
 from finetune.terminal import visible
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
-    from finetune.diagnose.plan_devices import Device
+
+_NEVER_REHEARSED = (
+    "the weights of the model: whether they are complete, and what the model learns",
+    "the launcher, the network between nodes, and trackers",
+)
 
 
-class Stage(NamedTuple):
-    """A stage of every rehearsal."""
-
-    name: str
-    run: Callable[[Rehearsal, Path], str]
-    """Takes the rehearsal and the file for a command's output. Returns a sentence about the result."""
-    is_needed: bool = True
-    """Whether the later stages need its results."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StageResult:
-    """The result of one stage."""
+class StageResult(NamedTuple):
+    """The result of one stage: a sentence, or the error; `log` is the file with the output of its command."""
 
     name: str
-    seconds: float = 0.0
     outcome: Literal["ok", "failed", "not run"]
     what: str
-    """A sentence about the result, or the error."""
+    seconds: float = 0.0
     exit_code: int = 0
     log: str | None = None
-    """The file with the output of its command."""
 
 
 @dataclass(kw_only=True)
@@ -70,8 +61,8 @@ class Rehearsal:
     arguments: Sequence[str]
     """The arguments that describe the real run."""
     folder: Path
-    device: Device
-    """The device to plan for."""
+    device: str | None = None
+    """The device to plan for, as `finetune plan --device` names it. None: the device of this machine."""
     steps: int
     """The most optimizer steps to take."""
     minutes: float
@@ -79,15 +70,17 @@ class Rehearsal:
     processes: int | None = None
     """The number of processes of the real launch. None if the configuration says it."""
     results: list[StageResult] = field(default_factory=list)
-    changes: list[Change] = field(default_factory=list)
-    limits: list[str] = field(default_factory=list)
-    """What is not rehearsed, besides what `changes` says."""
-    plan: Plan | None = None
+    limits: list[str] = field(default_factory=lambda: list(_NEVER_REHEARSED))
+    """What is not rehearsed."""
+    plan: dict[str, Any] | None = None
+    """The output of `finetune plan --json`."""
+    measured_rows: int = 0
+    """Rows of the validation split or of the test split, whichever is larger, once they are known."""
 
     def __post_init__(self) -> None:
         parallel = self.config.parallel
         self.world_size = self.processes or parallel.world_size or parallel.num_processes or 1
-        self.commands = Commands(self.minutes)
+        self._until = time.monotonic() + 60 * self.minutes
 
     @property
     def failed(self) -> list[StageResult]:
@@ -95,106 +88,99 @@ class Rehearsal:
         return [result for result in self.results if result.outcome == "failed"]
 
     def run(self) -> None:
-        """Run all stages. After a stage that others need has failed, the later stages are not run."""
+        """Run all stages. If a stage other than the first two fails, the later stages are not run."""
         (self.folder / "logs").mkdir(parents=True)
         missing = ""
-        for stage in STAGES:
+        for name, stage in STAGES.items():
             if missing:
-                what = f"it needs what `{missing}` makes"
-                self.results.append(StageResult(name=stage.name, outcome="not run", what=what))
+                self.results.append(StageResult(name, "not run", f"it needs what `{missing}` makes"))
                 continue
-            result = self._run(stage)
-            self.results.append(result)
-            if stage.is_needed and result.outcome == "failed":
-                missing = stage.name
+            log, begun, exit_code = self.folder / "logs" / f"{name}.log", time.monotonic(), 0
+            try:
+                with waiting(f"rehearsing: {name}"):
+                    what = stage(self, log)
+            except FinetuneError as error:
+                what, exit_code = str(error), error.exit_code
+                missing = "" if name in _NOT_NEEDED else name
+            seconds, log_file = time.monotonic() - begun, str(log) if log.is_file() else None
+            outcome: Literal["ok", "failed"] = "failed" if exit_code else "ok"
+            self.results.append(StageResult(name, outcome, visible(what), seconds, exit_code, log_file))
 
-    def _run(self, stage: Stage) -> StageResult:
-        log, begun, code = self.folder / "logs" / f"{stage.name}.log", time.monotonic(), 0
-        try:
-            with waiting(f"rehearsing: {stage.name}"):
-                what = stage.run(self, log)
-        except FinetuneError as error:
-            what, code = str(error), error.exit_code
-        return StageResult(
-            name=stage.name,
-            seconds=time.monotonic() - begun,
-            outcome="failed" if code else "ok",
-            what=visible(what),
-            exit_code=code,
-            log=str(log) if log.is_file() else None,
+    def clean(self) -> None:
+        """Remove the folder of the rehearsal. If a stage has failed, leave the logs."""
+        for path in self.folder.iterdir():
+            if path.name != "logs" or not self.failed:
+                shutil.rmtree(path)
+        if not self.failed:
+            self.folder.rmdir()
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The keys that the rehearsal sets to other values than the real run."""
+        real_steps = None if self.plan is None else self.plan["batches"]["steps"]
+        return rehearsed_values(
+            self.config,
+            stand_in=self.folder / "stand-in",
+            processes=self.world_size,
+            minutes=self.minutes,
+            steps=min(self.steps, real_steps or self.steps),
+            real_steps=real_steps,
+            measured_rows=self.measured_rows,
         )
-
-    def choose_changes(self, measured_rows: int = 0) -> None:
-        """Choose the keys that the rehearsal sets. Called again when the number of measured rows is known."""
-        real = None if self.plan is None else self.plan.batches.steps
-        scale = Scale(min(self.steps, real or self.steps), real, self.world_size, measured_rows, self.minutes)
-        self.changes = changes(self.config, scale, stand_in=self.folder / "stand-in")
 
     def overrides(self) -> list[str]:
         """Return the arguments of the real run, and those that make it a rehearsal."""
-        tokenizer = override("model.tokenizer", self.config.model.tokenizer or self.config.model.path)
-        return [*self.arguments, tokenizer, *(change.override for change in self.changes)]
+        return [*self.arguments, *(override(key, value) for key, value in self.changes.items())]
 
-    def train(
-        self, log: Path, name: str, *, resume: str = "never", kill_when: Callable[[], bool] | None = None
-    ) -> bool:
-        """Run `finetune train` in the folder `name`; return whether `kill_when` ended it."""
-        output_dir = override("output_dir", str(self.folder / name))
-        return self.commands.run(log, "train", *self.overrides(), output_dir, f"resume={resume}", kill_when=kill_when)
+    def command(self, log: Path, *arguments: str, kill_when: Callable[[], bool] = lambda: False) -> bool:
+        """Run a command of finetune within the time that is left; see `run_command`."""
+        return run_command(arguments, log, seconds=self._until - time.monotonic(), kill_when=kill_when)
+
+    def train(self, log: Path, run: str, *, resume: str, kill_when: Callable[[], bool] = lambda: False) -> bool:
+        """Run `finetune train` in the folder `run`. Return whether `kill_when` ended it."""
+        output_dir = override("output_dir", str(self.folder / run))
+        return self.command(log, "train", *self.overrides(), output_dir, f"resume={resume}", kill_when=kill_when)
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for JSON, see docs/rehearse.md."""
+        real = values(self.config)
         return {
-            "version": 1,
-            "stages": [vars(result) for result in self.results],
-            "changes": [change.as_record() for change in self.changes],
-            "not_rehearsed": [*self.limits, *(change.limit for change in self.changes if change.limit)],
-            "plan": None if self.plan is None else self.plan.as_record(),
+            "version": 2,
+            "stages": [result._asdict() for result in self.results],
+            "changes": [{"key": key, "real": real[key], "rehearsed": value} for key, value in self.changes.items()],
+            "not_rehearsed": self.limits,
+            "plan": self.plan,
         }
 
 
-@contextmanager
-def rehearsal_folder(config: Config, keep: Path | None) -> Iterator[Path]:
-    """Make the folder of a rehearsal beside the run's folder. When the block ends, remove everything but the logs.
-
-    If `keep` is given, use that folder instead and remove nothing.
-
-    Raises:
-        CheckpointError: `keep` is not empty, or no folder can be made.
-    """
-    if keep is not None:
-        if keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
-            raise CheckpointError(f"--keep {keep} is there already and not empty. Name a new folder.")
-        keep.mkdir(parents=True, exist_ok=True)
-        yield keep.absolute()
-        return
-    run = Path(config.output_dir).expanduser().absolute()
+def make_folder(config: Config) -> Path:
+    """Make the folder of a rehearsal beside the run's folder."""
+    run = RunFolder(config.output_dir).path
     prefix = f"{run.name}.rehearsal-"
     try:
-        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=existing_folder(run.parent)))
+        return Path(tempfile.mkdtemp(prefix=prefix, dir=existing_folder(run.parent)))
     except OSError:  # the stage `folders` reports it; the other stages can run elsewhere
-        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        return Path(tempfile.mkdtemp(prefix=prefix))
+
+
+def _plan(rehearsal: Rehearsal, log: Path) -> str:
+    overrides = [*rehearsal.arguments, override("parallel.world_size", rehearsal.world_size)]
+    device = [] if rehearsal.device is None else ["--device", rehearsal.device]
+    if not device and not torch.cuda.is_available():
+        real = values(rehearsal.config)
+        for key, plain in (("lora.quantize", "none"), ("model.frozen_precision", "auto")):
+            if real[key] != plain:
+                overrides.append(override(key, plain))
+                rehearsal.limits.append(f"the plan is made with {key}={plain}: name the GPU with --device")
     try:
-        yield folder
-    except BaseException:  # no stage has failed, so nobody needs the logs
-        shutil.rmtree(folder)
-        raise
-    for inside in folder.iterdir():
-        if inside.name != "logs":
-            shutil.rmtree(inside)
-
-
-def _plan(rehearsal: Rehearsal, _: Path) -> str:
-    config = rehearsal.config.with_values({"parallel.world_size": (rehearsal.world_size, "rehearsal")})
-    if config.lora.quantize != "none" and rehearsal.device.type != "cuda":
-        config = config.with_values({"lora.quantize": ("none", "rehearsal")})
-        rehearsal.limits.append("the plan is made with lora.quantize=none: name the GPU with --device")
-    if wants_fp8(config) and rehearsal.device.type != "cuda":
-        config = config.with_values({"model.frozen_precision": ("auto", "rehearsal")})
-        rehearsal.limits.append("the plan is made with model.frozen_precision=auto: name the GPU with --device")
-    rehearsal.plan = plan = make_plan(config, rehearsal.device)
-    steps = plan.batches.steps
-    return f"{plan.parameters:,} parameters, {'steps not known' if steps is None else f'{steps:,} steps'}"
+        plan = _run_with_findings(rehearsal, log, "plan", *overrides, *device)
+    finally:
+        rehearsal.plan = _last_json(log) or None  # also of a run that does not fit
+    steps = plan["batches"]["steps"]
+    facts = [f"{plan['parameters']:,} parameters", "steps not known" if steps is None else f"{steps:,} steps"]
+    if plan["needed"] is not None:
+        facts.append(f"{format_bytes(plan['needed'])} of {format_bytes(plan['device']['memory'])} memory")
+    return "; ".join([", ".join(facts), *_warnings(plan)])
 
 
 def _check_folders(rehearsal: Rehearsal, _: Path) -> str:
@@ -212,57 +198,48 @@ def _write_stand_in(rehearsal: Rehearsal, _: Path) -> str:
     if config.resume == "auto" and RunFolder(config.output_dir).checkpoint_steps():
         rehearsal.limits.append("the real run resumes from the checkpoints in output_dir, the rehearsal does not")
     width = config.lora.r if config.training.method == "lora" and config.lora.init != "default" else 0
-    made = write_stand_in(config.model, rehearsal.folder / "stand-in", seed=config.seed, least_width=width)
-    rehearsal.choose_changes()
-    return made
+    return write_stand_in(config.model, rehearsal.folder / "stand-in", seed=config.seed, least_width=width)
 
 
 def _read_data(rehearsal: Rehearsal, log: Path) -> str:
     """Encode and check all rows of all splits. The real run will find them in its cache."""
-    try:
-        rehearsal.commands.run(log, "preview", *rehearsal.overrides(), "--rows", "0", "--json")
-    except StageError as error:
-        found = _last_json(log).get("findings", [])
-        problems = [f"{each['what']}. Fix: {each['fix']}." for each in found if each["level"] == "problem"]
-        raise StageError("\n".join(problems) or str(error), error.exit_code) from None
-    record = _last_json(log)
+    record = _run_with_findings(rehearsal, log, "preview", *rehearsal.overrides(), "--rows", "0")
     rows = {name: split["rows"] for name, split in record["splits"].items() if split is not None}
-    rehearsal.choose_changes(max((count for name, count in rows.items() if name != "train"), default=0))
-    counts = ", ".join(f"{name}: {count:,} rows" for name, count in rows.items())
-    bad = [f"{found['level']}: {found['what']}" for found in record["findings"] if found["level"] != "ok"]
-    return "; ".join([counts, *bad])
+    rehearsal.measured_rows = max((number for name, number in rows.items() if name != "train"), default=0)
+    counts = ", ".join(f"{name}: {number:,} rows" for name, number in rows.items())
+    return "; ".join([counts, *_warnings(record)])
 
 
 def _train(rehearsal: Rehearsal, log: Path) -> str:
-    rehearsal.train(log, "whole")
+    rehearsal.train(log, "whole", resume="never")
     run = RecordedRun(rehearsal.folder / "whole")
     losses = [value for _, value in run.points("step", "loss")]
-    numbers = {name: len(run.of(name)) for name in ("validation", "checkpoint")}
-    counts = ", ".join(f"{number} {name}{'s' * (number != 1)}" for name, number in numbers.items())
+    numbers = {event: len(run.of(event)) for event in ("step", "validation", "checkpoint")}
+    counts = ", ".join(f"{number} {event}{'s' * (number != 1)}" for event, number in numbers.items())
     tested = "tested" if run.of("test") else "no test split"
-    summary = f"{len(losses)} steps, loss {losses[0]:.4g} to {losses[-1]:.4g}, {counts}, {tested}"
     fallbacks = [
         f"fallback: {each.get('what')} is {each.get('used')}: {each.get('why')}" for each in run.entries("fallbacks")
     ]
-    return "; ".join([summary, *fallbacks])
+    return "; ".join([f"loss {losses[0]:.4g} to {losses[-1]:.4g}, {counts}, {tested}", *fallbacks])
 
 
 def _kill(rehearsal: Rehearsal, log: Path) -> str:
     """Train again, and kill all processes as soon as a checkpoint is committed."""
     folder = RunFolder(rehearsal.folder / "killed")
-    if not rehearsal.train(log, "killed", kill_when=lambda: bool(folder.checkpoint_steps())):
-        what = "the run ended before it could be killed"
-        rehearsal.limits.append(f"a kill in mid-run: {what} (try more --steps)")
-        return what
-    return f"SIGKILL to all processes once the checkpoint of step {folder.checkpoint_steps()[-1]} was committed"
+    if rehearsal.train(log, "killed", resume="never", kill_when=lambda: bool(folder.checkpoint_steps())):
+        return f"SIGKILL to all processes once the checkpoint of step {folder.checkpoint_steps()[-1]} was committed"
+    what = "the run ended before it could be killed"
+    rehearsal.limits.append(f"a kill in mid-run: {what} (try more --steps)")
+    return what
 
 
 def _resume(rehearsal: Rehearsal, log: Path) -> str:
+    """Resume the killed run, and compare its files with those of the run that was not killed."""
     rehearsal.train(log, "killed", resume="auto")
-    whole, killed = (_digests(rehearsal.folder / name) for name in ("whole", "killed"))
-    differing = [name for name in whole if killed.get(name) != whole[name]]
+    uninterrupted, resumed = (_digests(rehearsal.folder / run) for run in ("whole", "killed"))
+    differing = [file for file in uninterrupted if resumed.get(file) != uninterrupted[file]]
     if not differing:
-        return f"the same bytes as the run that was not killed: {', '.join(whole)}"
+        return f"the same bytes as the run that was not killed: {', '.join(uninterrupted)}"
     what = f"{', '.join(differing)} differ from the files of the run that was not killed"
     training = rehearsal.config.training
     if training.deterministic or training.device == "cpu" or accelerator_type() is None:
@@ -271,20 +248,47 @@ def _resume(rehearsal: Rehearsal, log: Path) -> str:
 
 
 def _merge(rehearsal: Rehearsal, log: Path) -> str:
-    words = ("merge", str(rehearsal.folder / "killed"), str(rehearsal.folder / "merged"))
+    arguments = ("merge", str(rehearsal.folder / "killed"), str(rehearsal.folder / "merged"))
     try:
-        rehearsal.commands.run(log, *words)
+        rehearsal.command(log, *arguments)
     except StageError as error:
         if LOST_IN_ROUNDING not in str(error):
             raise
         rehearsal.limits.append("whether `merge` may round: after so few steps, an adapter is smaller than a rounding")
-        rehearsal.commands.run(log, *words, "--dtype", "float32")
+        rehearsal.command(log, *arguments, "--dtype", "float32")
     return next((line for line in log.read_text().splitlines() if line.startswith("Reloaded by")), "merged")
 
 
 def _verify(rehearsal: Rehearsal, log: Path) -> str:
-    rehearsal.commands.run(log, "verify", str(rehearsal.folder / "merged"))
+    rehearsal.command(log, "verify", str(rehearsal.folder / "merged"))
     return "the merged folder answers as the run does"
+
+
+def _run_with_findings(rehearsal: Rehearsal, log: Path, *arguments: str) -> dict[str, Any]:
+    """Run a command with `--json` and return its output.
+
+    Raises:
+        StageError: the command failed. The message has its findings, or else its error.
+    """
+    try:
+        rehearsal.command(log, *arguments, "--json")
+    except StageError as error:
+        findings = [finding for finding in _last_json(log).get("findings", []) if finding["level"] != "ok"]
+        message = "\n".join(f"{finding['what']}. Fix: {finding['fix']}." for finding in findings)
+        raise StageError(message or str(error), error.exit_code) from None
+    return _last_json(log)
+
+
+def _warnings(record: dict[str, Any]) -> list[str]:
+    findings = record["findings"]
+    return [f"{finding['level']}: {finding['what']}" for finding in findings if finding["level"] != "ok"]
+
+
+def _last_json(log: Path) -> dict[str, Any]:
+    """Return the last line of JSON in the output of a command; an empty dict if there is none."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    record: dict[str, Any] = json.loads(next((line for line in reversed(lines) if line.startswith("{")), "{}"))
+    return record
 
 
 def _digests(run: Path) -> dict[str, str]:
@@ -294,20 +298,16 @@ def _digests(run: Path) -> dict[str, str]:
     return {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def _last_json(log: Path) -> dict[str, Any]:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    record: dict[str, Any] = json.loads(next((line for line in reversed(lines) if line.startswith("{")), "{}"))
-    return record
-
-
-STAGES = (
-    Stage("plan", _plan, is_needed=False),
-    Stage("folders", _check_folders, is_needed=False),
-    Stage("stand-in", _write_stand_in),
-    Stage("data", _read_data),
-    Stage("train", _train),
-    Stage("kill", _kill),
-    Stage("resume", _resume),
-    Stage("merge", _merge),
-    Stage("verify", _verify),
-)
+STAGES: dict[str, Callable[[Rehearsal, Path], str]] = {
+    "plan": _plan,
+    "folders": _check_folders,
+    "stand-in": _write_stand_in,
+    "data": _read_data,
+    "train": _train,
+    "kill": _kill,
+    "resume": _resume,
+    "merge": _merge,
+    "verify": _verify,
+}
+_NOT_NEEDED = ("plan", "folders")
+"""The stages whose results no other stage needs."""

@@ -1,4 +1,4 @@
-"""Run one command of a rehearsal as a user would run it, with a time limit, and leave none of its processes behind."""
+"""Run a command of finetune with a time limit, and read the error that it ended with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from finetune.errors import FinetuneError, RunFailedError
 _POLL_SECONDS = 0.005
 _MOST_LINES = 12
 _OUR_ERROR = re.compile(r"^finetune: ")
-_ANY_ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
 
 
 class StageError(FinetuneError):
@@ -28,60 +27,46 @@ class StageError(FinetuneError):
         self.exit_code = exit_code
 
 
-class Commands:
-    """Run commands of finetune under one common time limit.
+def run_command(
+    arguments: Sequence[str], log: Path, *, seconds: float, kill_when: Callable[[], bool] = lambda: False
+) -> bool:
+    """Run `finetune ARGUMENTS` and write its output to `log`. No process of the command is left behind.
 
     Args:
-        minutes: a command that still runs this many minutes from now is killed.
+        arguments: of the command.
+        log: is overwritten.
+        seconds: a command that still runs after this time is killed.
+        kill_when: called every few milliseconds. The command is killed when it returns true.
+
+    Returns:
+        Whether `kill_when` ended the command.
+
+    Raises:
+        StageError: the command failed, or took longer than `seconds`.
     """
-
-    def __init__(self, minutes: float) -> None:
-        self._minutes = minutes
-        self._until = time.monotonic() + 60 * minutes
-
-    def run(self, log: Path, *arguments: str, kill_when: Callable[[], bool] | None = None) -> bool:
-        """Run a command to its end, or kill it and its children when `kill_when` returns true.
-
-        The arguments are without `finetune`. While the command runs, `kill_when` is called every few milliseconds.
-
-        Returns:
-            Whether `kill_when` ended the command.
-
-        Raises:
-            StageError: the command failed, or ran beyond the time limit.
-        """
-        command = [sys.executable, "-P", "-m", "finetune", *arguments]
-        with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        try:
-            while process.poll() is None and not (kill_when is not None and kill_when()):
-                self._refuse_overtime(arguments[0])
-                time.sleep(_POLL_SECONDS)
-            code = process.poll()
-        finally:
-            if process.poll() is None:
-                _kill_tree(process)
-        if code:
-            raise StageError(error_in(log), code if code > 0 else RunFailedError.exit_code)
-        return code is None
-
-    def _refuse_overtime(self, command: str) -> None:
-        if time.monotonic() >= self._until:
-            what = f"finetune {command} had not ended {self._minutes:g} minutes after the start: it hangs, or is slow"
-            fix = "Give it more with --minutes, or set a smaller training.global_batch_size."
-            raise StageError(f"{what}. {fix}", RunFailedError.exit_code)
-
-
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    """Kill a command and its children, one by one: the workers are not in its process group."""
-    with suppress(psutil.NoSuchProcess):
-        parent = psutil.Process(process.pid)
-        for each in (parent, *parent.children(recursive=True)):
-            with suppress(psutil.NoSuchProcess):
-                each.kill()
-    process.wait()
+    until = time.monotonic() + seconds
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "finetune", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        while process.poll() is None and not kill_when():
+            if time.monotonic() >= until:
+                what = f"finetune {arguments[0]} had not ended when the time of the rehearsal was over"
+                fix = "Give it more with --minutes, or set a smaller training.global_batch_size."
+                raise StageError(f"{what}: it hangs, or is slow. {fix}", RunFailedError.exit_code)
+            time.sleep(_POLL_SECONDS)
+        code = process.poll()
+    finally:
+        if process.poll() is None:
+            _kill_tree(process)
+    if code:
+        raise StageError(error_in(log), code if code > 0 else RunFailedError.exit_code)
+    return code is None
 
 
 def error_in(log: Path) -> str:
@@ -90,4 +75,14 @@ def error_in(log: Path) -> str:
     for number, line in enumerate(lines):
         if _OUR_ERROR.match(line):
             return _OUR_ERROR.sub("", "\n".join(lines[number : number + _MOST_LINES]))
-    return ([line for line in lines if _ANY_ERROR.match(line)] or lines or ["it ended without any output"])[-1]
+    return lines[-1] if lines else "it ended without any output"
+
+
+def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a command and its children, one by one: the workers are not in its process group."""
+    with suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process.pid)
+        for member in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
+    process.wait()

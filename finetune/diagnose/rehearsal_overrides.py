@@ -1,12 +1,11 @@
-"""Choose the configuration keys that a rehearsal changes, and say what it cannot show because of each change."""
+"""Choose the configuration keys that a rehearsal sets to other values than the real run."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,58 +25,41 @@ MOST_ROWS = 256
 MOST_SAMPLES = 8
 
 
-class Change(NamedTuple):
-    """A key that a rehearsal sets to another value than the real run."""
+def rehearsed_values(
+    config: Config,
+    *,
+    stand_in: Path,
+    processes: int,
+    minutes: float,
+    steps: int,
+    real_steps: int | None,
+    measured_rows: int,
+) -> dict[str, Any]:
+    """Return the keys that a rehearsal changes, with their values.
 
-    key: str
-    real: Any
-    rehearsed: Any
-    limit: str | None = None
-    """What the rehearsal cannot show about the real run because of this change."""
-
-    @property
-    def override(self) -> str:
-        """The argument that sets the key."""
-        return override(self.key, self.rehearsed)
-
-    def as_record(self) -> dict[str, Any]:
-        """Convert to plain values for JSON, see docs/rehearse.md."""
-        return {"key": self.key, "real": self.real, "rehearsed": self.rehearsed, "missed": self.limit}
-
-    def __str__(self) -> str:
-        real, rehearsed = (_format_value(value) for value in (self.real, self.rehearsed))
-        return f"{self.key}: {rehearsed} here, {real} in the real run" + (f"; {self.limit}" if self.limit else "")
-
-
-class Scale(NamedTuple):
-    """The sizes of a rehearsal."""
-
-    steps: int
-    """Optimizer steps."""
-    real_steps: int | None
-    """Optimizer steps of the real run. None if the number is not known."""
-    processes: int
-    """The number of processes of the real launch."""
-    measured_rows: int
-    """Rows of the validation split or of the test split, whichever is larger."""
-    minutes: float
-    """The time limit of the rehearsal."""
-
-
-class _Setting(NamedTuple):
-    key: str
-    value: Any
-    limit: str | None = None
-
-
-def changes(config: Config, scale: Scale, *, stand_in: Path) -> list[Change]:
-    """Return the keys that a rehearsal sets to another value than the real run.
-
-    `stand_in` is the folder of the model that takes the place of the real one.
+    Args:
+        config: of the real run.
+        stand_in: the model in place of the real one.
+        processes: the number of processes of the real launch.
+        minutes: the time limit of the rehearsal.
+        steps: optimizer steps of the rehearsal.
+        real_steps: optimizer steps of the real run. None if the number is not known.
+        measured_rows: rows of the validation split or of the test split, whichever is larger.
     """
     real = values(config)
-    settings = [*_model(config, stand_in), *_world(config, scale), *_device(config), *_lengths(config, scale)]
-    return [Change(key, real[key], value, limit) for key, value, limit in settings if real[key] != value]
+    chosen = {
+        **_model(config, stand_in),
+        **_world(config, processes, minutes),
+        **_lengths(config, steps, real_steps),
+        "training.report_to": [],
+    }
+    most_rows = max(MOST_ROWS, steps * global_batch_size(config, processes))
+    has_held_out_rows = any(
+        isinstance(rows, str) and rows.isdigit() for rows in (config.data.validation, config.data.test)
+    )
+    if measured_rows > most_rows and not has_held_out_rows:
+        chosen["data.max_rows"] = min(config.data.max_rows or most_rows, most_rows)
+    return {key: value for key, value in chosen.items() if real[key] != value}
 
 
 def override(key: str, value: Any) -> str:
@@ -85,88 +67,63 @@ def override(key: str, value: Any) -> str:
     return f"{key}={json.dumps(value, ensure_ascii=False)}"
 
 
-def _model(config: Config, stand_in: Path) -> Iterator[_Setting]:
-    weights = "the weights themselves are not rehearsed: whether they are complete, and what the model learns"
-    yield _Setting("model.path", str(stand_in), weights)
-    yield _Setting("model.init", "pretrained")
-    yield _Setting("model.config", None)
-    code = "the model's own code is not rehearsed, and `merge` refuses a model that needs it"
-    yield _Setting("model.trust_remote_code", False, code)
-    yield _Setting("lora.start_from", None, "this adapter does not fit a smaller model")
-    fewer = "the smaller model has fewer layers, and all of them are adapted alike"
-    yield _Setting("lora.layers", None, fewer)
-    yield _Setting("lora.rank_pattern", {}, fewer)
-    yield _Setting("lora.alpha_pattern", {}, fewer)
-    yield _Setting(
-        "model.frozen_precision", "auto", "the error of fp8 is measured on the real weights, before step 1 of the run"
-    )
-    if not torch.cuda.is_available() or find_spec("bitsandbytes") is None:
-        yield _Setting("lora.quantize", "none", "weights in 4 bits need CUDA and bitsandbytes")
-    elif config.strict:
-        limit = "4 bits change random weights by another amount than the real ones, which strict=true may refuse"
-        yield _Setting("lora.quantize", "none", limit)
+def _model(config: Config, stand_in: Path) -> dict[str, Any]:
+    chosen: dict[str, Any] = {
+        "model.path": str(stand_in),
+        "model.tokenizer": config.model.tokenizer or config.model.path,
+        "model.init": "pretrained",
+        "model.config": None,
+        "model.trust_remote_code": False,
+        "model.frozen_precision": "auto",  # fp8 is judged by its error on the real weights
+        # Adapters and patterns of the real model do not fit a model with fewer and smaller layers.
+        "lora.start_from": None,
+        "lora.layers": None,
+        "lora.rank_pattern": {},
+        "lora.alpha_pattern": {},
+    }
+    # 4 bits change random weights by another amount than the real ones, which strict=true may refuse.
+    if config.strict or not torch.cuda.is_available() or find_spec("bitsandbytes") is None:
+        chosen["lora.quantize"] = "none"
+    return chosen
 
 
-def _world(config: Config, scale: Scale) -> Iterator[_Setting]:
-    parallel, wanted = config.parallel, scale.processes
-    number = min(wanted, _most_processes(config))
-    limit = f"this machine starts {number} processes: a world of {wanted} is not rehearsed" if number < wanted else None
-    yield _Setting("parallel.num_processes", number if number > 1 else None, limit)
-    for name in ("world_size", "rank", "master_addr", "master_port"):
-        yield _Setting(f"parallel.{name}", None, "the launcher and its nodes are not rehearsed")
-    if wanted > 1:
-        yield _Setting("parallel.timeout_minutes", min(parallel.timeout_minutes, scale.minutes / 4))
-    if number < wanted:
-        yield _Setting("training.global_batch_size", global_batch_size(config, wanted))
-        yield _Setting("parallel.shard_size", None, limit)
-        sharding = parallel.sharding if number > 1 else "none"
-        yield _Setting("parallel.sharding", sharding, "sharded weights need two processes")
-
-
-def _most_processes(config: Config) -> int:
-    """Return the most processes to start on this machine: one for each GPU, or else one for each core, at least two."""
+def _world(config: Config, processes: int, minutes: float) -> dict[str, Any]:
+    most = max(2, int(num_cores()))
     if config.training.device != "cpu" and torch.cuda.is_available() and not config.parallel.share_gpus:
-        return torch.cuda.device_count()
-    return max(2, int(num_cores()))
-
-
-def _device(config: Config) -> Iterator[_Setting]:
-    wanted = config.training.device.partition(":")[0]
-    if wanted not in ("auto", "cpu", accelerator_type()):
-        yield _Setting("training.device", "auto", f"this machine has no {wanted}")
+        most = torch.cuda.device_count()
+    number = min(processes, most)
+    chosen: dict[str, Any] = {"parallel.num_processes": number if number > 1 else None}
+    chosen |= {f"parallel.{name}": None for name in ("world_size", "rank", "master_addr", "master_port")}
+    if processes > 1:
+        chosen["parallel.timeout_minutes"] = min(config.parallel.timeout_minutes, minutes / 4)
+    if number < processes:
+        chosen |= {"training.global_batch_size": global_batch_size(config, processes), "parallel.shard_size": None}
+        if number == 1:
+            chosen["parallel.sharding"] = "none"
+    if config.training.device.partition(":")[0] not in ("auto", "cpu", accelerator_type()):
+        chosen["training.device"] = "auto"
     if config.parallel.backend == "nccl" and not torch.cuda.is_available():
-        yield _Setting("parallel.backend", "auto", "nccl needs CUDA")
-    yield _Setting("training.report_to", [], "nothing is sent to a tracker")
+        chosen["parallel.backend"] = "auto"
+    return chosen
 
 
-def _lengths(config: Config, scale: Scale) -> Iterator[_Setting]:
-    """Scale down the steps and all keys that count steps. Limit the rows and the lengths of generated answers."""
-    data, validation, steps = config.data, config.validation, scale.steps
-    every = max(1, steps // 3)
+def _lengths(config: Config, steps: int, real_steps: int | None) -> dict[str, Any]:
+    """Scale down the steps and all keys that count steps. Shorten generated answers."""
     warmup = config.optim.warmup_steps
-    if scale.real_steps is not None:
-        warmup = -(-warmup * steps // scale.real_steps)
-    yield _Setting("training.max_steps", steps)
-    yield _Setting("optim.warmup_steps", min(warmup, steps - 1))
-    yield _Setting("checkpoint.save_every", every)
-    yield _Setting("validation.validate_every", every)
-    most = max(MOST_ROWS, steps * global_batch_size(config, scale.processes))
-    has_held_out_rows = any(isinstance(rows, str) and rows.isdigit() for rows in (data.validation, data.test))
-    if scale.measured_rows > most and not has_held_out_rows:
-        yield _Setting("data.max_rows", min(data.max_rows or most, most))
-    yield _Setting("testing.max_new_tokens", min(config.testing.max_new_tokens, MOST_NEW_TOKENS))
+    if real_steps is not None:
+        warmup = -(-warmup * steps // real_steps)  # the same share of the steps, rounded up
+    chosen: dict[str, Any] = {
+        "training.max_steps": steps,
+        "optim.warmup_steps": min(warmup, steps - 1),
+        "checkpoint.save_every": max(1, steps // 3),
+        "validation.validate_every": max(1, steps // 3),
+        "testing.max_new_tokens": min(config.testing.max_new_tokens, MOST_NEW_TOKENS),
+    }
     is_rewarded = OBJECTIVES[config.training.objective].rows == "prompts"
     if is_rewarded:
-        length = min(config.rollout.max_completion_length, MOST_NEW_TOKENS)
-        limit = "a random model's answers have no end and are worth little: rewards are computed, but not judged"
-        yield _Setting("rollout.max_completion_length", length, limit)
-    if validation.metrics:
-        yield _Setting("validation.max_new_tokens", min(validation.max_new_tokens, MOST_NEW_TOKENS))
-    if validation.metrics or is_rewarded:
-        yield _Setting("validation.num_samples", min(validation.num_samples, MOST_SAMPLES))
-
-
-def _format_value(value: Any) -> str:
-    if value is None:
-        return "not set"
-    return value if isinstance(value, str) else json.dumps(value)
+        chosen["rollout.max_completion_length"] = min(config.rollout.max_completion_length, MOST_NEW_TOKENS)
+    if config.validation.metrics:
+        chosen["validation.max_new_tokens"] = min(config.validation.max_new_tokens, MOST_NEW_TOKENS)
+    if config.validation.metrics or is_rewarded:
+        chosen["validation.num_samples"] = min(config.validation.num_samples, MOST_SAMPLES)
+    return chosen

@@ -46,11 +46,18 @@ from finetune.distributed.precision import deterministic_algorithms
 from finetune.distributed.runtime import Runtime
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import kernels_kept_in, switch_fused
-from finetune.errors import ConfigError, LaunchError
+from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
-from finetune.signals import stops_after_step, termination_raises, undisturbed
+from finetune.signals import (
+    received_stop_signal,
+    stops_after_step,
+    termination_raises,
+    undisturbed,
+    was_stopped_in_set_up,
+)
+from finetune.terminal import outlive_readers
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -78,6 +85,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         ConfigError: a tracker of `training.report_to` is not installed for rank 0, or this device cannot do what the
             configuration asks for.
         LaunchError: the launcher, the configuration and Accelerate do not describe the same world.
+        PreemptedError: a signal came before the first step.
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
     environment = joined_environment()
@@ -85,6 +93,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     num_processes = config.parallel.num_processes or 1
     is_to_spawn = environment.launcher == "none" and num_processes > 1 and not is_joined()
     started = num_processes if is_to_spawn else environment.world_size
+    if trains:
+        outlive_readers()
     configure_logs(environment.rank, level=level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
     given = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
@@ -103,7 +113,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, fsdp_is_hidden():
-        signals.enter_context(stops_after_step() if trains else termination_raises())
+        signals.enter_context(stops_after_step(sets_up=True) if trains else termination_raises())
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)
@@ -128,6 +138,11 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
             signals.enter_context(undisturbed())
             named = runtime.explain(error)
             runtime.close(named)
+            if was_stopped_in_set_up(named):
+                by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
+                raise PreemptedError(
+                    f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
+                ) from error
             if named is error:
                 raise
             raise named from error

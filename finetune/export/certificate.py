@@ -71,7 +71,7 @@ def write_certificate(file: Path, verified: Verified) -> dict[str, Any]:
     """
     content = verified.as_record()
     with disk_failures_end_the_run("Writing", file, then="run the command again"):
-        replace_file(file, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+        replace_file(file, (json.dumps(content, indent=2) + "\n").encode())
     return content
 
 

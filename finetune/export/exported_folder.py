@@ -22,6 +22,7 @@ from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
 from finetune.export.rounding import ROUNDED, measure_folder
 from finetune.export.vectors import VECTORS_FILE, copy_vectors, read_vectors
+from finetune.model.sizes import refuse_oversized_folder
 from finetune.runs.durable import FolderWriter
 
 _log = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     refuse_no_model(model)
     if gguf is None and not with_modelfile:
         raise ConfigError("there is nothing to export: add --gguf, or leave out --no-modelfile.")
+    refuse_oversized_folder(model)
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     measure = partial(measure_folder, model, read_vectors(model)) if (model / VECTORS_FILE).is_file() else None
     stops = stored_stop_ids(model) or [it for it in [tokenizer.eos_token_id] if it is not None]

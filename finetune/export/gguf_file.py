@@ -16,6 +16,9 @@ from finetune.export.out_folder import read_on
 
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _INT, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
+_MOST_ITEMS = 1 << 24
+"""The most items of an array: vocabularies have fewer tokens."""
+_MOST_ALIGNMENT = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +53,11 @@ def read_header(path: Path) -> Header:
             for _ in range(num_tensors):
                 _text(file)  # its name
                 (num_dimensions,) = _numbers(file, "I")
-                _numbers(file, f"{num_dimensions}QIQ")  # its shape, type and place
-        except (struct.error, KeyError, OverflowError, MemoryError) as error:
+                _numbers(file, f"{_checked(num_dimensions)}QIQ")  # its shape, type and place
+            alignment = keys.get("general.alignment", 32)
+            if not isinstance(alignment, int) or not 0 < alignment <= _MOST_ALIGNMENT:
+                raise ValueError(f"general.alignment is {alignment!r}")
+        except (struct.error, KeyError, ValueError, OverflowError, MemoryError, RecursionError) as error:
             raise RunFailedError(f"{path} is damaged: its header cannot be read ({error}).") from error
         places = (tensors_at, file.tell())
     return Header(version=version, num_tensors=num_tensors, keys=keys, spans=spans, tensors=places)
@@ -95,6 +101,7 @@ def _value(file: BinaryIO, value_type: int) -> Any:
     if value_type != _ARRAY:
         return _numbers(file, _NUMBERS[value_type])[0]
     item_type, count = _numbers(file, "IQ")
+    _checked(count)
     if item_type in _NUMBERS:
         return list(_numbers(file, f"{count}{_NUMBERS[item_type]}"))
     return [_value(file, item_type) for _ in range(count)]
@@ -102,8 +109,15 @@ def _value(file: BinaryIO, value_type: int) -> Any:
 
 def _text(file: BinaryIO) -> str:
     (length,) = _numbers(file, "Q")
-    return file.read(length).decode("utf-8", errors="replace")
+    return file.read(_checked(length)).decode("utf-8", errors="replace")
 
 
 def _numbers(file: BinaryIO, layout: str) -> tuple[Any, ...]:
     return struct.unpack(f"<{layout}", file.read(struct.calcsize(f"<{layout}")))
+
+
+def _checked(count: int) -> int:
+    """Return a count of items or bytes. A ValueError says that no file has so many, before memory is taken for them."""
+    if count > _MOST_ITEMS:
+        raise ValueError(f"it names a value of {count:,} items; expected at most {_MOST_ITEMS:,}")
+    return count

@@ -68,11 +68,11 @@ def gguf_bound(folder: Path) -> float:
     """
     files = find_gguf(folder)
     measured = None if files is None else read_header(files.model).keys.get(ROUNDING_KEY)
-    if measured is None:
+    if not (isinstance(measured, float | int) and 0 <= measured <= 1):  # a file from others may claim any bound
         raise CheckpointError(
             f"no GGUF file in {folder} says how far the rounding of its type moves this model's logits "
-            f"({ROUNDING_KEY}): an earlier version of finetune wrote it, or another program. Export it again, or set a "
-            "bound with --max-difference."
+            f"({ROUNDING_KEY} is {measured}; expected a number from 0 to 1): an earlier version of finetune wrote it, "
+            "or another program. Export it again, or set a bound with --max-difference."
         )
     return max(_LEAST_BOUND, 2 * float(measured))
 

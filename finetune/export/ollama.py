@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.data.rendering import render_conversations
 from finetune.errors import ModelError
 from finetune.export.served_model import Turns
 
@@ -156,10 +157,10 @@ def _gaps(tokenizer: Any, *roles: str) -> list[str]:
 
 
 def _render(tokenizer: Any, turns: Turns) -> str:
-    try:
-        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program: it can fail in any way
-        raise ValueError(f"it refuses the turns {', '.join(turn['role'] for turn in turns)}: {error}") from error
+    ((is_rendered, text),) = render_conversations(tokenizer, [turns], with_prompt=True)
+    if not is_rendered:
+        raise ValueError(f"it refuses the turns {', '.join(turn['role'] for turn in turns)}: {text}")
+    return text
 
 
 def _without_common_end(text: str, other: str) -> tuple[str, str]:

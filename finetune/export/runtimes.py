@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.errors import CheckpointError, RunFailedError, first_line
+from finetune.errors import CheckpointError, ModelError, RunFailedError, first_line
 from finetune.export.compressed_folder import load_compressed, refuse_no_compressed_tensors, scheme_of
 from finetune.export.gguf_served import gguf_bound, load_gguf
 from finetune.export.logits import MOST_DIFFERENCE
@@ -18,6 +18,7 @@ from finetune.export.plain_reload import logits_in_fp32, render
 from finetune.export.served_model import Rendered, ServedModel, Turns
 from finetune.export.vectors import Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
+from finetune.model.sizes import refuse_oversized_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -162,6 +163,8 @@ def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "mai
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     auto: Any = AutoModelForCausalLM
     # A folder that is to be verified may be hostile.
+    for folder in (model_folder, tokenizer_folder):
+        refuse_oversized_folder(folder)
     safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if scheme_of(Path(model_folder)) is not None:
         model = load_compressed(Path(model_folder))
@@ -174,6 +177,8 @@ def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "mai
 def _failing_as_one_error(folder: Path) -> Iterator[None]:
     try:
         yield
+    except ModelError:
+        raise
     except Exception as error:  # of several libraries, for files that were changed in any way
         raise RunFailedError(f"{folder} cannot be loaded by the runtime that serves it: {first_line(error)}") from error
 

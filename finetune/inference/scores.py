@@ -9,7 +9,6 @@ from typing import Literal
 
 from finetune.inference.answer_metrics import SHARES
 from finetune.runs.row_record import RowChanges
-from finetune.signals import give_up_dead_screens
 from finetune.terminal import print_table, print_texts
 
 ModelName = Literal["base", "tuned"]
@@ -106,7 +105,6 @@ class Evaluation:
 
 def show_test_result(evaluation: Evaluation) -> None:
     """Print the result of the test phase of training."""
-    give_up_dead_screens()
     show_evaluation(evaluation.split, evaluation, num_answers=_MAX_ANSWERS)
 
 

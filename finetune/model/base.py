@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import psutil
 import torch
 
 from finetune.config.hub import fault_of
@@ -18,9 +19,11 @@ from finetune.engine.four_bits import full_shape
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting
 from finetune.model.from_hub import Part, hub_error, reading, repository_of, stored_weights
+from finetune.model.sizes import estimate_parameters, refuse_oversized, refuse_oversized_folder
 from finetune.model.tokens import choose_pad_token
 from finetune.model.training_mode import route_by_score
 from finetune.model.variants import describe_split_copy, explain_missing, refuse_unsupported
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -45,6 +48,8 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
 
     auto: Any = AutoModelForCausalLM
     config = read_model_config(section)
+    if "quantization_config" not in arguments:
+        _refuse_what_cannot_fit(section, config)
     # config.json may name a kernel of the hub, which is code.
     asks_for_kernel = "/" in str(getattr(config, "_attn_implementation", None))
     if section.attention != "auto" or asks_for_kernel:
@@ -91,6 +96,9 @@ def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     where = locate_model(section) if section.tokenizer is None else locate(section.tokenizer, "model.tokenizer")
+    refuse_oversized_folder(where)  # transformers may look for the tokenizer's class in this config.json
+    if section.tokenizer is None:
+        _num_rows(section)  # refuses the config.json of the hub
     tokenizer: PreTrainedTokenizerBase = _or_model_error(
         section,
         lambda: AutoTokenizer.from_pretrained(
@@ -118,6 +126,7 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
     if section.config is not None:
         keys = dict(section.config)
         refuse_unsupported(keys, str(section.path or keys.get("model_type")))
+        refuse_oversized(keys, str(section.path or "model.config"))
         model_type = keys.pop("model_type", None)
         if model_type is None:
             raise ModelError("model.config has no model_type. Add one, for example model_type: phi3.")
@@ -266,6 +275,25 @@ def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) ->
     return names.get(frozenset(weight.get_dtype() for weight in stored_weights(where, revision).values()), "auto")
 
 
+def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> None:
+    """Refuse a model with more weights than this machine has memory for, by its sizes alone."""
+    from transformers import AutoModelForCausalLM
+
+    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    if torch.get_default_device().type == "meta" or estimate_parameters(config.to_dict()) < memory // 8:
+        return  # in fp32 and with twice as many parameters it would still fit
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = _or_model_error(section, lambda: auto.from_config(config, trust_remote_code=section.trust_remote_code))
+    needed = sum(weight.nbytes for weight in model.parameters())
+    if needed > memory:
+        raise ModelError(
+            f"the weights of {section.path or config.model_type} take {format_bytes(needed)} "
+            f"({count_parameters(model)[1]:,} parameters), but this machine has {format_bytes(memory)} of main memory, "
+            "swap included. Use a machine with more memory or a smaller model. `finetune plan` says what a run needs."
+        )
+
+
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
     """Refuse weights that transformers would replace with random numbers and only a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
@@ -286,12 +314,14 @@ def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
     keys, _ = _or_model_error(
         section, lambda: PreTrainedConfig.get_config_dict(where, revision=section.revision), where=where
     )
+    refuse_oversized(keys, section.path or where)
     return keys
 
 
 def _num_rows(section: ModelSection) -> int | None:
     """Return the rows of the model's embedding; None if no model is named or its configuration lacks the number."""
     if section.config is not None:
+        refuse_oversized(section.config, str(section.path or "model.config"))
         return section.config.get("vocab_size")
     return None if section.path is None else _read_keys(section, locate_model(section)).get("vocab_size")
 

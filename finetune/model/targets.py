@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.errors import ModelError
@@ -153,7 +154,10 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
         record = json.loads((folder / "adapter_config.json").read_bytes())
     except (OSError, ValueError):
         return  # PEFT says what is wrong with the file
-    wanted = record.get("target_modules") if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return
+    _refuse_unstored_rank(record, folder)
+    wanted = record.get("target_modules")
     if not isinstance(wanted, list):
         return
     there = linear_layers(model)
@@ -163,6 +167,23 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
         raise ModelError(
             f"the adapter in {folder} has layers that this {model.config.model_type} model lacks: "
             f"{', '.join(missing)}. The model has: {', '.join(short)}.{explain_foreign_targets(missing, short)}"
+        )
+
+
+def _refuse_unstored_rank(record: Mapping[str, Any], folder: Path) -> None:
+    """Refuse a rank that no tensor of the adapter has: PEFT would first allocate layers of that rank."""
+    pattern = record.get("rank_pattern")
+    ranks = [record.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
+    rank = max((rank for rank in ranks if isinstance(rank, int)), default=0)
+    try:
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            largest = max((size for name in file.keys() for size in file.get_slice(name).get_shape()), default=0)  # noqa: SIM118
+    except (OSError, SafetensorError):
+        return  # PEFT says what is wrong with the file
+    if rank > largest:
+        raise ModelError(
+            f"the adapter in {folder} is damaged: adapter_config.json says rank {rank:,}, but the largest dimension "
+            f"of its tensors is {largest:,}. Use an undamaged copy."
         )
 
 

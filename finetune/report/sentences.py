@@ -87,7 +87,7 @@ def summarize(run: RecordedRun) -> Summary:
         tested_split=run.tested_split,
         rows_of_test_loss=run.rows_of_test_loss,
         epoch=int(epochs[-1][1]) + 1 if epochs else None,
-        tokens=sum(value for _, value in finite(run.points("step", "num_tokens"))),
+        tokens=run.num_tokens,
         tokens_per_second=statistics.median(speeds) if speeds else None,
         time=_took(run),
         processes=world_size if type(world_size) is int else None,

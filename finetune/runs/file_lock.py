@@ -144,7 +144,7 @@ def try_file_lock(path: Path) -> FileLock | None:
     if fcntl is None:
         return _try_without_fcntl(path)
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_still_at(path, descriptor):

@@ -7,18 +7,33 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
-from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
+from finetune.logs import report_progress
+from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replacing
+from finetune.units import format_bytes
 
 Event = dict[str, Any]
 """A line of metrics.jsonl; docs/watching.md describes each type of event."""
 _OF_EVERY_VALIDATION = frozenset(
     ("event", "time", "step", "epoch", "loss", "standard_error", "num_targets", "best_metric")
 )
+Detail = Literal["all", "thinned", "recent"]
+"""The events to read of a long file: all of them; of each type the highest and the lowest losses among neighbours, in
+bounded memory; or, without parsing them, only the last steps and resources, and of other types as in `thinned`."""
+_FREQUENT = (b'{"event": "step"', b'{"event": "resources"')
+"""The first bytes of the lines of steps and resources, as `MetricsWriter` writes them."""
+_EVENT_TYPES = frozenset(("step", "resources", "validation", "checkpoint", "warning", "test"))
+_LONGEST_LINE = 1 << 20
+_RECENT_BYTES = 1 << 20
+"""Some thousand steps. The live view shows the last 400."""
+_MOST_BYTES = 6 << 20
+"""The most bytes of lines that are kept, about 25,000 steps. As Python objects they take up to 20 times as much."""
+_PROGRESS_LINES = 1 << 17
 _log = logging.getLogger(__name__)
 
 
@@ -82,11 +97,10 @@ class MetricsWriter:
         """
         self.close()
         with disk_failures_end_the_run("Cutting", self.path):
-            lines = self.path.read_bytes().splitlines(keepends=True) if self.path.is_file() else []
-            kept = [line for line in lines if _is_event_up_to(step, line)]
-            if len(kept) < len(lines):
-                replace_file(self.path, b"".join(kept))
-        if removed := len(lines) - len(kept):
+            if removed := sum(not _is_event_up_to(step, line) for line in _lines(self.path)):
+                with replacing(self.path) as file:
+                    file.writelines(line for line in _lines(self.path) if _is_event_up_to(step, line))
+        if removed:
             _log.info("%s: removed %d lines after step %d", self.path.name, removed, step)
         return removed
 
@@ -125,7 +139,7 @@ class MetricsReader:
     """Read the events that were added since the last call.
 
     A line without its end is left for the next call. A resumed run replaces the file by a shorter one, which is then
-    read from its beginning.
+    read from its beginning. Of the steps that were written before the first call, it reads the last 1 MiB.
     """
 
     def __init__(self, path: Path) -> None:
@@ -141,33 +155,48 @@ class MetricsReader:
                 identity = (status.st_dev, status.st_ino)
                 is_new = self._identity is not None and (identity != self._identity or status.st_size < self._offset)
                 file.seek(0 if is_new else self._offset)
-                data = file.read()
+                found = _read(file, "recent")
         except OSError:  # not written yet, or being replaced
             return False, []
-        whole = data[: data.rfind(b"\n") + 1]
         self._identity = identity
-        self._offset = len(whole) + (0 if is_new else self._offset)
-        return is_new, _events_in(whole).events
+        self._offset = found.num_bytes + (0 if is_new else self._offset)
+        return is_new, found.events
 
 
 class EventsRead(NamedTuple):
     """The content of a file."""
 
     events: list[Event]
-    num_lines: int
-    """The number of lines, including lines that are half-written or are not events."""
+    num_left_out: int = 0
+    """The number of lines that are half-written or are not events."""
+    num_thinned: int = 0
+    """The number of events that were read and not kept, see `Detail`."""
+    num_tokens: float = 0.0
+    """The tokens of all steps that were read."""
+    num_bytes: int = 0
+    """The size of the lines that have an end."""
 
 
-def read_events(path: Path) -> EventsRead:
-    """Read all events of a file; none if it does not exist.
+def read_events(path: Path, detail: Detail = "all") -> EventsRead:
+    """Read the events of a file; none if it does not exist.
 
     Raises:
         OSError: the file exists and cannot be read.
     """
     try:
-        return _events_in(path.read_bytes())
+        with path.open("rb") as file:
+            return _read(file, detail)
     except FileNotFoundError:
-        return EventsRead([], 0)
+        return EventsRead([])
+
+
+def iterate_events(path: Path) -> Iterator[Event]:
+    """Yield all events of a file, one at a time; none if it does not exist.
+
+    Raises:
+        OSError: the file exists and cannot be read.
+    """
+    return (event for line in _lines(path) if (event := _parse(line)) is not None)
 
 
 def number_in(event: Mapping[str, Any], name: str) -> float | None:
@@ -222,9 +251,74 @@ def as_json(value: object) -> object:
     return value
 
 
-def _events_in(data: bytes) -> EventsRead:
-    lines = data.splitlines(keepends=True)
-    return EventsRead([event for line in lines if (event := _parse(line)) is not None], len(lines))
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file. A longer line than MetricsWriter writes comes in parts, which are no events."""
+    if path.is_file():
+        with path.open("rb") as file:
+            yield from iter(partial(file.readline, _LONGEST_LINE), b"")
+
+
+def _read(file: BinaryIO, detail: Detail) -> EventsRead:
+    size = os.fstat(file.fileno()).st_size
+    offset = file.tell()
+    frequent_from = size - _RECENT_BYTES if detail == "recent" else 0
+    passed = b""
+    kept: list[tuple[int, Event]] = []
+    num_bytes = num_whole = num_left_out = num_thinned = kept_bytes = 0
+    num_tokens = 0.0
+    for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), b"")):
+        if number % _PROGRESS_LINES == _PROGRESS_LINES - 1:
+            report_progress(f"{format_bytes(offset + num_bytes)} of {format_bytes(size)}")
+        is_passed = offset + num_bytes < frequent_from and line.startswith(_FREQUENT)
+        num_bytes += len(line)
+        if line.endswith(b"\n"):
+            num_whole = num_bytes
+        if is_passed:
+            passed = line if line.startswith(_FREQUENT[0]) else passed
+            continue
+        event = _parse(line)
+        if event is None:
+            num_left_out += 1
+            continue
+        if event["event"] == "step":
+            passed = b""
+            num_tokens += number_in(event, "num_tokens") or 0.0
+        kept.append((len(line), event))
+        kept_bytes += len(line)
+        if detail != "all" and kept_bytes > _MOST_BYTES:
+            before = len(kept)
+            kept = _thinned(kept)
+            num_thinned += before - len(kept)
+            kept_bytes = sum(length for length, _ in kept)
+    events = [event for _, event in kept]
+    if (last := _parse(passed)) is not None:
+        events.append(last)
+    return EventsRead(events, num_left_out, num_thinned, num_tokens, num_whole)
+
+
+def _thinned(kept: list[tuple[int, Event]]) -> list[tuple[int, Event]]:
+    """Drop about half of the events of each type that takes much room: two of four neighbours.
+
+    The events with the lowest and the highest loss are kept, and the first and the last of each type.
+    """
+    of_type: dict[str, list[int]] = {name: [] for name in _EVENT_TYPES}
+    for place, (_, event) in enumerate(kept):
+        of_type.get(event["event"], []).append(place)
+    chosen: list[int] = []
+    for places in of_type.values():
+        if sum(kept[place][0] for place in places) <= _MOST_BYTES // 16:
+            chosen += places
+            continue
+        chosen += {places[0], places[-1]}
+        for start in range(1, len(places) - 1, 4):
+            group = sorted(places[start : min(start + 4, len(places) - 1)], key=lambda place: _loss(kept[place][1]))
+            chosen += {group[0], group[-1]}
+    return [kept[place] for place in sorted(chosen)]
+
+
+def _loss(event: Event) -> float:
+    loss = number_in(event, "loss")
+    return math.inf if loss is None or math.isnan(loss) else loss
 
 
 def _parse(line: bytes) -> Event | None:

@@ -15,7 +15,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Event, number_in, read_events, sign_of
+from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of
 from finetune.runs.record import Status, read_run_record
 
 if TYPE_CHECKING:
@@ -32,16 +32,18 @@ _SCORES = ("exact_match", "json_valid", "loss")
 
 
 class RecordedRun:
-    """A run, read from its files. Each file is read once, when it is first needed. Text in it may be hostile.
+    """A run, read from its files. Each file is read once, when it is first needed. Text in it may be untrusted.
 
     Args:
         path: the run's folder.
         name: the run's name beside others; default: its path.
+        detail: the events to read if there are many.
     """
 
-    def __init__(self, path: str | Path, name: str | None = None) -> None:
+    def __init__(self, path: str | Path, name: str | None = None, *, detail: Detail = "all") -> None:
         self.folder = RunFolder(path)
         self.name = name or str(path)
+        self._detail = detail
 
     @property
     def config(self) -> Config | None:
@@ -67,7 +69,12 @@ class RecordedRun:
     @property
     def events(self) -> list[Event]:
         """metrics.jsonl, without lines that are half-written or not events."""
-        return self._events[0]
+        return self._events[0].events
+
+    @property
+    def num_tokens(self) -> float:
+        """The tokens of all steps."""
+        return self._events[0].num_tokens
 
     @property
     def problems(self) -> list[str]:
@@ -210,25 +217,31 @@ class RecordedRun:
         return record, ""
 
     @cached_property
-    def _events(self) -> tuple[list[Event], str]:
+    def _events(self) -> tuple[EventsRead, str]:
         file = self.folder.metrics_file
         try:
-            found = read_events(file)
+            found = read_events(file, self._detail)
         except OSError as error:
-            return [], f"{file.name} cannot be read: {describe_os_error(error)}"
-        if num_left_out := found.num_lines - len(found.events):
-            what = f"{num_left_out} of {found.num_lines} lines are half-written and left out"
-            return found.events, f"{file.name}: {what}"
-        return found.events, "" if file.exists() else f"{file.name} is missing"
+            return EventsRead([]), f"{file.name} cannot be read: {describe_os_error(error)}"
+        num_lines = len(found.events) + found.num_left_out + found.num_thinned
+        problems = {
+            f"{found.num_left_out} of {num_lines} lines are half-written and left out": found.num_left_out,
+            f"{found.num_thinned:,} of {num_lines:,} events are left out. The highest and the lowest losses are kept": (
+                found.num_thinned
+            ),
+        }
+        if what := "; ".join(problem for problem, count in problems.items() if count):
+            return found, f"{file.name}: {what}"
+        return found, "" if file.exists() else f"{file.name} is missing"
 
 
-def open_run(path: Path, name: str | None = None) -> RecordedRun:
-    """Open the run in a folder. A run that has just started may have only its lock.
+def open_run(path: Path, name: str | None = None, *, detail: Detail = "all") -> RecordedRun:
+    """Open the run in a folder, see `RecordedRun`. A run that has just started may have only its lock.
 
     Raises:
         CheckpointError: the folder holds no run.
     """
-    run = RecordedRun(path, name)
+    run = RecordedRun(path, name, detail=detail)
     folder = run.folder
     if not (folder.holds_run() or folder.config_file.is_file() or is_held(folder.lock_file)):
         raise CheckpointError(
@@ -239,7 +252,7 @@ def open_run(path: Path, name: str | None = None) -> RecordedRun:
 
 
 def open_runs(paths: Sequence[Path]) -> list[RecordedRun]:
-    """Open runs to compare. Each is named by the shortest end of its path that no other run has.
+    """Open runs to compare, with thinned events. Each is named by the shortest end of its path that no other run has.
 
     Raises:
         CheckpointError: a path is not the folder of a run, or is named twice.
@@ -252,22 +265,21 @@ def open_runs(paths: Sequence[Path]) -> list[RecordedRun]:
         others = [other for other in resolved if other != path]
         ends = ("/".join(path.parts[-count:]) for count in range(1, len(path.parts) + 1))
         names.append(next(end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in others)))
-    return [open_run(path, name) for path, name in zip(paths, names, strict=True)]
+    return [open_run(path, name, detail="thinned") for path, name in zip(paths, names, strict=True)]
 
 
 def find_runs(folder: Path) -> list[RecordedRun]:
-    """Find the runs in a folder and below, sorted by the time of their last start, and named by their relative path.
+    """Find the runs in a folder and below, named by their relative path. Nothing of them is read yet.
 
     Raises:
         CheckpointError: there is no such folder.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder. Give the one that holds your runs; the default is runs.")
-    found = [
-        RecordedRun(path, str(path) if path == folder else path.relative_to(folder).as_posix())
+    return [
+        RecordedRun(path, str(path) if path == folder else path.relative_to(folder).as_posix(), detail="recent")
         for path in _run_folders(folder, _DEEPEST)
     ]
-    return sorted(found, key=lambda run: (run.started or "", run.name))
 
 
 def _run_folders(folder: Path, depth: int) -> Iterator[Path]:

@@ -62,7 +62,7 @@ def examine_run(path: Path) -> SavedRun:
         CheckpointError: there is no run in the folder.
     """
     RunFolder(path).check("auto")
-    run = open_run(path)
+    run = open_run(path, detail="recent")
     folder = run.folder
     losses = dict(finite(run.points("validation", "loss")))
     verified = functools.cache(verify)

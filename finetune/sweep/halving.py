@@ -11,13 +11,13 @@ on the order of the trials, so with one trial at a time a sweep always ends the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from finetune.runs.recorded_run import Points
 
 
-class Weak(NamedTuple):
+class LostComparison(NamedTuple):
     """The comparison that ends a trial."""
 
     validation: int
@@ -25,15 +25,12 @@ class Weak(NamedTuple):
     step: int
     value: float
     better: int
-    """Trials that had a better metric there."""
+    """The number of trials with a better metric there."""
     compared: int
-    """Trials that have got there, this one included."""
-
-    def __str__(self) -> str:
-        return f"{self.value:.4g} at step {self.step}, rank {self.better + 1} of {self.compared} there"
+    """The number of trials that have got there, this one included."""
 
 
-def find_weak(
+def find_lost_comparison(
     points: Points,
     read_others: Callable[[], Sequence[Points]],
     *,
@@ -41,37 +38,31 @@ def find_weak(
     factor: int,
     sign: int,
     last_step: int | None,
-) -> Weak | None:
+) -> LostComparison | None:
     """Return the first comparison that a trial has lost; None if it goes on.
 
     Args:
         points: step and metric of its validations so far.
-        read_others: returns the same of all other trials.
-        after: the number of validations after which it was compared before.
-        factor: one of so many trials goes on.
+        read_others: returns the points of every other trial.
+        after: the number of validations after which the trial was compared before.
+        factor: one of this many trials goes on.
         sign: 1 if a higher metric is better, else -1.
         last_step: the last step of the trial's run, if it is known.
     """
-    numbers = [number for number in _compared_after(factor, len(points)) if number > after]
-    others = read_others() if numbers else []
-    for number in numbers:
-        step, value = points[number - 1]
-        if step == last_step:
-            return None
-        there = [_merit(other[number - 1][1], sign) for other in others if len(other) >= number]
-        better = sum(merit > _merit(value, sign) for merit in there)
-        compared = len(there) + 1
-        if compared >= factor and better >= compared // factor:
-            return Weak(number, step, value, better, compared)
-    return None
 
+    def merit(value: float) -> float:
+        return sign * value if math.isfinite(value) else -math.inf
 
-def _compared_after(factor: int, validations: int) -> Iterator[int]:
+    others: Sequence[Points] | None = None
     number = 1
-    while number <= validations:
-        yield number
+    while number <= len(points):
+        step, value = points[number - 1]
+        if number > after and step != last_step:
+            others = read_others() if others is None else others
+            merits = [merit(other[number - 1][1]) for other in others if len(other) >= number]
+            better = sum(other > merit(value) for other in merits)
+            compared = len(merits) + 1
+            if compared >= factor and better >= compared // factor:
+                return LostComparison(number, step, value, better, compared)
         number *= factor
-
-
-def _merit(value: float, sign: int) -> float:
-    return sign * value if math.isfinite(value) else -math.inf
+    return None

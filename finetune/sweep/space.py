@@ -8,7 +8,6 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from finetune.config.keys import expected, fields
 from finetune.errors import ConfigError
@@ -21,7 +20,7 @@ _OWN_KEYS = ("output_dir", "resume", "run")
 
 
 @dataclass(frozen=True)
-class Choices:
+class ValueList:
     """A list of values: `8,16,32`."""
 
     values: tuple[str, ...]
@@ -37,10 +36,11 @@ class Choices:
 
 
 @dataclass(frozen=True)
-class Range:
+class ValueRange:
     """An interval with both ends: `log(1e-5,1e-3)`, `uniform(0,0.1)` or `int(1,8)`."""
 
-    scale: Literal["log", "uniform", "int"]
+    scale: str
+    """`log`, `uniform` or `int`."""
     low: float
     high: float
 
@@ -58,9 +58,6 @@ class Range:
         else:
             value = self.low + (self.high - self.low) * uniform
         return f"{min(max(float(f'{value:.{_DIGITS}g}'), self.low), self.high):g}"
-
-
-Values = Choices | Range
 
 
 def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -82,9 +79,10 @@ def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             continue
         if values is None:
             same.append(argument)
-        elif key in space or key in _OWN_KEYS:
-            why = "is given twice" if key in space else "cannot have several values in a sweep"
-            problems.append(f"{argument}: {key} {why}. Remove it.")
+        elif key in space:
+            problems.append(f"{argument}: {key} is given twice. Remove it.")
+        elif key in _OWN_KEYS:
+            problems.append(f"{argument}: {key} cannot have several values in a sweep. Remove it.")
         else:
             space[key] = text
     if not space and not problems:
@@ -97,68 +95,36 @@ def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return same, space
 
 
-def read_values(key: str, text: str) -> Values | None:
+def read_values(key: str, text: str) -> ValueList | ValueRange | None:
     """Read the values of a key; None if it has one value only.
 
     Raises:
         ConfigError: a range is not two numbers in ascending order, or a list has an empty value or one twice.
     """
-    if found := _RANGE.fullmatch(text.strip()):
-        return _read_range(key, found)
-    parts = [part.strip() for part in _split_at_commas(text)]
+    if match := _RANGE.fullmatch(text.strip()):
+        return _read_range(key, text, *match.groups())
+    values = [value.strip() for value in _split_at_commas(text)]
     takes_list = key in fields() and "a list (" in expected(key)
     # validation.metrics=exact_match,json_valid is one list, as in `finetune train`.
-    if len(parts) == 1 or (takes_list and not any(part.startswith("[") for part in parts)):
+    if len(values) == 1 or (takes_list and not any(value.startswith("[") for value in values)):
         return None
-    if "" in parts or len(set(parts)) < len(parts):
-        what = "an empty value" if "" in parts else "a value twice"
-        raise ConfigError(f"{key}={text}: the list has {what}. Write {key}=A,B, or quotes around a value with commas.")
-    return Choices(tuple(parts))
-
-
-def draw_trials(space: Mapping[str, str], *, seed: int, num_trials: int | None) -> list[dict[str, str]]:
-    """Draw trials from the values that `read_space` found. More trials with the same seed begin with the same ones.
-
-    No combination of lists and whole numbers is drawn twice. If `num_trials` is None, every combination of lists is
-    tried, in order.
-
-    Raises:
-        ConfigError: every combination of a range is asked for, or more trials than there are combinations.
-    """
-    values = {key: read_values(key, text) for key, text in space.items()}
-    several = {key: found for key, found in values.items() if found is not None}
-    size = math.prod(found.size for found in several.values())
-    if num_trials is None:
-        if ranges := [f"{key}={space[key]}" for key, found in several.items() if isinstance(found, Range)]:
-            raise ConfigError(f"{' and '.join(ranges)}: a range needs --trials N, the number of trials to draw.")
-        lists = [found.values for found in several.values() if isinstance(found, Choices)]
-        return [dict(zip(several, combination, strict=True)) for combination in itertools.product(*lists)]
-    if num_trials > size:
+    if "" in values or len(set(values)) < len(values):
+        problem = "an empty value" if "" in values else "a value twice"
         raise ConfigError(
-            f"--trials is {num_trials}, but these values have only {size:.0f} combinations. Leave out --trials to try "
-            "all of them (lists only), or lower it."
+            f"{key}={text}: the list has {problem}. Write {key}=A,B, or quotes around a value with commas."
         )
-    generator = random.Random(seed)
-    drawn: list[dict[str, str]] = []
-    while len(drawn) < num_trials:
-        trial = {key: found.draw(generator.random()) for key, found in several.items()}
-        if size == math.inf or trial not in drawn:
-            drawn.append(trial)
-    return drawn
+    return ValueList(tuple(values))
 
 
-def _read_range(key: str, found: re.Match[str]) -> Range:
-    scale, numbers = found[1], found[2].split(",")
-    convert = int if scale == "int" else float
+def _read_range(key: str, text: str, scale: str, numbers: str) -> ValueRange:
     try:
-        low, high = (convert(number) for number in numbers)
-        is_range = -math.inf < low < high < math.inf and (scale != "log" or low > 0)
+        low, high = map(int if scale == "int" else float, numbers.split(","))
+        if -math.inf < low < high < math.inf and (scale != "log" or low > 0):
+            return ValueRange(scale, low, high)
     except ValueError:
-        is_range = False
-    if not is_range:
-        of = {"int": "two whole numbers", "log": "two numbers above 0"}.get(scale, "two numbers")
-        raise ConfigError(f"{key}={found[0]}: expected {scale}(LOW,HIGH) with {of}, the lower one first.")
-    return Range(scale, low, high)  # type: ignore[arg-type]
+        pass
+    of = {"int": "two whole numbers", "log": "two numbers above 0"}.get(scale, "two numbers")
+    raise ConfigError(f"{key}={text}: expected {scale}(LOW,HIGH) with {of}, the lower one first.")
 
 
 def _split_at_commas(text: str) -> list[str]:
@@ -176,3 +142,33 @@ def _split_at_commas(text: str) -> list[str]:
             depth += (character in "([{") - (character in ")]}")
         parts[-1] += character
     return parts
+
+
+def draw_trials(space: Mapping[str, str], *, seed: int, num_trials: int | None) -> list[dict[str, str]]:
+    """Draw trials from the values that `read_space` found. More trials with the same seed begin with the same ones.
+
+    No combination of lists and whole numbers is drawn twice. If `num_trials` is None, every combination of lists is
+    tried, in order.
+
+    Raises:
+        ConfigError: every combination of a range is asked for, or more trials than there are combinations.
+    """
+    candidates = {key: values for key, text in space.items() if (values := read_values(key, text)) is not None}
+    if num_trials is None:
+        if ranges := [f"{key}={space[key]}" for key, values in candidates.items() if isinstance(values, ValueRange)]:
+            raise ConfigError(f"{' and '.join(ranges)}: a range needs --trials N, the number of trials to draw.")
+        lists = (values.values for values in candidates.values() if isinstance(values, ValueList))
+        return [dict(zip(candidates, combination, strict=True)) for combination in itertools.product(*lists)]
+    size = math.prod(values.size for values in candidates.values())
+    if num_trials > size:
+        raise ConfigError(
+            f"--trials is {num_trials}, but these values have only {size:.0f} combinations. Leave out --trials to try "
+            "all of them (lists only), or lower it."
+        )
+    generator = random.Random(seed)
+    trials: list[dict[str, str]] = []
+    while len(trials) < num_trials:
+        trial = {key: values.draw(generator.random()) for key, values in candidates.items()}
+        if size == math.inf or trial not in trials:
+            trials.append(trial)
+    return trials

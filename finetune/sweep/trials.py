@@ -30,12 +30,12 @@ _LOCK = "sweep.lock"
 
 @dataclass(frozen=True)
 class Sweep:
-    """What a sweep tries. It is recorded in sweep.json before the first trial starts."""
+    """The trials of a sweep. They are recorded in sweep.json before the first one starts."""
 
     arguments: list[str]
     """The arguments of every trial."""
     space: dict[str, str]
-    """The values that are tried, by key and as they were written."""
+    """The values to try, by key and as they were written."""
     seed: int
     """Seed of the draws."""
     metric: str
@@ -46,10 +46,6 @@ class Sweep:
     """The number of trials to draw; None: every combination."""
     trials: list[dict[str, str]]
     """The values of each trial, by key."""
-
-    def trials_in(self, folder: Path) -> list[Trial]:
-        """Return all trials of a sweep in its folder."""
-        return [Trial(folder, number, self) for number in range(1, len(self.trials) + 1)]
 
 
 class Trial:
@@ -74,11 +70,11 @@ class Trial:
     @property
     def run(self) -> RecordedRun:
         """The run's files, as they are now."""
-        return RecordedRun(self.folder, self.name)
+        return RecordedRun(self.folder, self.name, detail="recent")
 
     @property
     def note(self) -> dict[str, Any]:
-        """What `end` noted; empty if the sweep did not end this trial and it did not fail."""
+        """The note of `end`; empty if the sweep did not end this trial and it did not fail."""
         try:
             return mapping(json.loads(self._note.read_bytes()))
         except (OSError, ValueError):
@@ -87,30 +83,30 @@ class Trial:
     @property
     def state(self) -> str:
         """`not started`, `ended early`, or a state of `RecordedRun`."""
+        if note := self.note:
+            return str(note.get("state"))
         run = self.run
-        if self.note:
-            return str(self.note.get("state"))
         return run.state if run.folder.holds_run() or run.state == "running" else "not started"
 
     @property
     def why(self) -> str:
-        """Why it failed; empty if that is not known."""
+        """The reason that it failed; empty if that is not known."""
         return str(self.note.get("why") or self.run.why or "")
 
     def points(self) -> Points:
         """Return step and metric of each validation, up to the validation after which the trial was ended early."""
         return self.run.points("validation", self._metric)[: self.note.get("validation")]
 
-    def end(self, state: str, why: Mapping[str, Any]) -> None:
+    def end(self, state: str, facts: Mapping[str, Any]) -> None:
         """Note that the trial ended early or failed."""
-        replace_file(self._note, _as_file({"state": state, **why}))
+        replace_file(self._note, _as_file({"state": state, **facts}))
 
     def forget_failure(self) -> None:
         """Let a failed trial start again."""
         self._note.unlink(missing_ok=True)
 
 
-def open_sweep(folder: Path, asked: Sweep) -> None:
+def open_sweep(folder: Path, sweep: Sweep) -> None:
     """Record a sweep in its folder, unless it is there. More trials are added. Several processes may do so at once.
 
     Raises:
@@ -120,37 +116,37 @@ def open_sweep(folder: Path, asked: Sweep) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / _LOCK, waiting_for=f"the sweep in {folder}"):
-            found = (path.name for path in folder.iterdir())
-            names = sorted(name for name in found if name != _LOCK and not is_leftover(name))
-            if names and _FILE not in names:
-                what = "a run" if RunFolder(folder).holds_run() else f"other files ({', '.join(names[:5])})"
+            files = [path.name for path in folder.iterdir() if path.name != _LOCK and not is_leftover(path.name)]
+            if files and _FILE not in files:
+                content = "a run" if RunFolder(folder).holds_run() else f"other files ({', '.join(sorted(files)[:5])})"
                 raise CheckpointError(
-                    f"output_dir={folder} holds {what} and no sweep. Name a new folder with output_dir=. Nothing was "
-                    "changed."
+                    f"output_dir={folder} holds {content} and no sweep. Name a new folder with output_dir=. Nothing "
+                    "was changed."
                 )
-            if not names or _is_longer(folder, asked, _read(file)):
-                replace_file(file, _as_file(asdict(asked)))
+            if not files or _is_extended(folder, sweep, _read(file)):
+                replace_file(file, _as_file(asdict(sweep)))
     except OSError as error:
         raise CheckpointError(
             f"output_dir={folder} cannot be written: {describe_os_error(error)}. Name another with output_dir=."
         ) from error
 
 
-def _is_longer(folder: Path, asked: Sweep, found: Sweep) -> bool:
-    """Return whether trials are added to a recorded sweep. Another sweep is refused."""
-    changed = dict(differing([asdict(found), asdict(asked)]))
-    if changed.keys() == {"num_trials", "trials"} and asked.trials[: len(found.trials)] == found.trials:
+def _is_extended(folder: Path, sweep: Sweep, recorded: Sweep) -> bool:
+    """Return whether a sweep has more trials than the recorded one. A sweep that differs otherwise is refused."""
+    changed = dict(differing([asdict(recorded), asdict(sweep)]))
+    if changed.keys() == {"num_trials", "trials"} and sweep.trials[: len(recorded.trials)] == recorded.trials:
         return True
-    if changed:
-        shown = (name for name in changed if name != "trials" or len(changed) == 1)
-        changes = [
-            f"{name} was {format_value(changed[name][0])}, now {format_value(changed[name][1])}" for name in shown
-        ]
-        raise CheckpointError(
-            f"output_dir={folder} holds another sweep: {'; '.join(changes)}. Give the same arguments to go on with it, "
-            "or name a new folder with output_dir=. Nothing was changed."
-        )
-    return False
+    if not changed:
+        return False
+    if len(changed) > 1:
+        changed.pop("trials", None)  # another setting has changed them
+    changes = "; ".join(
+        f"{name} was {format_value(old)}, now {format_value(new)}" for name, (old, new) in changed.items()
+    )
+    raise CheckpointError(
+        f"output_dir={folder} holds another sweep: {changes}. Give the same arguments to go on with it, or name a new "
+        "folder with output_dir=. Nothing was changed."
+    )
 
 
 def _read(file: Path) -> Sweep:

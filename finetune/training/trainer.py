@@ -29,7 +29,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
-from finetune.signals import no_step_is_left
+from finetune.signals import no_step_is_left, steps_begin
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.half_precision import LossScale
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
@@ -184,7 +184,7 @@ class Trainer:
         with StepProfiler(
             runtime,
             RunFolder(config.output_dir),
-            wanted=config.training.profile,
+            num_profiled=config.training.profile,
             done=state.step,
             num_steps=cadence.num_steps,
         ) as profiler:
@@ -197,6 +197,7 @@ class Trainer:
                 profiler=profiler,
                 loss_scale=LossScale.of(state) if runtime.precision == "fp16" else None,
             )
+            steps_begin()
             end = run_loop(state, cadence, run, StopRules.of(config))
 
         runtime.at("saving", end.state.step)

@@ -78,7 +78,7 @@ class TrainingRun:
         self._val_loader = val_loader
         self._profiler = profiler
         self._loss_scale = loss_scale
-        self._adapter_watch = AdapterWatch(setup.model, optimizer, setup.config)
+        self._adapter_watch = AdapterWatch(setup.model, setup.config)
         self._is_memory_tried = False
         self._data_wait_seconds: float | None = None
 

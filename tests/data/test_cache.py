@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from finetune.config.schema import DataSection
@@ -246,3 +250,65 @@ def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path):
     rows = load_or_encode(tmp_path / "cache", "0" * 64, encode, Fallbacks(strict=True), "rows")
     assert rows.token_ids.tolist() == [1]
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]
+
+
+def _signed(path: Path, **tensors: torch.Tensor) -> None:
+    """Write the file again with other tensors and a digest that agrees, as whoever can write the folder could."""
+    with safe_open(path, framework="pt") as file:
+        present = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    names = {torch.int32: "I32", torch.int64: "I64", torch.bool: "BOOL", torch.uint8: "U8"}
+    header: dict[str, Any] = {}
+    content = b""
+    for name, tensor in sorted({**present, **tensors}.items(), key=lambda item: -item[1].element_size()):
+        data = tensor.contiguous().numpy().tobytes()
+        places = [len(content), len(content) + len(data)]
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
+        content += data
+    digest = hashlib.sha256(content + json.dumps(header, sort_keys=True).encode()).hexdigest()
+    text = json.dumps({"__metadata__": {"finetune": json.dumps({"sha256": digest})}, **header}).encode()
+    path.write_bytes((4088).to_bytes(8, "little") + text.ljust(4088) + content)
+
+
+LIES = {
+    "offsets that point outside": {"offsets": torch.tensor([0, 5, 10**12, 10**15])},
+    "offsets that go back": {"offsets": torch.tensor([0, 9, 2, 9])},
+    "tokens of another type": {"token_ids": torch.zeros(3, dtype=torch.int64)},
+    "tokens that no vocabulary has": {"token_ids": torch.full((4,), -7, dtype=torch.int32)},
+    "too few targets": {"is_target": torch.zeros(1, dtype=torch.bool)},
+    "more rows": {"numbers": torch.arange(10_000)},
+    "no digests": {"raw_digests": torch.zeros(0, dtype=torch.uint8)},
+    "another shape": {"full_lengths": torch.zeros(3, 1, dtype=torch.int64)},
+    "no facts": {"facts": torch.zeros(0, dtype=torch.uint8)},
+}
+
+
+@pytest.mark.parametrize("what", LIES)
+def test_a_signed_file_whose_tensors_lie_is_encoded_again(what, section, logged):
+    first = encode(section).fingerprint
+    (path,) = Path(section.cache_dir).glob("*.safetensors")
+    _signed(path)
+    assert encode(section).fingerprint == first, "this test writes files that are read"
+    assert "is damaged" not in " ".join(logged())
+    _signed(path, **LIES[what])
+    assert encode(section).fingerprint == first
+    assert "is damaged" in " ".join(logged())
+
+
+def test_a_file_of_another_user_is_not_trusted(section, logged, monkeypatch):
+    encode(section)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    monkeypatch.setattr(os, "lstat", lambda _: SimpleNamespace(st_uid=54321))
+    encode(section)
+    assert "belongs to another user (uid 54321), who could change it" in " ".join(logged())
+
+
+def test_a_link_in_the_place_of_the_lock_leaves_its_target_alone(section, tmp_path):
+    encode(section)
+    (path,) = Path(section.cache_dir).glob("*.safetensors")
+    path.unlink()
+    (tmp_path / "theirs").write_text("mine")
+    path.with_suffix(".lock").symlink_to(tmp_path / "theirs")
+    fallbacks = Fallbacks()
+    encode(section, fallbacks)
+    assert (tmp_path / "theirs").read_text() == "mine"
+    assert [record["what"] for record in fallbacks.as_records()] == ["data.cache_dir"]

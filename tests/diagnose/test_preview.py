@@ -16,8 +16,8 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.preferences import encode_preferences
 from finetune.diagnose.preview import Preview, preview_data
-from finetune.diagnose.preview_splits import histogram, row_digests, summarize
-from finetune.errors import ConfigError, DataError
+from finetune.diagnose.preview_splits import histogram, summarize
+from finetune.errors import ConfigError
 from finetune.model.base import build_tokenizer
 from finetune.report import data_preview
 from finetune.runs.recorded_run import RecordedRun
@@ -91,18 +91,11 @@ def test_a_row_is_the_one_that_training_encodes(words, tmp_path):
 
 def test_what_is_wrong_with_rows_is_told_with_their_place(words):
     seen = preview(words, num_rows=99)
-    train, test = seen.splits["train"], seen.splits["test"]
-    assert (train.rows, train.truncated.count, train.answers_cut.count, train.duplicates.count) == (4, 1, 1, 1)
+    train = seen.splits["train"]
+    assert (train.rows, train.longest, train.truncated.count, train.duplicates.count) == (4, 64, 1, 1)
     # The empty line of the file is no row, and counts in no place but the file's own.
     assert [(place.row, place.source.rpartition("/")[2]) for place in train.duplicates.first] == [(3, "train.jsonl:4")]
-    assert [place.row for place in train.duplicate_groups[0].first] == [1, 3]
-    assert [place.source.rpartition("/")[2] for place in test.in_training.first] == ["test.jsonl:1"]
-    assert (train.in_training.count, train.longest, train.without_targets.count) == (0, 64, 0)
-    assert [any(part in note for note in seen.rows[row].notes) for row, part in ((0, "train.jsonl:4"), (3, "cut"))] == [
-        True,
-        True,
-    ]
-    assert "cut at data.max_length from 208 tokens, inside of an answer" in seen.rows[3].notes[0]
+    assert [row.notes for row in seen.rows] == [[], [], [], ["cut at data.max_length from 208 tokens"]]
     told = [(finding.level, finding.what.split(":")[0], finding.fix) for finding in seen.findings]
     assert [(level, split) for level, split, _ in told] == [
         ("problem", "train"),  # an answer is cut
@@ -112,8 +105,6 @@ def test_what_is_wrong_with_rows_is_told_with_their_place(words):
     ]
     assert "data.on_truncated_answer=drop" in told[0][2]
     assert "row 3 (" in seen.findings[3].what
-    (row,) = preview(words, split="test", rows=[1]).rows
-    assert row.notes == ["the training split has this row too"]
 
 
 def test_rows_that_a_gate_leaves_out_are_not_shown(words):
@@ -123,27 +114,17 @@ def test_rows_that_a_gate_leaves_out_are_not_shown(words):
     assert any("They are left out (data.on_truncated_answer=drop)" in finding.fix for finding in seen.findings)
 
 
-def test_a_row_that_a_mixture_repeats_is_no_duplicate():
-    once = EncodedExamples.from_rows([([5, 6], [False, True]), ([5, 7], [False, True])], end_id=9)
-    mixed = once.select([0, 0, 1])
-    assert summarize(mixed, row_digests(mixed)).duplicates.count == 0
-
-
 def test_the_figures_of_a_split_are_right():
     rows = [([5] * length, [False] * (length - 1) + [True]) for length in (3, 7, 7, 30)]
     examples = EncodedExamples.from_rows(rows, end_id=9)
-    split = summarize(examples, row_digests(examples))
+    split = summarize(examples)
     assert (split.rows, split.tokens, split.target_tokens, split.target_share) == (4, 47, 4, 4 / 47)
-    lengths = (split.shortest, split.median, split.percentile_90, split.percentile_99, split.longest)
-    assert lengths == (3, 7, 30, 30, 30)
+    assert (split.shortest, split.median, split.percentile_99, split.longest) == (3, 7, 30, 30)
     assert split.duplicates.count == 1
-
-
-def test_equal_tokens_with_another_loss_are_another_row():
-    examples = EncodedExamples.from_rows(
-        [([5, 6, 7], [False, True, True]), ([5, 6, 7], [False, False, True])], end_id=9
-    )
-    assert summarize(examples, row_digests(examples)).duplicates.count == 0
+    mixed = examples.select([0, 0, 1, 2, 1])
+    assert summarize(mixed).duplicates.count == 1, "a row that a mixture repeats is no duplicate"
+    other_loss = EncodedExamples.from_rows([([5, 6], [False, True]), ([5, 6], [True, True])], end_id=9)
+    assert summarize(other_loss).duplicates.count == 0
 
 
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], [5, 99, 100, 101], [1, 131072], list(range(1, 400))])
@@ -168,13 +149,18 @@ def test_a_model_that_does_not_fit_the_rows_is_a_problem(words, base, capsys):
     assert any("but the model has 300 embeddings" in what for what in problems)
 
 
-def test_json_says_all_of_it_in_plain_ascii(words, capsys):
+def test_json_says_all_of_it_in_plain_ascii_on_the_first_rank(words, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        for name, value in place_variables(1, 2, 29500).items():
+            patch.setenv(name, value)
+        assert preview_from_overrides(words) == 0
+    assert capsys.readouterr().out == ""
     assert preview_from_overrides([*words, "strict=true"], form="json") == 2  # warnings count when strict
     assert preview_from_overrides([*words, *TOLERANT], split="validation", form="json") == 0
     text = capsys.readouterr().out.splitlines()[-1]
     assert text.isascii()
     record = json.loads(text)
-    assert record["version"] == 1
+    assert record["version"] == 2
     assert list(record["splits"]) == ["train", "validation", "test"]
     (row,) = record["rows"]
     assert (row["split"], row["row"], row["tokens"]) == ("validation", 1, len(row["token_ids"]))
@@ -189,12 +175,6 @@ def test_a_split_or_a_row_that_is_not_there_is_named(words, tmp_path):
         preview(words, rows=[2, 5])
 
 
-def test_rows_that_cannot_be_used_end_it_as_they_end_training(words, tmp_path):
-    (tmp_path / "data" / "train.jsonl").write_text("{}\n")
-    with pytest.raises(DataError, match=r"train\.jsonl:1"):
-        preview(words)
-
-
 def pair(prompt: str, chosen: str, rejected: str) -> str:
     return json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected})
 
@@ -202,8 +182,8 @@ def pair(prompt: str, chosen: str, rejected: str) -> str:
 @pytest.fixture
 def words_of_pairs(tmp_path: Path, base: Path) -> list[str]:
     """A run over pairs: one that comes twice, one that is cut on one side, one without a preference."""
-    train = [pair("a", "b", "c"), pair("send it", "crates", "no"), pair("a", "b", "c"), pair("x", "y", "y")]
-    validation = [pair("a", "b", "d"), pair("a b", "c", "long " * 40)]
+    train = [pair("a", "b b", "b c"), pair("send it", "crates", "no"), pair("a", "b b", "b c"), pair("x", "y", "y")]
+    validation = [pair("a", "b b", "d"), pair("a b", "c", "long " * 40)]
     return [*run_over(tmp_path, base, train=train, validation=validation), "task=finetune_preferences"]
 
 
@@ -227,17 +207,12 @@ def test_pairs_are_those_that_training_encodes(words_of_pairs):
     assert chosen.own_pieces() == chosen.pieces
     assert "".join(piece.text for piece in rejected.own_pieces()) == "no<|end|><|endoftext|>"
     assert rejected.own_pieces()[0].carries_loss
+    alike = seen.rows[1]
+    assert alike.num_shared > len(alike.pieces) - len(alike.own_pieces()), "the answers begin alike"
+    assert "".join(piece.text for piece in alike.own_pieces()) == "b c<|end|><|endoftext|>"
 
 
-def test_answers_that_begin_alike_are_shown_whole(words_of_pairs, tmp_path):
-    (tmp_path / "data" / "train.jsonl").write_text(pair("a", "b b", "b c") + "\n")
-    _, rejected = preview([*words_of_pairs, *TOLERANT]).rows
-    hidden = len(rejected.pieces) - len(rejected.own_pieces())
-    assert rejected.num_shared > hidden, "the answers begin alike"
-    assert "".join(piece.text for piece in rejected.own_pieces()) == "b c<|end|><|endoftext|>"
-
-
-def test_a_split_of_pairs_counts_both_sides_and_finds_what_is_wrong(words_of_pairs, capsys):
+def test_a_split_of_pairs_counts_both_sides_and_finds_what_is_wrong(words_of_pairs):
     seen = preview(words_of_pairs)
     config = load_config([*words_of_pairs, *TOLERANT])
     encoded = encode_preferences(config.data, build_tokenizer(config.model)).train
@@ -246,20 +221,9 @@ def test_a_split_of_pairs_counts_both_sides_and_finds_what_is_wrong(words_of_pai
     assert train.tokens == int(encoded.chosen.lengths.sum() + encoded.rejected.lengths.sum())
     assert train.target_tokens == int(encoded.chosen.num_targets.sum() + encoded.rejected.num_targets.sum())
     assert train.longest == int(encoded.lengths.max())
-    assert (validation.truncated.count, validation.answers_cut.first[0].row) == (1, 2)
-    assert validation.in_training.count == 0, "only the chosen sides are equal"
-    notes = [row.notes for row in preview(words_of_pairs, rows=[3, 4]).rows]
-    assert notes[0][0].startswith("the same, token for token, as row 1 (")
-    assert notes[1:] == [[], ["both answers are the same: nothing can be preferred"], []]
+    assert [place.row for place in validation.truncated.first] == [2]
     warnings = [finding.what for finding in seen.findings if finding.level == "warning"]
     assert sum(what.startswith("train: 1 of 4 pairs have the same answer twice: row 4 (") for what in warnings) == 1
-    cut = preview([*words_of_pairs, "data.on_overlap=warn"])
-    problems = [finding.what for finding in cut.findings if finding.level == "problem"]
-    assert len(problems) == 1
-    assert "before its end of turn" in problems[0]
-    assert preview_from_overrides([*words_of_pairs, *TOLERANT], form="json") == 0
-    record = json.loads(capsys.readouterr().out)
-    assert (record["objective"], record["splits"]["train"]["rows"], len(record["rows"])) == ("dpo", 4, 6)
 
 
 def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
@@ -283,7 +247,8 @@ def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
     ]
     assert preview_from_overrides([*words_of_pairs, *TOLERANT], rows=[2], form="table") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert int(lines[lines.index(hidden) + 1].split()[0]) == shared, "positions count the shared tokens"
+    after_prompt = next(number for number, line in enumerate(lines, 1) if line.endswith(hidden))
+    assert int(lines[after_prompt].split()[0]) == shared, "positions count the shared tokens"
 
 
 def test_a_report_shows_both_sides_of_a_pair(words_of_pairs, tmp_path):
@@ -292,18 +257,11 @@ def test_a_report_shows_both_sides_of_a_pair(words_of_pairs, tmp_path):
     shown = data_preview._read(RecordedRun(tmp_path), ["a run"])
     assert [(span.text, span.carries_loss) for span in shown.row if not span.is_special] == [
         ("a", False),
-        ("b", True),
-        ("c", True),
+        ("b b", True),
+        ("b c", True),
     ]
     assert shown.row_place.count(" tokens (chosen), ") == shown.row_place.count(" tokens (rejected), ") == 1
     assert shown.splits["train"].kind == "preference"
-
-
-def test_a_rank_other_than_the_first_says_nothing(words, capsys, monkeypatch):
-    for name, value in place_variables(1, 2, 29500).items():
-        monkeypatch.setenv(name, value)
-    assert preview_from_overrides(words) == 0
-    assert capsys.readouterr().out == ""
 
 
 def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp_path: Path) -> None:
@@ -316,12 +274,7 @@ def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp
     words += ["data.train_on=each_turn", "data.chat_template=phi4_mini"]
     record = preview(words).as_record(strict=False)
     assert [(row["answer"], row["answers"]) for row in record["rows"]] == [(1, 2), (2, 2), (1, 1)]
-    one, other, alone = record["rows"]
-    shared = other["shared_tokens"]
-    assert (one["shared_tokens"], alone["shared_tokens"]) == (0, 0)
-    assert 0 < shared < one["tokens"] - one["target_tokens"] + 1
-    assert one["token_ids"][:shared] == other["token_ids"][:shared]
-    assert one["token_ids"][shared] != other["token_ids"][shared]
+    one, other, _ = record["rows"]
     texts = ["".join(span["text"] for span in row["spans"] if span["loss"]) for row in (one, other)]
     assert ["the answer is yes or no" in text for text in texts] == [True, True]
     assert "".join(span["text"] for span in other["spans"]).count("<think>") == 1

@@ -100,5 +100,5 @@ def test_json_is_for_programs(words, tmp_path):
     assert_is_harmless(done.stdout)
     (row,) = json.loads(done.stdout)["rows"]
     assert row["spans"][1] == {"text": f"ask{HARM}", "loss": False, "special": False}
-    assert (row["row"], row["same_as"]["count"]) == (2, 1)
+    assert row["row"] == 2
     assert Path(row["source"]).name == "rows<U+001B>[35m.jsonl:2"

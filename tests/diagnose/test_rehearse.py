@@ -14,23 +14,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
-from finetune.diagnose.plan_devices import Device, find_device, read_device
-from finetune.diagnose.rehearsal import Rehearsal, _merge, _plan, rehearsal_folder
-from finetune.diagnose.rehearsal_overrides import MOST_ROWS, Change, Scale, changes
-from finetune.errors import ModelError
-from finetune.model.base import build_base_model, longrope_boundary
+from finetune.diagnose.rehearsal import Rehearsal, _merge
+from finetune.diagnose.rehearsal_overrides import MOST_ROWS, override, rehearsed_values
+from finetune.diagnose.stand_in import HEAD_SIZE, shrink, write_stand_in
+from finetune.model.base import longrope_boundary
 from finetune.model.published import published_sizes
-from finetune.model.stand_in import HEAD_SIZE, shrink, write_stand_in
 from finetune.model.targets import resolve_targets
-from finetune.signals import Terminated
 from tests.in_process import Ended, run_finetune
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import LLAMA_KIN
 from tests.tiny_runs import write_base, write_rows
 
 PRESETS = [name for name, _ in list_configs()["model"] if name != "phi_tiny"]
-FEW_ORDERS = ["data=orders", "data.max_rows=64"]
-SCALE = Scale(steps=6, real_steps=600, processes=1, measured_rows=0, minutes=15.0)
 
 pytestmark = pytest.mark.warm
 
@@ -93,57 +88,39 @@ def test_a_stand_in_keeps_the_type_of_the_weights_and_what_ends_an_answer(tmp_pa
     assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "same/model.safetensors").read_bytes()
 
 
-def test_a_damaged_generation_config_ends_a_stand_in_as_it_would_end_the_run(tmp_path: Path) -> None:
-    base = write_base(tmp_path / "base")
-    (base / "generation_config.json").write_text("[]")
-    section = compose([f"model.path={base}"], complete=False).model
-    with pytest.raises(ModelError, match="cannot be loaded: 'list' object is not a mapping"):
-        build_base_model(section)
-    with pytest.raises(ModelError, match="cannot be loaded: 'list' object is not a mapping"):
-        write_stand_in(section, tmp_path / "one", seed=1)
-
-
-def changed(*words: str, scale: Scale = SCALE) -> dict[str, Any]:
+def changed(*words: str, **sizes: int) -> dict[str, Any]:
     config = compose(["model=phi_tiny", "data=orders", *words])
-    return {change.key: change.rehearsed for change in changes(config, scale, stand_in=Path("/stand-in"))}
+    scale = {"processes": 1, "minutes": 15.0, "steps": 6, "real_steps": 600, "measured_rows": 0, **sizes}
+    return rehearsed_values(config, stand_in=Path("/stand-in"), **scale)
 
 
 def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
     words = ["optim.warmup_steps=150", "training.batch_size=4", "validation.metrics=exact_match"]
-    found = changed(*words, "model.trust_remote_code=true")
-    assert found.pop("model.path") == "/stand-in"
-    assert found.pop("model.trust_remote_code") is False
-    assert found == {
+    assert changed(*words, "model.trust_remote_code=true") == {
+        **{"model.path": "/stand-in", "model.tokenizer": "shipped:phi_tiny", "model.trust_remote_code": False},
         **{"training.max_steps": 6, "optim.warmup_steps": 2, "checkpoint.save_every": 2},
         **{"validation.validate_every": 2, "testing.max_new_tokens": 16},
         **{"validation.max_new_tokens": 16, "validation.num_samples": 8},
     }
-    assert changed(scale=SCALE._replace(measured_rows=10_000))["data.max_rows"] == MOST_ROWS
-    assert "data.max_rows" not in changed("data.validation=500", scale=SCALE._replace(measured_rows=10_000))
-
-
-def test_answers_to_learn_from_are_short() -> None:
-    found = changed("task=finetune_grpo", "reward.functions=length", "checkpoint.save_every=2")
-    assert (found["rollout.max_completion_length"], found["validation.num_samples"]) == (16, 8)
-    assert "rollout.max_completion_length" not in changed()
+    assert changed(measured_rows=10_000)["data.max_rows"] == MOST_ROWS
+    assert "data.max_rows" not in changed("data.validation=500", measured_rows=10_000)
+    rewarded = changed("task=finetune_grpo", "reward.functions=length", "checkpoint.save_every=2")
+    assert (rewarded["rollout.max_completion_length"], rewarded["validation.num_samples"]) == (16, 8)
 
 
 def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("finetune.diagnose.rehearsal_overrides.num_cores", lambda: 4.5)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     words = ["parallel.world_size=16", "parallel.sharding=fsdp2", "parallel.shard_size=8", "training.batch_size=4"]
     words += ["training.device=cpu", "parallel.backend=nccl", "lora.quantize=nf4"]
-    config = compose(["model=phi_tiny", "data=orders", *words])
-    found = {change.key: change for change in changes(config, SCALE._replace(processes=16), stand_in=Path("/s"))}
-    assert found["parallel.num_processes"].rehearsed == 4
-    assert "a world of 16 is not rehearsed" in str(found["parallel.num_processes"])
-    assert found["parallel.world_size"].rehearsed is found["parallel.shard_size"].rehearsed is None
-    assert found["training.global_batch_size"].rehearsed == 64
+    found = changed(*words, processes=16)
+    assert found["parallel.num_processes"] == 4
+    assert found["parallel.world_size"] is found["parallel.shard_size"] is None
+    assert found["training.global_batch_size"] == 64
     assert "parallel.sharding" not in found
-    if not torch.cuda.is_available():
-        assert found["parallel.backend"].override == 'parallel.backend="auto"'
-        assert found["lora.quantize"].limit == "weights in 4 bits need CUDA and bitsandbytes"
+    assert (found["parallel.backend"], found["lora.quantize"]) == ("auto", "none")
 
 
 def test_a_strict_rehearsal_does_not_refuse_what_four_bits_change_in_random_weights(
@@ -156,49 +133,9 @@ def test_a_strict_rehearsal_does_not_refuse_what_four_bits_change_in_random_weig
     assert "lora.quantize" not in changed(*words)
 
 
-def planned(tmp_path: Path, *words: str, device: Device | None = None, processes: int | None = None) -> Rehearsal:
-    """Return a rehearsal after its first stage, whose plan has nothing to search for in memory."""
-    given = ["training.batch_size=1", "training.gradient_checkpointing=true", f"data.cache_dir={tmp_path}", *words]
-    rehearsal = Rehearsal(
-        config=compose(["model=phi_tiny", *FEW_ORDERS, *given]),
-        arguments=words,
-        folder=tmp_path,
-        device=device or find_device("cpu"),
-        steps=6,
-        minutes=15.0,
-        processes=processes,
-    )
-    _plan(rehearsal, tmp_path)
-    assert rehearsal.plan is not None
-    return rehearsal
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("words", "processes", "world_size"), [([], 3, 3), (["parallel.num_processes=2"], None, 2)])
-def test_the_plan_is_that_of_the_real_launch(
-    tmp_path: Path, words: list[str], processes: int | None, world_size: int
-) -> None:
-    assert planned(tmp_path, *words, processes=processes).plan.batches.world_size == world_size
-
-
-@pytest.mark.slow
-def test_a_plan_of_qlora_on_a_machine_without_a_gpu_names_what_it_leaves_out(tmp_path: Path) -> None:
-    left_out = "the plan is made with lora.quantize=none: name the GPU with --device"
-    assert planned(tmp_path, "lora.quantize=nf4").limits == [left_out]
-    assert planned(tmp_path, "lora.quantize=nf4", device=read_device("RTX 4090")).limits == []
-
-
-@pytest.mark.parametrize("signal", [KeyboardInterrupt, Terminated])
-def test_a_signal_leaves_no_folder(tmp_path: Path, signal: type[BaseException]) -> None:
-    config = compose([f"output_dir={tmp_path / 'run'}"], complete=False)
-    with pytest.raises(signal), rehearsal_folder(config, None):
-        raise signal
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_path_is_read_again_from_its_override() -> None:
     for path in ("/runs/a #1/ü", "/runs/a: b", "null", "/runs/a\\b"):
-        assert compose([Change("output_dir", None, path).override], complete=False).output_dir == path
+        assert compose([override("output_dir", path)], complete=False).output_dir == path
 
 
 Job = Callable[..., list[str]]
@@ -243,8 +180,13 @@ def test_a_bad_row_of_the_validation_split_would_have_failed_and_so_would_a_fold
         splits["validation"][3] = {"messages": [{"role": "user", "content": 5}]}
 
     (tmp_path / "file").touch()
-    ended, stages = rehearse([*job(change=break_row), f"output_dir={tmp_path / 'file/run'}"])
+    words = [*job(change=break_row), f"output_dir={tmp_path / 'file/run'}", "lora.quantize=nf4"]
+    ended, stages = rehearse(words, "--processes", "3")
     assert ended.returncode == 2
+    record = json.loads(ended.answer)
+    assert record["plan"]["batches"]["world_size"] == 3
+    if not torch.cuda.is_available():
+        assert "the plan is made with lora.quantize=none: name the GPU with --device" in record["not_rehearsed"]
     assert outcomes(stages) == {
         **{"plan": "ok", "folders": "failed", "stand-in": "ok", "data": "failed"},
         **dict.fromkeys(["train", "kill", "resume", "merge", "verify"], "not run"),
@@ -275,7 +217,7 @@ def test_what_preview_finds_would_have_failed_with_each_finding(job: Job, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_metric_that_raises_would_have_failed_in_training_also_of_a_preset_without_the_hub(
+def test_a_model_that_does_not_fit_and_a_metric_that_raises_would_have_failed_also_without_the_hub(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own").mkdir()
@@ -287,17 +229,20 @@ def test_a_metric_that_raises_would_have_failed_in_training_also_of_a_preset_wit
     words = ["validation.metrics=scores_of_mine.ratio", "validation.metrics_from=scores_of_mine"]
     words += [word for word in job() if not word.startswith("model.path=")]
     preset = ["model=phi4_mini", f"model.tokenizer={tmp_path / 'tokenizer'}", "training.batch_size=2"]
-    ended = run_finetune("rehearse", *words, *preset, "--device", "H100 80GB", "--steps", "4")
+    ended = run_finetune("rehearse", *words, *preset, "--device", "MyGPU 2GB", "--steps", "4")
     shown = " ".join(ended.stdout.split())
     assert "phi3, 2 layers, hidden size 96, " in shown
     offline = "HF_HUB_OFFLINE is set, so the sizes of microsoft/Phi-4-mini-instruct are those shipped with finetune"
     assert offline in shown
-    assert "the weights themselves are not rehearsed" in shown
-    assert "Plan of the real run Model phi3, 32 layers, 3,8" in shown
+    assert "Not rehearsed the weights of the model" in shown
+    assert ended.returncode == 2
+    assert "Would have failed plan (exit code 2): " in shown
+    assert "but MyGPU 2GB has 2.08 GB. Fix: " in shown
     assert "not run: it needs what `train` makes" in shown
-    error = shown.partition(f"Would have failed train (exit code {ended.returncode}): ")[2]
-    assert "division by zero" in error
-    assert shown.endswith("The real run would fail: train. Nothing of it was written but the cache of encoded rows.")
+    assert "division by zero" in shown.partition(" train (exit code ")[2]
+    assert shown.endswith(
+        "The real run would fail: plan, train. Nothing of it was written but the cache of encoded rows."
+    )
     (log,) = tmp_path.glob("*.rehearsal-*/logs/train.log")
     assert f"log: {log}" in shown
     assert "ratio" in log.read_text()
@@ -324,8 +269,19 @@ def test_weights_beyond_the_range_of_their_type_would_have_failed_in_merge(job: 
 @pytest.mark.process
 def test_a_command_that_does_not_end_in_time_is_ended(job: Job) -> None:
     ended, stages = rehearse(job(), "--minutes", "0.01")
-    assert ended.returncode == stages["data"]["exit_code"] == 3
-    assert "finetune preview had not ended 0.01 minutes after the start" in stages["data"]["what"]
+    assert ended.returncode == stages["plan"]["exit_code"] == 3
+    assert "finetune plan had not ended when the time of the rehearsal was over" in stages["plan"]["what"]
+
+
+def test_ctrl_c_leaves_no_folder(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("finetune.diagnose.rehearsal.STAGES", {"plan": interrupt})
+    words = job()
+    before = sorted(tmp_path.iterdir())
+    assert run_finetune("rehearse", *words).returncode == 130
+    assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.slow
@@ -336,30 +292,29 @@ def test_an_adapter_that_has_learned_little_is_merged_in_float32(job: Job, tmp_p
     set_dtype(tmp_path / "base", "bfloat16")
     folder = tmp_path / "rehearsal"
     assert run_finetune("train", *words, f"output_dir={folder / 'killed'}").returncode == 0
-    rehearsal = Rehearsal(
-        config=compose(words), arguments=words, folder=folder, device=find_device("cpu"), steps=1, minutes=15.0
-    )
+    rehearsal = Rehearsal(config=compose(words), arguments=words, folder=folder, steps=1, minutes=15.0)
     assert _merge(rehearsal, tmp_path / "merge.log").startswith("Reloaded by")
-    assert rehearsal.limits == ["whether `merge` may round: after so few steps, an adapter is smaller than a rounding"]
+    assert rehearsal.limits[-1].startswith("whether `merge` may round")
     assert json.loads((folder / "merged/config.json").read_text())["dtype"] == "float32"
 
 
 @pytest.mark.slow
 @pytest.mark.launch
 def test_a_job_of_two_processes_is_rehearsed_to_its_end(job: Job, tmp_path: Path) -> None:
-    keep = tmp_path / "kept"
     words = ["parallel.world_size=2", "training.num_epochs=4", "validation.metrics=exact_match"]
-    words += ["lora.new_tokens=[<a>,<b>]", "lora.dropout=0.1"]
-    ended = run_finetune("rehearse", *job(*words), "--keep", str(keep))
-    assert ended.returncode == 0, ended.stdout
-    shown = " ".join(ended.stdout.split())
-    assert " s 6 steps, loss " in shown
-    assert "3 validations, 4 checkpoints, tested" in shown
+    words = job(*words, "lora.new_tokens=[<a>,<b>]", "lora.dropout=0.1")
+    folder = tmp_path / "rehearsal"
+    rehearsal = Rehearsal(config=compose(words), arguments=words, folder=folder, steps=6, minutes=15.0)
+    rehearsal.run()
+    stages = {result.name: result.what for result in rehearsal.results}
+    assert not rehearsal.failed, rehearsal.failed
+    assert "6 steps, 3 validations, 4 checkpoints, tested" in stages["train"]
     # A fast run may have committed the next one by the time of the kill.
-    assert re.search(r"SIGKILL to all processes once the checkpoint of step [2-6] was committed", shown)
-    assert "the same bytes as the run that was not killed: adapter/" in shown
-    assert "the merged folder answers as the run does" in shown
-    assert "All stages of the rehearsal succeeded; the plan has 0 problems" in shown
-    assert "resumed from step=" in (keep / "logs/resume.log").read_text()
-    assert json.loads((keep / "whole/run.json").read_text())["world_size"] == 2
+    assert re.search(r"SIGKILL to all processes once the checkpoint of step [2-6] was committed", stages["kill"])
+    assert stages["resume"].startswith("the same bytes as the run that was not killed: adapter/")
+    assert "resumed from step=" in (folder / "logs/resume.log").read_text()
+    assert stages["verify"] == "the merged folder answers as the run does"
+    assert json.loads((folder / "whole/run.json").read_text())["world_size"] == 2
+    rehearsal.clean()
+    assert not folder.exists()
     assert not (tmp_path / "runs").exists()

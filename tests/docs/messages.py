@@ -360,7 +360,9 @@ def untrained_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     model = Experts()
     model.unused = torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4)})
     printed = printed_by(lambda: take_steps(model))
-    return put(printed, **{"1 of 5": "1 of 128", ": unused.q_proj": ": model.layers.0.mlp.down_proj"})
+    return put(
+        printed, **{"1 of 5": "1 of 128", ": unused.q_proj": ": model.layers.0.mlp.down_proj", "was 0.1": "was 0.0003"}
+    )
 
 
 # --- the hub ------------------------------------------------------------------------------------------------------

@@ -5,13 +5,17 @@ import re
 import resource
 import signal
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 import finetune
 from finetune.errors import RunFailedError
-from finetune.runs.metrics import MetricsWriter, number_in, read_events
+from finetune.runs.metrics import EventsRead, MetricsWriter, number_in, read_events
 from finetune.runs.record import RunRecord, RunStart, read_run_record
+from tests.launches import REPOSITORY
+from tests.runs.made_runs import write_run
 
 STEP = {
     "step": 12, "epoch": 0, "loss": 1.23, "learning_rate": 3e-4, "grad_norm": 0.8,
@@ -49,12 +53,13 @@ def test_an_event_is_a_line_of_json_and_comes_back_as_it_will_be_read(tmp_path):
 
 def test_events_are_read_back_and_what_is_torn_is_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    assert read_events(path) == ([], 0)
+    assert read_events(path) == EventsRead([])
     with MetricsWriter(path) as metrics:
         event = metrics.write("step", **STEP | {"loss": float("inf")})
     with path.open("ab") as file:
         file.write(b'\x00\n[1]\n{"event": 1}\n{"event": "st')
-    assert read_events(path) == ([event], 5)
+    found = read_events(path)
+    assert (found.events, found.num_left_out) == ([event], 4)
     figures = [number_in(event, name) for name in ("loss", "step", "event", "no_such")]
     assert figures == [float("inf"), 12.0, None, None]
 
@@ -196,3 +201,77 @@ def test_a_torn_record_is_written_anew(tmp_path, text):
 
 def test_no_record_is_none(tmp_path):
     assert read_run_record(tmp_path / "run.json") is None
+
+
+@pytest.mark.slow
+def test_a_long_file_is_thinned_to_its_extremes(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"event": "step", **STEP, "step": step, "num_tokens": 2}) for step in range(1, 60_001)]
+    for step, loss in ((20_000, 99.0), (30_001, -99.0), (40_000, "NaN")):
+        lines[step - 1] = json.dumps({"event": "step", **STEP, "step": step, "loss": loss, "num_tokens": 2})
+    lines.insert(500, json.dumps({"event": "warning", "step": 500, "text": "x"}))
+    path.write_text("".join(f"{line}\n" for line in lines))
+    found = read_events(path, "thinned")
+    losses = {event["step"]: event["loss"] for event in found.events if event["event"] == "step"}
+    assert {1, 20_000, 30_001, 40_000, 60_000} <= set(losses)
+    assert list(losses) == sorted(losses)
+    assert len(found.events) + found.num_thinned == 60_001
+    assert len(found.events) < 40_000
+    assert found.num_tokens == 120_000
+    assert [event["step"] for event in found.events if event["event"] == "warning"] == [500]
+
+    recent = read_events(path, "recent")
+    steps = [event["step"] for event in recent.events if event["event"] == "step"]
+    assert steps == list(range(steps[0], 60_001))
+    assert 1_000 < len(steps) < 10_000
+    assert recent.events[0]["event"] == "warning"
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with path.open("wb") as file:
+        file.truncate(50 << 20)
+        file.seek(0, 2)
+        file.write(b'\n{"event": "step", "step": 3}\n')
+    found = read_events(path)
+    assert found.events == [{"event": "step", "step": 3}]
+    assert found.num_left_out > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the memory of a process is read from /proc")
+def test_commands_read_a_long_run_in_bounded_memory(tmp_path):
+    """300 MB for a file of any size: 200 MB are far more than all that may be kept of it."""
+    folder = write_run(tmp_path / "runs" / "a", status="completed")
+    with folder.metrics_file.open("a") as file:
+        for start in range(1, 600_000, 1000):
+            lines = [json.dumps({"event": "step", **STEP, "step": step}) for step in range(start, start + 1000)]
+            measured = {
+                "event": "validation",
+                "step": start,
+                "loss": 1 + 1 / start,
+                "num_targets": 9,
+                "x": "x" * 150_000,
+            }
+            file.writelines(f"{line}\n" for line in [*lines, json.dumps(measured)])
+    assert folder.metrics_file.stat().st_size > 200_000_000
+    code = (
+        "import atexit, sys\nfrom pathlib import Path\nfrom finetune.cli import main\n"
+        "status = Path('/proc/self/status')\natexit.register(lambda: sys.stderr.write(status.read_text()))\n"
+        "main(sys.argv[1:])"
+    )
+    home = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    said = {}
+    for name, *words in (
+        *(["runs", "--json", tmp_path / "runs"],) * 2,
+        *(["checkpoints", folder.path], ["watch", "--once", folder.path]),
+    ):
+        command = [sys.executable, "-c", code, name, *words]
+        done = subprocess.run(command, env=home, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        kilobytes = int(re.search(r"VmHWM:\s+(\d+) kB", done.stderr)[1])
+        assert kilobytes < 300_000, (name, kilobytes)
+        assert said.setdefault(name, done.stdout) == done.stdout, "the index says what the file says"
+    (run,) = json.loads(said["runs"])
+    assert (run["step"], run["best_step"]) == (600_000, 599_001)
+    assert list((tmp_path / ".cache" / "finetune").glob("runs-*.json"))

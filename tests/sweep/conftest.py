@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from finetune.runs.metrics import read_events
 
 STEPS = 6
@@ -38,12 +36,3 @@ def losses_of(trial: Path) -> Sequence[tuple[Any, Any]]:
     """Step and loss of each step and validation."""
     events = read_events(trial / "metrics.jsonl").events
     return [(event["step"], event["loss"]) for event in events if event["event"] in ("step", "validation")]
-
-
-@pytest.fixture(autouse=True)
-def _needs_no_other_cores(monkeypatch):
-    """Trials that run at once divide the cores in this process's environment, which other tests read."""
-    import os
-
-    if "OMP_NUM_THREADS" in os.environ:
-        monkeypatch.setenv("OMP_NUM_THREADS", os.environ["OMP_NUM_THREADS"])

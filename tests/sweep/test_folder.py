@@ -15,7 +15,7 @@ TRIALS = [{"seed": "1"}, {"seed": "2"}]
 ASKED = Sweep(["quickstart"], {"seed": "1,2,3"}, 0, "loss", 3, 2, TRIALS)
 
 
-def test_another_sweep_is_refused_and_says_what_differs(tmp_path):
+def test_another_sweep_is_refused_with_the_difference_and_more_trials_are_added(tmp_path):
     folder = tmp_path / "sweep"
     open_sweep(folder, ASKED)
     before = (folder / "sweep.json").read_bytes()
@@ -28,12 +28,8 @@ def test_another_sweep_is_refused_and_says_what_differs(tmp_path):
     with pytest.raises(CheckpointError, match="num_trials was 2, now 1"):
         open_sweep(folder, replace(ASKED, num_trials=1, trials=TRIALS[:1]))
     assert (folder / "sweep.json").read_bytes() == before
-
-
-def test_trials_are_added(tmp_path):
-    open_sweep(tmp_path / "sweep", ASKED)
-    open_sweep(tmp_path / "sweep", replace(ASKED, num_trials=3, trials=[*TRIALS, {"seed": "3"}]))
-    assert len(json.loads((tmp_path / "sweep/sweep.json").read_bytes())["trials"]) == 3
+    open_sweep(folder, replace(ASKED, num_trials=3, trials=[*TRIALS, {"seed": "3"}]))
+    assert len(json.loads((folder / "sweep.json").read_bytes())["trials"]) == 3
 
 
 def test_the_folder_of_something_else_is_refused(tmp_path):

@@ -151,16 +151,3 @@ def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path):
     assert "trial-001 is left to the process that runs it" in second.stdout
     assert "trial-002: completed" in second.stdout
     assert status == "running"
-
-
-@pytest.mark.warm
-def test_two_trials_at_once_of_two_processes_each_give_the_curves_of_one_process(tmp_path):
-    words = ("parallel.num_processes=2", "training.global_batch_size=8", "training.batch_size=4")
-    both = run_command([*sweep(tmp_path / "both", "seed=1,2", *words, steps=4), "--at-once", "2"])
-    assert both.returncode == 0, both.stdout
-    assert "2 trials of 2 processes each on one device take up to" in both.stdout
-    for seed in (1, 2):
-        alone = tmp_path / f"alone-{seed}"
-        assert run_finetune("train", *words_of(alone, f"seed={seed}", steps=4)).returncode == 0
-        mine, theirs = dict(losses_of(tmp_path / f"both/trial-00{seed}")), dict(losses_of(alone))
-        assert mine == pytest.approx(theirs, rel=1e-6, abs=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 
 import pytest
@@ -86,32 +85,26 @@ def refused(words):
     ("function", "more"),
     [
         (bypass, []),
-        (detach_b, []),
         (detach_b, ["lora.dora=true"]),
         (detach_b, ["lora.init=pissa"]),
         pytest.param(bypass, ["lora.init=pissa", "lora.dropout=0"], marks=pytest.mark.slow),
         pytest.param(bypass, ["optim.optimizer=torch.optim.SGD"], marks=pytest.mark.slow),
     ],
 )
-def test_an_adapter_without_a_gradient_ends_the_run_after_step_3(change, inputs, tmp_path, function, more):
+def test_an_adapter_that_does_not_train_ends_the_run_after_step_3(change, inputs, tmp_path, function, more):
     change(function)
-    assert refused(words(inputs, tmp_path / "run", *more)) == (
-        f"step 3: 1 of 8 adapters received no gradient in any step of the run: {DOWN}. Expected: each of them trains. "
-        "Either the model's forward does not call these layers, or it detaches their results, or a hook or a script "
-        "freezes them. Correct that, or leave these layers out of lora.target_modules."
-    )
+    message = refused(words(inputs, tmp_path / "run", *more))
+    assert f"step 3: 1 of 8 adapters have not changed since the start: {DOWN}. Expected" in message
     assert [event["step"] for event in events(tmp_path / "run", "step")] == [1, 2, 3]
     assert record(tmp_path / "run")["status"] == "failed"
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000002"]
 
 
 @pytest.mark.trains
-def test_a_matrix_that_no_update_changes_ends_the_run_unless_the_learning_rate_is_0(change, inputs, tmp_path):
+def test_a_matrix_that_no_update_changes_ends_the_run_unless_the_learning_rate_is_0(inputs, tmp_path):
     sgd = ["optim.optimizer=torch.optim.SGD", "optim.learning_rate=1e-50"]
     message = refused(words(inputs, tmp_path / "run", *sgd))
-    assert (
-        "the B matrices of 8 of 8 adapters received gradients but are still zero: model.layers.0.self_attn" in message
-    )
+    assert "8 of 8 adapters have not changed" in message
     assert "(the highest so far was 1e-50)" in message
     train(words(inputs, tmp_path / "none", "optim.learning_rate=0", "training.max_steps=4"))
     assert record(tmp_path / "none")["status"] == "completed"
@@ -162,7 +155,7 @@ def take_steps(model, *, config=None, results=None):
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "0", "1", "2"]))
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
-    watch = AdapterWatch(adapted, optimizer, config or Config())
+    watch = AdapterWatch(adapted, config or Config())
     for step in range(1, 4):
         found = (results or {}).get(step, result())
         if found.grad_norm:
@@ -174,14 +167,10 @@ def take_steps(model, *, config=None, results=None):
 
 
 @pytest.mark.trains
-def test_an_expert_without_tokens_is_a_warning(caplog, monkeypatch):
+def test_an_expert_without_tokens_is_a_warning_unless_no_expert_trains(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
     take_steps(Experts())
     assert caplog.messages == ["no token has reached the adapters of experts.1 until step 3: they are not trained yet"]
-
-
-@pytest.mark.trains
-def test_experts_of_which_none_trains_are_an_error():
     model = Experts()
     model.forward = lambda x: model.q_proj(x)
     with pytest.raises(RunFailedError, match=r"step 3: 3 of 4 adapters .*: experts.0, experts.1, experts.2\. Expected"):
@@ -192,7 +181,7 @@ def test_experts_of_which_none_trains_are_an_error():
 def test_steps_without_any_gradient_are_legitimate_for_grpo_alone():
     flat = {step: result(grad_norm=0.0) for step in (1, 2, 3)}
     take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=flat)
-    with pytest.raises(RunFailedError, match="4 of 4 adapters received no gradient"):
+    with pytest.raises(RunFailedError, match="4 of 4 adapters have not changed"):
         take_steps(Experts(), results=flat)
     one = {**flat, 2: result()}
     take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=one)
@@ -206,7 +195,7 @@ def test_skipped_steps_and_frozen_adapters_do_not_count():
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "0"]))
     for part in (model.q_proj.lora_A, model.q_proj.lora_B):
         part.requires_grad_(False)
-    watch = AdapterWatch(adapted, torch.optim.SGD(adapted.parameters(), lr=0.1), Config())
+    watch = AdapterWatch(adapted, Config())
     assert list(watch._b_matrices) == ["experts.0"]
 
 
@@ -223,8 +212,7 @@ with launch(config) as runtime:
     tokenizer = build_tokenizer(config.model)
     splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
     model = add_lora(build_base_model(config.model), config.lora)
-    if "bypass" in config.output_dir:
-        bypass(model)
+    bypass(model)
     trainer = Trainer(runtime, config, model, tokenizer, splits)
     trainer.run_training(*trainer.prepare_dataloaders()[:2])
 """
@@ -232,15 +220,10 @@ with launch(config) as runtime:
 
 @pytest.mark.launch
 @pytest.mark.warm
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
-def test_all_ranks_end_with_the_sentence(inputs, tmp_path, how):
+def test_all_ranks_end_with_the_sentence(inputs, tmp_path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(_RECIPE)
-    done = run_launched("torchrun", [recipe, *words(inputs, tmp_path / "bypass", how)])
+    done = run_launched("torchrun", [recipe, *words(inputs, tmp_path / "run", "parallel.sharding=fsdp2")])
     assert done.returncode != 0
-    assert done.stdout.count(f"received no gradient in any step of the run: {DOWN}.") >= 1
-    assert record(tmp_path / "bypass")["status"] == "failed"
-    done = run_launched("torchrun", [recipe, *words(inputs, tmp_path / "whole", how)])
-    assert done.returncode == 0, done.stdout
-    assert json.loads((tmp_path / "whole/run.json").read_text())["world_size"] == 2
+    assert f"have not changed since the start: {DOWN}." in done.stdout
+    assert record(tmp_path / "run")["status"] == "failed"

@@ -5,19 +5,17 @@ import json
 import os
 import re
 import signal
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from finetune.runs.folder import RunFolder
 from finetune.training import training_run
-from finetune.training.profiling import StepProfiler
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods.tiny_training import events, record, write_inputs
 
-TRACE = "trace-steps-{}-rank{}.json.gz"
+TRACE = "trace-steps-{}-rank0.json.gz"
 
 pytestmark = pytest.mark.warm
 
@@ -54,8 +52,8 @@ def weights(run):
     return (run / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-def trace_of(run, steps, rank=0):
-    return json.loads(gzip.decompress((run / "profile" / TRACE.format(steps, rank)).read_bytes()))
+def trace_of(run, steps):
+    return json.loads(gzip.decompress((run / "profile" / TRACE.format(steps)).read_bytes()))
 
 
 def during_step(monkeypatch, step, act):
@@ -79,7 +77,7 @@ def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
     assert losses(run) == losses(unprofiled)
     assert weights(run) == weights(unprofiled)
 
-    assert {path.name for path in (run / "profile").iterdir()} == {TRACE.format("3-4", 0)}
+    assert {path.name for path in (run / "profile").iterdir()} == {TRACE.format("3-4")}
     ranges = {event["name"] for event in trace_of(run, "3-4")["traceEvents"] if event.get("cat") == "user_annotation"}
     parts = {f"step {step}: {part}" for step in (3, 4) for part in ("data", "training")}
     assert parts | {"forward", "backward", "step 3: evaluation", "step 3: saving"} <= ranges
@@ -87,19 +85,14 @@ def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
 
     profile = record(run)["profile"]
     assert (profile["first_step"], profile["last_step"]) == (3, 4)
-    assert sum(profile["shares"].values()) == pytest.approx(1)
-    assert {"_GatedMlp", "aten::as_strided"} <= profile["shares"].keys()
-    assert not [name for name in profile["shares"] if name in ranges]
     trained = [event["dur"] for event in trace_of(run, "3-4")["traceEvents"] if event["name"] in parts]
     assert profile["seconds_per_step"] == pytest.approx(sum(trained) / 1e6 / 2, rel=0.01)
-
     sentence = profile["summary"]
-    assert re.fullmatch(
-        r"profile of steps 3 to 4: [\d.,e+]+ ms a step; of the time in operators (\d+% [^,]+(, |$)){5}", sentence
-    )
-    trace = run / "profile" / TRACE.format("3-4", 0)
-    assert f"{sentence}. Open {trace} in https://ui.perfetto.dev" in (run / "log.txt").read_text()
-    assert "Self CPU time total:" in (run / "log.txt").read_text()
+    assert re.fullmatch(r"profile of steps 3 to 4: [\d.,e+]+ ms a step", sentence)
+    log = (run / "log.txt").read_text()
+    assert f"{sentence}. Open {run / 'profile' / TRACE.format('3-4')} in https://ui.perfetto.dev" in log
+    assert "_GatedMlp" in log
+    assert "Self CPU time total:" in log
     assert f"P{sentence[1:]}." in ended.answer
     assert "profile/ " in ended.answer
 
@@ -124,9 +117,6 @@ def test_a_run_that_is_told_to_stop_leaves_no_profile_and_the_resumed_run_makes_
 
     ended = run_finetune(*profiled, "resume=auto")
     assert ended.returncode == 0, ended.stdout
-    assert (
-        "training.profile=2: only step 5 will be profiled, after 1 to warm up: the run ends with step 5" in ended.errors
-    )
     assert record(run)["profile"]["first_step"] == record(run)["profile"]["last_step"] == 5
     assert losses(run) == losses(unprofiled)
     assert weights(run) == weights(unprofiled)
@@ -148,7 +138,7 @@ def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_pat
     assert fallback == {
         "what": "training.profile",
         "wanted": "a profile of step 3",
-        "used": "rank 0 wrote no trace; training continues",
+        "used": "none",
         "why": "File exists (EEXIST)",
     }
 
@@ -159,25 +149,21 @@ def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_script_that_profiles_by_itself_keeps_its_trace(words, tmp_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+def test_a_script_that_profiles_by_itself_is_refused(words, tmp_path):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         ended = run_finetune(*words, f"output_dir={tmp_path / 'run'}", "training.profile=1", "training.max_steps=3")
-    assert ended.returncode == 0, ended.stdout
-    (fallback,) = record(tmp_path / "run")["fallbacks"]
-    assert fallback["why"] == "the script already profiles, and torch has only one profiler"
-    assert any(event.key == "Optimizer.step#AdamW.step" for event in theirs.key_averages())
+    assert ended.returncode == 2, ended.stdout
+    assert "torch has only one profiler" in ended.errors
 
 
 @pytest.mark.launch
-def test_each_rank_writes_its_own_trace(words, tmp_path):
+def test_rank_0_writes_the_trace_of_several(words, tmp_path):
     run = tmp_path / "run"
     ended = run_launched("torchrun", ["-m", "finetune", *words, f"output_dir={run}", "training.profile=2"])
     assert ended.returncode == 0, ended.stdout
-    names = {TRACE.format("3-4", rank) for rank in (0, 1)}
-    assert {path.name for path in (run / "profile").iterdir()} == names
-    for rank in (0, 1):
-        ranges = {event["name"] for event in trace_of(run, "3-4", rank)["traceEvents"]}
-        assert {"collective: sync_gradients", "collective: sum", "step 3: training"} <= ranges
+    assert [path.name for path in (run / "profile").iterdir()] == [TRACE.format("3-4")]
+    ranges = {event["name"] for event in trace_of(run, "3-4")["traceEvents"]}
+    assert {"collective: sync_gradients", "collective: sum", "step 3: training"} <= ranges
     assert record(run)["fallbacks"] == []
 
 
@@ -185,26 +171,8 @@ def test_what_a_killed_rank_left_is_removed(tmp_path):
     (tmp_path / "run.json").write_text("{}")
     profile = tmp_path / "profile"
     profile.mkdir()
-    whole = profile / TRACE.format("3-4", 0)
+    whole = profile / TRACE.format("3-4")
     for path in (whole, profile / f".tmp-{whole.name}", profile / ".tmp-x"):
         path.write_bytes(b"torn")
     with RunFolder(tmp_path).open("auto"):
         assert {path.name for path in profile.iterdir()} == {whole.name, ".tmp-x"}
-
-
-@pytest.mark.parametrize("value", ["-1", "101", "yes"])
-def test_only_a_sensible_number_of_steps_is_accepted(value):
-    ended = run_finetune("config", "show", f"training.profile={value}")
-    assert ended.returncode == 2
-    assert f"training.profile: expected a whole number from 0 to 100, got {value}" in ended.errors.replace("'", "")
-
-
-def test_a_step_that_is_announced_twice_has_one_recording(tmp_path, monkeypatch):
-    """At the end of an epoch a step is announced, and again by the epoch that has it."""
-    runtime = SimpleNamespace(is_main_process=True, device=torch.device("cpu"), name_ranges=lambda _: None)
-    with StepProfiler(runtime, RunFolder(tmp_path), wanted=1, done=0, num_steps=9) as profiler:
-        profiler.before(3)
-        recording = profiler._recording
-        profiler.before(3)
-        assert profiler._recording is recording
-        assert profiler._why_not == ""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finetune.errors import Fault
+from finetune.terminal import visible
 
 # In seconds. Together they keep the promise: every rank is gone 15 s after a fault.
 HEARTBEAT_SECONDS = 1.0
@@ -61,7 +62,7 @@ class Position:
 
 def last_line(fault: Fault) -> str:
     """Return the line that a rank prints last when it ends with a fault."""
-    return f"finetune stops: {fault}\n"
+    return f"finetune stops: {visible(str(fault))}\n"
 
 
 def found_by_guardian(rank: int, what: str) -> Fault:

@@ -18,7 +18,7 @@ from finetune.inference.scores import Evaluation
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import MetricsWriter, subset_key
+from finetune.runs.metrics import MetricsWriter, iterate_events, subset_key
 from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
@@ -134,17 +134,16 @@ class Journal:
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Start or continue training at `state`, and remove the later events from metrics.jsonl."""
         self._metrics.cut_behind(state.step)
-        earlier = RecordedRun(self.folder.path).events
         self.result["num_skipped_steps"] = state.num_skipped_steps
         if state.num_overflows:
             self.result["num_overflows"] = state.num_overflows
         self._record.update(num_steps=num_steps)
         self._num_steps = num_steps
-        for event in earlier:
-            self._warnings.take(event)
         self._trackers.start(first_step=state.step)
         self._progress = TrainingProgress(num_steps, first_step=state.step, log_every=self._log_every)
-        self._progress.recall(earlier)
+        for event in iterate_events(self.folder.metrics_file):
+            self._warnings.take(event)
+            self._progress.recall(event)
         self._progress.__enter__()
         self._last_step_at = time.monotonic()
 

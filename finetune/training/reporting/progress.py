@@ -6,7 +6,6 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Self
 from finetune.logs import log_above, report_progress, task_on_view, waiting
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
-from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show, give_up_dead_screens
+from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show
 from finetune.terminal import as_written, say, screen_width, shown_folder, visible
 
 if TYPE_CHECKING:
@@ -47,14 +46,12 @@ class TrainingProgress:
         self._started = time.monotonic()
         self._is_live = False
 
-    def recall(self, events: Iterable[Event]) -> None:
-        """Add the events of earlier starts to the view of a resumed run."""
-        for event in events:
-            self._view.take(event)
+    def recall(self, event: Event) -> None:
+        """Add an event of an earlier start to the view of a resumed run."""
+        self._view.take(event)
 
     def take(self, event: Event) -> None:
         """Show an event of metrics.jsonl."""
-        give_up_dead_screens()
         self._view.take(event)
         if event["event"] == "step":
             step = self._view.step
@@ -107,9 +104,8 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
         folder: the run's folder.
         prompt: a prompt from the data to ask the tuned model; None if there is none.
         step: what `adapter/` holds; None if that is not known.
-        profile: what took the time, in words, if this start profiled some of its steps.
+        profile: the time of the profiled steps, if this start profiled some.
     """
-    give_up_dead_screens()
     shown = shown_folder(folder)
     # A row may hold characters that steer the terminal, which quotes for the shell do not stop, or that it cannot show.
     is_exact = prompt and as_written(visible(prompt), sys.stdout) == prompt
@@ -121,14 +117,14 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
     weights = "the weights" if step is None else f"the weights of step {step}"
     traces = ""
     if profile:
-        traces = f"  profile/       traces of these steps, for {TRACE_VIEWER}\n"
+        traces = f"  profile/       a trace of these steps, for {TRACE_VIEWER}\n"
         say(f"\n{profile[0].upper()}{profile[1:]}.")
     sys.stdout.write(
-        f"\nWritten to {shown}:\n"
+        f"\nWritten to {visible(str(shown))}:\n"
         f"  adapter/       {weights}, for finetune, peft and transformers\n"
         "  checkpoints/   where resume=auto goes on from\n"
         f"{traces}"
         "  metrics.jsonl, run.json, config.yaml, log.txt\n"
-        f"\nNext: {command}\n"
+        f"\nNext: {visible(command)}\n"
     )
     sys.stdout.flush()

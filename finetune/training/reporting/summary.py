@@ -13,7 +13,7 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.data.examples import holds_out_by_default
 from finetune.logs import speaks_to_a_person
 from finetune.model.base import count_parameters
-from finetune.terminal import fold, shown_folder, visible
+from finetune.terminal import fold, shown_folder
 from finetune.training.checks import named_splits
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def show_summary(
         "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),
     }
     for name, what in facts.items():
-        line = fold(visible(f"{name:<{_LABEL_WIDTH}}{what}"), sys.stderr, indent=" " * _LABEL_WIDTH)
+        line = fold(f"{name:<{_LABEL_WIDTH}}{what}", sys.stderr, indent=" " * _LABEL_WIDTH)
         sys.stderr.write(f"{line}\n")
 
 

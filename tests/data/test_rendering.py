@@ -1,0 +1,99 @@
+"""A chat template has a budget of time, memory and output, and the error names the template."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+
+from finetune.data import rendering
+from finetune.data.chat_template import ChatTemplate
+from finetune.data.turns import dialogue_of, text_turn
+from finetune.data.values import BadRowError
+from finetune.errors import DataError, ModelError
+from finetune.export.ollama import modelfile
+from tests.tiny import tiny_tokenizer
+
+DIALOGUE = dialogue_of([text_turn("user", "a\ud800"), text_turn("assistant", "é🍊")])
+LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set ns = namespace(s='x') %}{% for a in range(60) %}{% set ns.s = ns.s ~ ns.s %}{% endfor %}{{ ns.s }}"
+MEMORY, TIME, TEXT = "needs too much memory", "took longer than 5 s", "makes too much text"
+REFUSED = {
+    "a string times a number": ("{{ 'a' * 10**10 }}", MEMORY),
+    "a wide field": ("{{ 'a' | center(10**10) }}", MEMORY),
+    "much text": ("{% for m in messages %}{{ 'abcdefghij' * 100000 }}{% endfor %}", TEXT),
+    "much text after many rows": ("{{ 'abcdefghij' * 20000 }}", TEXT),
+}
+SLOWLY_REFUSED = {
+    "nested loops": (LOOPS, TIME),
+    "a power": ("{{ (messages | length + 2) ** (10**9) % 7 }}", TIME),
+    "a doubled string": (DOUBLING, MEMORY),
+    "a wide indent": ("{{ messages | tojson(indent=10**9) }}", MEMORY),
+}
+
+
+def refused(template: str, words: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=rf"the chat template of theirs {words}.* Set another template: data\."):
+        ChatTemplate(tokenizer, "theirs").render([DIALOGUE] * 8)
+    with pytest.raises((DataError, ModelError)):
+        modelfile(tokenizer, "model.gguf", [])
+    assert ChatTemplate(tiny_tokenizer()).render([DIALOGUE])[0] == expected(), "the next template is rendered"
+
+
+def expected() -> str:
+    tokenizer = tiny_tokenizer()
+    return str(tokenizer.apply_chat_template(list(DIALOGUE.turns), tokenize=False))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_template_that_takes_too_much_is_stopped(what: str) -> None:
+    refused(*REFUSED[what])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", SLOWLY_REFUSED)
+def test_a_template_that_takes_too_long_is_stopped(what: str) -> None:
+    refused(*SLOWLY_REFUSED[what])
+
+
+def test_a_refusal_is_of_one_row() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% if messages[0].content == 'no' %}{{ raise_exception('why') }}{% endif %}yes"
+    rows = [dialogue_of([text_turn("user", content)]) for content in ("no", "a")]
+    bad, good = ChatTemplate(tokenizer).render(rows)
+    assert isinstance(bad, BadRowError)
+    assert str(bad) == "the chat template refuses the row: why"
+    assert good == "yes"
+
+
+@pytest.mark.process
+def test_another_process_takes_the_place_of_one_that_was_killed() -> None:
+    def child() -> int:
+        (found,) = (each for each in psutil.Process().children() if "finetune.data.rendering" in each.cmdline())
+        return found.pid
+
+    template = ChatTemplate(tiny_tokenizer())
+    assert template.render([DIALOGUE])[0] == expected()
+    before = child()
+    os.kill(before, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(before)], timeout=10)
+    assert template.render([DIALOGUE])[0] == expected()
+    assert child() != before
+
+
+def test_a_signal_while_it_renders_leaves_no_answer_for_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(tiny_tokenizer())
+    assert template.render([DIALOGUE])[0] == expected()
+
+    def interrupted(_: bytes) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rendering.json, "loads", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        template.render([dialogue_of([text_turn("user", "other")])])
+    monkeypatch.undo()
+    assert template.render([DIALOGUE])[0] == expected()
