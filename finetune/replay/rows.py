@@ -1,22 +1,20 @@
-"""Compare the training rows of two runs: which row differs, and in which field."""
+"""Compare the training rows of two runs, as the model sees them: which row differs, and from which token on."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import load_examples
 from finetune.data.objective import encode_for_objective
 from finetune.data.row_file import map_rows
 from finetune.errors import FinetuneError
 from finetune.fallbacks import Fallbacks
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.training.checks import named_splits
-from finetune.training.resume import short_texts
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -31,17 +29,8 @@ class TrainingRows(NamedTuple):
     title: str
     """The name of the run in messages."""
     sides: Sequence[EncodedExamples]
-    """The rows as the model sees them: one side, or the chosen and the rejected answers."""
-    config: Config
+    """One side, or the chosen and the rejected answers."""
     tokenizer: Any
-    is_on_disk: bool = True
-    """False if the rows are only in the cache of encoded rows."""
-
-    def value(self, place: str) -> Any:
-        """Return the row at a place as its file has it; None if the files have changed."""
-        parts = load_examples(self.config.data).train.parts if self.is_on_disk else ()
-        rows = ((part.source.place(row.number), row.value) for part in parts for row in part.source.rows())
-        return next((value for name, value in rows if name == place), None)
 
 
 def load_rows(title: str, config: Config, fingerprint: str) -> TrainingRows | None:
@@ -55,14 +44,14 @@ def load_rows(title: str, config: Config, fingerprint: str) -> TrainingRows | No
     except FinetuneError:
         return None
     if train.fingerprint == fingerprint:
-        return TrainingRows(title, train.sides, config, tokenizer)
+        return TrainingRows(title, train.sides, tokenizer)
     for path in sorted(Path(config.data.cache_dir).expanduser().glob("encoded-*.safetensors")):
         try:
             rows = EncodedExamples([map_rows(path)], train.sides[0].end_id)
         except (ValueError, LookupError, TypeError, AttributeError, OSError):
             continue  # damaged, or of another version
         if rows.fingerprint == fingerprint:
-            return TrainingRows(title, [rows], config, tokenizer, is_on_disk=False)
+            return TrainingRows(title, [rows], tokenizer)
     return None
 
 
@@ -73,8 +62,7 @@ def first_difference(first: TrainingRows, second: TrainingRows) -> tuple[int, st
         [list(zip(rows.digests(with_targets=True), rows.rows.is_good.tolist(), strict=True)) for rows in side]
         for side in sides
     ]
-    differing = (number for number, (in_a, in_b) in enumerate(digests) if in_a != in_b)
-    number = next(differing, 0)
+    number = next((number for number, (in_a, in_b) in enumerate(digests) if in_a != in_b), 0)
     (a, b), (in_a, in_b) = sides[number], digests[number]
     indices = [index for index, (x, y) in enumerate(zip_longest(in_a, in_b)) if x != y] or [0]
     index = indices[0]
@@ -82,8 +70,8 @@ def first_difference(first: TrainingRows, second: TrainingRows) -> tuple[int, st
         text = f"both have the same {len(a)} rows, in another order from row {index + 1} on"
         text += f": {a.source(index)} and {b.source(index)}"
     elif index < min(len(a), len(b)):
-        field = _first_differing_field(first, second, (a, b), index)
-        text = f"{a.source(index)} of {first.title} and {b.source(index)} of {second.title} differ in {field}; "
+        tokens = _first_differing_tokens(first.tokenizer, [side[index].input_ids.tolist() for side in (a, b)])
+        text = f"{a.source(index)} of {first.title} and {b.source(index)} of {second.title} differ in {tokens}; "
         text += f"{len(indices)} of {max(len(a), len(b))} rows differ{'s' * (len(indices) == 1)}"
     else:
         shorter, longer, rows = (first, second, b) if len(a) < len(b) else (second, first, a)
@@ -91,32 +79,10 @@ def first_difference(first: TrainingRows, second: TrainingRows) -> tuple[int, st
     return index + 1, text
 
 
-def _first_differing_field(
-    first: TrainingRows, second: TrainingRows, sides: tuple[EncodedExamples, EncodedExamples], index: int
-) -> str:
-    """Name the first field in which two rows differ, or the first token if their texts are equal or not known."""
-    values = [rows.value(side.source(index)) for rows, side in zip((first, second), sides, strict=True)]
-    difference = None if None in values else _first_json_difference(*values)
-    if difference is not None:
-        path, *both = difference
-        quoted = [json.dumps(value, ensure_ascii=False, default=str) for value in both]
-        return f"{path}: {' and '.join(short_texts(*quoted))}"
-    ids = [side[index].input_ids.tolist() for side in sides]
-    token = next((number for number, (x, y) in enumerate(zip_longest(*ids)) if x != y), None)
-    if token is None:
-        return "which of their tokens carry loss"
-    shown = [first.tokenizer.decode(row[token : token + _NUM_SHOWN]) for row in ids]
-    return f"token {token + 1}: {json.dumps(shown[0])} and {json.dumps(shown[1])}"
-
-
-def _first_json_difference(a: Any, b: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """Return the path and both values of the first difference of two JSON values: `messages[1].content`."""
-    items: Iterable[tuple[str, Any, Any]]
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        items = ((f"{path}.{key}".lstrip("."), a.get(key), b.get(key)) for key in {**a, **b})
-    elif isinstance(a, list) and isinstance(b, list):
-        items = ((f"{path}[{index}]", x, y) for index, (x, y) in enumerate(zip_longest(a, b)))
-    else:
-        return None if a == b else (path, a, b)
-    differences = (_first_json_difference(x, y, inner) for inner, x, y in items)
-    return next((difference for difference in differences if difference is not None), None)
+def _first_differing_tokens(tokenizer: Any, rows: Sequence[list[int]]) -> str:
+    """Return the position of the first token that differs, and the text of both rows from there."""
+    position = next((position for position, (x, y) in enumerate(zip_longest(*rows)) if x != y), None)
+    if position is None:
+        return "which of their tokens carry loss, or in their label"
+    shown = [json.dumps(tokenizer.decode(row[position : position + _NUM_SHOWN]), ensure_ascii=False) for row in rows]
+    return f"token {position + 1}: {shown[0]} and {shown[1]}"

@@ -64,7 +64,7 @@ def changed_row(rows: list[Any]) -> list[Any]:
 
 
 ROWS = {
-    "an answer": (changed_row, ["row 7", "train.jsonl:7", "messages[1].content", "1 of 18 rows"]),
+    "an answer": (changed_row, ["row 7", "train.jsonl:7", "token ", "oranges", "1 of 18 rows"]),
     "the order": (lambda rows: rows[::-1], ["same 18 rows", "from row 1 on"]),
     "a row less": (lambda rows: rows[:4] + rows[5:], ["row 5", "train.jsonl:5", "14 of 18 rows"]),
     "a last row more": (lambda rows: [*rows, changed_row(rows)[6]], ["row 19", "a has only 18 rows"]),
