@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
 from finetune.errors import CheckpointError, ConfigError, FinetuneError, first_line
-from finetune.replay.causes import Cause, Side, cause_in_facts, cause_in_key, cause_in_steps, first_divergence
-from finetune.replay.steps import LOSS_BOUNDS, Plan, replay_config
-from finetune.replay.trace import NUM_STEPS, compute_trace, compute_trace_with, recorded_trace
+from finetune.replay.causes import Cause, ComparedSide, cause_in_facts, cause_in_key, cause_in_steps, first_divergence
+from finetune.replay.steps import LOSS_BOUNDS, StepPlan, replay_config
+from finetune.replay.trace import NUM_REPLAYED_STEPS, compute_trace, compute_trace_with, recorded_trace
 from finetune.runs.comparison import Difference, compare_runs, differing, format_value
 from finetune.runs.durable import read_manifest
 from finetune.runs.metrics import as_json
@@ -51,7 +51,7 @@ class Bisection:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, first: Side, second: Side) -> Bisection:
+    def of(cls, first: ComparedSide, second: ComparedSide) -> Bisection:
         """Compare the losses of the steps that both sides have."""
         precisions = [str(side.trace.record.get("precision")) for side in (first, second)]
         bound = min(LOSS_BOUNDS.get(precision, LOSS_BOUNDS["fp32"]) for precision in precisions)
@@ -118,7 +118,7 @@ def bisect_runs(first: Path, second: Path) -> Bisection:
     return result.explained(cause or Cause("computation", "", text), diff, *again, notes=notes)
 
 
-def bisect_overrides(path: Path, overrides: Sequence[str], plan: Plan) -> Bisection:
+def bisect_overrides(path: Path, overrides: Sequence[str], plan: StepPlan) -> Bisection:
     """Compare a run with the same run under other settings. Both are computed here, by default the first steps.
 
     Raises:
@@ -128,13 +128,13 @@ def bisect_overrides(path: Path, overrides: Sequence[str], plan: Plan) -> Bisect
     a = _recorded_side(run)
     title = without_passwords(f"{run.name} with {shlex.join(overrides)}")
     b = a._replace(title=title, config=replay_config(run, overrides))
-    plan = plan or {0: list(a.trace.steps)[:NUM_STEPS]}
+    plan = plan or {0: list(a.trace.steps)[:NUM_REPLAYED_STEPS]}
     a, b = (_computed(side, plan, [run]) for side in (a, b))
     result = Bisection.of(a, b)
     return result if result.step is None else _explain_settings(result, a, b, [run])
 
 
-def bisect_environment(path: Path, python: str | None, plan: Plan) -> Bisection:
+def bisect_environment(path: Path, python: str | None, plan: StepPlan) -> Bisection:
     """Compare what a run recorded with what this environment computes, or this environment with another Python.
 
     By default, a few recorded steps after the start and after each kept checkpoint are computed.
@@ -155,7 +155,7 @@ def bisect_environment(path: Path, python: str | None, plan: Plan) -> Bisection:
     return result.explained(_cause_outside_of_settings(first, second, result.bound), *commands)
 
 
-def _explain_settings(result: Bisection, a: Side, b: Side, runs: Sequence[RecordedRun]) -> Bisection:
+def _explain_settings(result: Bisection, a: ComparedSide, b: ComparedSide, runs: Sequence[RecordedRun]) -> Bisection:
     """Compute the first side with each differing key of the second, until the losses are those of the second."""
     assert result.step is not None
     again = _bisect_command(a, result.step)
@@ -176,11 +176,11 @@ def _explain_settings(result: Bisection, a: Side, b: Side, runs: Sequence[Record
     return result.explained(Cause("key", ", ".join(keys), text), again, f"{again} {overrides}")
 
 
-def _cause_outside_of_settings(first: Side, second: Side, bound: float) -> Cause:
+def _cause_outside_of_settings(first: ComparedSide, second: ComparedSide, bound: float) -> Cause:
     return cause_in_facts(first, second) or cause_in_steps(first, second, bound)
 
 
-def _recorded_side(run: RecordedRun) -> Side:
+def _recorded_side(run: RecordedRun) -> ComparedSide:
     """Return what a run recorded.
 
     Raises:
@@ -189,10 +189,10 @@ def _recorded_side(run: RecordedRun) -> Side:
     trace = recorded_trace(run)
     if not trace.steps:
         raise CheckpointError(f"{run.name} has no recorded step. Name the folder of a run that has trained.")
-    return Side(run.name, run, replay_config(run), trace)
+    return ComparedSide(run.name, run, replay_config(run), trace)
 
 
-def _computed(side: Side, plan: Plan, runs: Sequence[RecordedRun]) -> Side:
+def _computed(side: ComparedSide, plan: StepPlan, runs: Sequence[RecordedRun]) -> ComparedSide:
     """Compute steps of a side, on the random base that one of the runs saved with the same settings and seed."""
     settings = (side.config.model, side.config.seed)
     bases = [run.folder.base for run in runs if run.config and (run.config.model, run.config.seed) == settings]
@@ -219,13 +219,13 @@ def _with_value(config: Config, other: Config, key: str) -> Config:
     return config_from_record(record)
 
 
-def _bisect_command(side: Side, step: int) -> str:
+def _bisect_command(side: ComparedSide, step: int) -> str:
     """Return the command that computes the same steps of a run again, up to the first that differs."""
     first = max(start for start in side.trace.plan if start < step) + 1
     return shlex.join(["finetune", "bisect", side.run.name, "--steps", f"{first}-{step}"])
 
 
-def read_steps_option(text: str | None, path: Path) -> Plan:
+def read_steps_option(text: str | None, path: Path) -> StepPlan:
     """Read `--steps 5-8`: steps that follow the start of a run, or a kept checkpoint. Empty without the option.
 
     Raises:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.config.keys import on_resume, values
-from finetune.replay.rows import first_difference, load_rows
+from finetune.replay.rows import first_differing_row, load_rows
 from finetune.replay.trace import FIELDS, Trace
 from finetune.runs.comparison import differing, format_value, loss_difference, recorded_facts
 from finetune.runs.recorded_run import RecordedRun
@@ -34,7 +34,7 @@ class Cause:
     """A sentence without a full stop."""
 
 
-class Side(NamedTuple):
+class ComparedSide(NamedTuple):
     """One of the two that are compared."""
 
     title: str
@@ -46,12 +46,12 @@ class Side(NamedTuple):
     trace: Trace
 
 
-def first_divergence(first: Side, second: Side, bound: float) -> int | None:
+def first_divergence(first: ComparedSide, second: ComparedSide, bound: float) -> int | None:
     """Return the first step whose losses differ by more than the bound; None if all are equal."""
     return next((step for step, name in _differing_values(first, second, bound) if name == "loss"), None)
 
 
-def cause_in_facts(first: Side, second: Side) -> Cause | None:
+def cause_in_facts(first: ComparedSide, second: ComparedSide) -> Cause | None:
     """Return the cause that the facts of both sides name; None if the facts are equal.
 
     Facts are the rows, the weights before the first step, and the versions and the machine in run.json.
@@ -79,7 +79,9 @@ def cause_in_facts(first: Side, second: Side) -> Cause | None:
     return Cause("package" if versions else "computation", ", ".join(environment), text)
 
 
-def _cause_in_rows(first: Side, second: Side, fingerprints: Sequence[str], *, other_template: bool) -> Cause:
+def _cause_in_rows(
+    first: ComparedSide, second: ComparedSide, fingerprints: Sequence[str], *, other_template: bool
+) -> Cause:
     """Describe the first difference between the training rows, given their fingerprints."""
     if other_template:
         return Cause("row", "", "the chat template differs, and with it the training rows")
@@ -89,11 +91,11 @@ def _cause_in_rows(first: Side, second: Side, fingerprints: Sequence[str], *, ot
         text = "the training rows differ, with the fingerprints " + " and ".join(digest[:12] for digest in fingerprints)
         missing = (first if a is None else second).title
         return Cause("row", "", f"{text}. The rows of {missing} are no longer on this machine, so no row can be named")
-    row, text = first_difference(a, b)
+    row, text = first_differing_row(a, b)
     return Cause("row", f"row {row}", text)
 
 
-def _cause_in_weights(first: Side, second: Side) -> Cause | None:
+def _cause_in_weights(first: ComparedSide, second: ComparedSide) -> Cause | None:
     """Name the first tensor that differs before the first step, of the base if there is one; None if all are equal."""
     names = [name for name, _ in differing([first.trace.weights, second.trace.weights])]
     if not names:
@@ -105,7 +107,7 @@ def _cause_in_weights(first: Side, second: Side) -> Cause | None:
     return Cause("tensor", tensor, text)
 
 
-def cause_in_key(key: str, first: Side, second: Side) -> Cause:
+def cause_in_key(key: str, first: ComparedSide, second: ComparedSide) -> Cause:
     """Describe the effect of the only key that differs: on rows, on weights, or only by its value.
 
     The steps of both sides were computed.
@@ -121,7 +123,7 @@ def cause_in_key(key: str, first: Side, second: Side) -> Cause:
     return Cause("key", key, text)
 
 
-def cause_in_steps(first: Side, second: Side, bound: float) -> Cause:
+def cause_in_steps(first: ComparedSide, second: ComparedSide, bound: float) -> Cause:
     """Name the first value that differs between two sides with the same settings and facts."""
     step, name = next(_differing_values(first, second, bound))
     part = f"{name} of step {step}"
@@ -129,7 +131,7 @@ def cause_in_steps(first: Side, second: Side, bound: float) -> Cause:
     return Cause("computation", part, f"{text}of the base, a kernel, the optimizer, or other code")
 
 
-def _differing_values(first: Side, second: Side, bound: float) -> Iterator[tuple[int, str]]:
+def _differing_values(first: ComparedSide, second: ComparedSide, bound: float) -> Iterator[tuple[int, str]]:
     """Yield the step and the name of each value that differs beyond rounding, in the order of their computation."""
     bounds = {**_ROUNDING, "loss": bound, "grad_norm": max(bound, _ROUNDING["grad_norm"])}
     for step in sorted(first.trace.steps.keys() & second.trace.steps.keys()):

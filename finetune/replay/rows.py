@@ -55,7 +55,7 @@ def load_rows(title: str, config: Config, fingerprint: str) -> TrainingRows | No
     return None
 
 
-def first_difference(first: TrainingRows, second: TrainingRows) -> tuple[int, str]:
+def first_differing_row(first: TrainingRows, second: TrainingRows) -> tuple[int, str]:
     """Return the number of the first differing row, from 1, and a sentence. The rows have other fingerprints."""
     sides = list(zip(first.sides, second.sides, strict=False))
     digests = [

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """The largest `loss_difference` of equal losses: promise 1, and for 16 bits the spacing of the type's numbers at 1."""
-Plan = Mapping[int, Sequence[int]]
+StepPlan = Mapping[int, Sequence[int]]
 """Steps in ascending order, by the step after which to start; 0 is the start of the run."""
 
 
@@ -93,7 +93,7 @@ class OpenReplay:
     trainer: Trainer
     loader: TrainLoader
 
-    def choose_steps(self, recorded: Iterable[int], num_steps: int) -> Plan:
+    def choose_steps(self, recorded: Iterable[int], num_steps: int) -> StepPlan:
         """Choose at most `num_steps` recorded steps: the first after each start, then the second after each, and so on.
 
         A start is the start of the run or a kept checkpoint.
@@ -107,7 +107,7 @@ class OpenReplay:
         plan = {start: [step for step in steps if step in chosen] for start, steps in after_start.items()}
         return {start: steps for start, steps in plan.items() if steps}
 
-    def compute(self, plan: Plan) -> Iterator[tuple[int, StepResult]]:
+    def compute(self, plan: StepPlan) -> Iterator[tuple[int, StepResult]]:
         """Train from each start up to its last step in the plan. Yield every step on the way with its result.
 
         Raises:

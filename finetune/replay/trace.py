@@ -2,7 +2,7 @@
 
     python -m finetune.replay.trace RUN PLAN TRACE.json
 
-The other Python runs this module with its own packages. PLAN is the `Plan` as JSON, and the file gets the `Trace`.
+The other Python runs this module with its own packages. PLAN is a `StepPlan` as JSON, and the file gets the `Trace`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.errors import ConfigError, FinetuneError, last_line
-from finetune.replay.steps import Plan, open_replay, replay_config
+from finetune.replay.steps import StepPlan, open_replay, replay_config
 from finetune.runs.metrics import as_json
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.tensors import digest_tensor
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FIELDS = ("num_targets", "num_tokens", "loss", "grad_norm", "learning_rate")
 """The compared values of a step, in the order in which they are computed."""
-NUM_STEPS = 8
+NUM_REPLAYED_STEPS = 8
 """The most steps to compute by default."""
 
 
@@ -43,7 +43,7 @@ class Trace:
     """The values of `FIELDS` by step."""
     record: Mapping[str, Any]
     """The run.json of the run or of the computation, which also has the versions of all imported packages."""
-    plan: Plan = field(default_factory=dict)
+    plan: StepPlan = field(default_factory=dict)
     """Empty if the steps were recorded."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """Digests of all weights before the first step, by name. Empty if the steps were recorded."""
@@ -56,13 +56,13 @@ def recorded_trace(run: RecordedRun) -> Trace:
     return Trace(steps, run.record)
 
 
-def compute_trace(run: RecordedRun, config: Config, plan: Plan, base: Path | None = None) -> Trace:
+def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path | None = None) -> Trace:
     """Compute steps in this process. Nothing in the run's folder is changed.
 
     Args:
         run: has the checkpoints.
         config: see `replay_config`.
-        plan: the steps; empty: at most `NUM_STEPS` of the recorded steps.
+        plan: the steps; empty: at most `NUM_REPLAYED_STEPS` of the recorded steps.
         base: see `open_replay`.
 
     Raises:
@@ -70,7 +70,7 @@ def compute_trace(run: RecordedRun, config: Config, plan: Plan, base: Path | Non
     """
     with open_replay(run, config, base) as replay:
         weights = {name: digest_tensor(value) for name, value in replay.trainer.model.state_dict().items()}
-        plan = plan or replay.choose_steps(recorded_trace(run).steps, NUM_STEPS)
+        plan = plan or replay.choose_steps(recorded_trace(run).steps, NUM_REPLAYED_STEPS)
         steps = {step: {name: getattr(result, name) for name in FIELDS} for step, result in replay.compute(plan)}
         record = RecordedRun(replay.trainer.config.output_dir).record
         del replay
@@ -83,7 +83,7 @@ def compute_trace(run: RecordedRun, config: Config, plan: Plan, base: Path | Non
     return Trace(steps, {**record, "versions": {**record["versions"], **versions}}, plan, weights)
 
 
-def compute_trace_with(python: str, run: RecordedRun, plan: Plan) -> Trace:
+def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan) -> Trace:
     """Compute steps with the run's own settings by another Python, in a process of its own.
 
     Raises:

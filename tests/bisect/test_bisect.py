@@ -15,7 +15,6 @@ import pytest
 from tests.bisect.scene import Scene, edit_lines, make_scene
 from tests.in_process import run_finetune
 from tests.launches import run_command
-from tests.tiny_runs import conversation_words
 
 pytestmark = pytest.mark.trains
 
@@ -143,23 +142,6 @@ def test_a_random_base_follows_its_seed(scene):
     scene.train("s", *words, f"model.config={config}", "optim.weight_decay=0.1")
     code, found = scene.bisect(str(scene.place / "r"), str(scene.place / "s"))
     assert (code, found["cause"]["name"]) == (3, "optim.weight_decay")
-
-
-@pytest.mark.sweep
-def test_each_answer_of_a_conversation_is_a_row(scene, tmp_path):
-    words = conversation_words(tmp_path / "talks")
-
-    def change(lines):
-        lines[3]["messages"][-1]["content"] = "Porto"
-        return lines
-
-    other = shutil.copytree(tmp_path / "talks", tmp_path / "other")
-    edit_lines(other / "train.jsonl", change)
-    scene.train("t", *words)
-    scene.train("u", *words, f"data.path={other}")
-    code, found = scene.bisect(str(scene.place / "t"), str(scene.place / "u"))
-    assert (code, found["cause"]["type"], found["cause"]["name"]) == (3, "row", "row 7")
-    assert "train.jsonl:4" in found["cause"]["text"]
 
 
 @pytest.mark.slow

@@ -51,9 +51,8 @@ def test_losses_come_out_again_to_the_last_bit_and_the_run_stays_as_it_is(traine
     before = content(trained)
     replay = replay_losses(trained, 4)
     assert content(trained) == before
-    kept = [int(path.name[5:]) for path in (trained / "checkpoints").iterdir()]
-    steps = sorted(step for start in [0, *kept] for step in range(start + 1, start + 5))
-    assert [step.step for step in replay.steps] == (steps if not kept else [1, 2, kept[0] + 1, kept[0] + 2])
+    best = [int(path.name[5:]) for path in (trained / "checkpoints").iterdir()]
+    assert [step.step for step in replay.steps] == ([1, 2, best[0] + 1, best[0] + 2] if best else [1, 2, 3, 4])
     assert all(step.computed == step.recorded for step in replay.steps), replay
     assert (replay.mismatches, replay.bound) == ([], 1e-6)
     assert "Written to" not in capsys.readouterr().out
@@ -89,28 +88,24 @@ def test_functions_of_ones_own_that_validations_measured_are_not_needed(trained,
     assert replay_losses(copy, 1).mismatches == []
 
 
-def test_other_rows_are_refused(trained, tmp_path):
+def test_runs_that_no_longer_fit_and_other_folders_are_refused(trained, tmp_path):
     fingerprints = json.loads((trained / "run.json").read_text())["fingerprints"]
-    copy = with_record(trained, tmp_path / "copy", fingerprints={**fingerprints, "data.train": "0" * 64})
-    with pytest.raises(CheckpointError, match="its training rows are not those that it was trained on"):
-        replay_losses(copy, 1)
+    other_rows = {"fingerprints": {**fingerprints, "data.train": "0" * 64}}
+    resumed = {"resume_changes": [{"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}]}
+    for name, change, message in (
+        ("rows", other_rows, "its training rows are not those that it was trained on"),
+        ("resumed", resumed, r"it was resumed with other values of optim\.learning_rate"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            replay_losses(with_record(trained, tmp_path / name, **change), 1)
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        replay_losses(tmp_path, 1)
 
 
 def test_masks_of_another_device_are_refused(trained, tmp_path):
     done = run_finetune("verify", with_record(trained, tmp_path / "copy", device="cuda"), "--replay", "1")
     assert done.returncode == 2
     assert "drops tokens by random masks, which cuda draws differently from cpu" in done.errors
-
-
-def test_a_run_whose_configuration_changed_is_refused(trained, tmp_path):
-    change = {"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}
-    with pytest.raises(CheckpointError, match=r"it was resumed with other values of optim\.learning_rate"):
-        replay_losses(with_record(trained, tmp_path / "copy", resume_changes=[change]), 1)
-
-
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is not the folder of a run: it has no"):
-        replay_losses(tmp_path, 1)
 
 
 @pytest.mark.launch
