@@ -15,7 +15,7 @@ from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, say
 
 if TYPE_CHECKING:
-    from finetune.bisect.search import Finding
+    from finetune.replay.bisect import Bisection
 
 
 def bisect(
@@ -52,37 +52,37 @@ def bisect(
     rules.exclude("--python", "OVERRIDES", because="an environment is compared under the settings of one run.")
 
     with importing():
-        from finetune.bisect.search import bisect_environment, bisect_overrides, bisect_runs, read_steps_option
+        from finetune.replay.bisect import bisect_environment, bisect_overrides, bisect_runs, read_steps_option
 
     with waiting("comparing steps"):
         if other and is_run:
-            found = bisect_runs(run, Path(other[0]), settings or [])
+            result = bisect_runs(run, Path(other[0]), settings or [])
         elif other:
-            found = bisect_overrides(run, other, read_steps_option(steps, run), settings or [])
+            result = bisect_overrides(run, other, read_steps_option(steps, run), settings or [])
         else:
-            found = bisect_environment(run, python, read_steps_option(steps, run), settings or [])
+            result = bisect_environment(run, python, read_steps_option(steps, run), settings or [])
     if as_json:
-        print_json(found.as_record())
+        print_json(result.as_record())
     else:
-        _show(found)
-    if found.cause is not None:
+        _show(result)
+    if result.cause is not None:
         raise typer.Exit(RunFailedError.exit_code)
 
 
-def _show(found: Finding) -> None:
+def _show(result: Bisection) -> None:
     """Print the first difference, the recorded facts that differ, the cause, and the commands that show it."""
-    first, second = found.titles
-    apart = f"{found.num_steps} steps, of which the losses differ by at most {found.bound:.3g} x max(1, loss)"
-    if found.losses is not None:
-        a, b = found.losses
-        say(f"{first} and {second} differ from step {found.step} on: the loss is {a!r} and {b!r}.")
+    first, second = result.titles
+    if result.losses is None:
+        apart = f"{result.num_steps} steps, of which the losses differ by at most {result.bound:.3g} x max(1, loss)"
+        say(f"{first} and {second} are equal: {apart}.")
     else:
-        say(f"{first} and {second} {'are equal' if found.cause is None else 'trained equally'}: {apart}.")
-    if found.facts:
-        show_differences(found.facts, found.titles)
-    for note in found.notes:
+        a, b = result.losses
+        say(f"{first} and {second} differ from step {result.step} on: the loss is {a!r} and {b!r}.")
+    if result.facts:
+        show_differences(result.facts, result.titles)
+    for note in result.notes:
         say(f"Note: {note}.")
-    if found.cause is not None:
-        say(f"Cause: {found.cause.text}.")
-        for command in found.cause.commands:
-            say(f"  {command}")
+    if result.cause is not None:
+        say(f"Cause: {result.cause.text}.")
+    for command in result.commands:
+        say(f"  {command}")

@@ -28,20 +28,20 @@ def diff(
 
     configure_logs(0, level=logging.ERROR)
     runs = [open_run(path, detail="recent") for path in (first, second)]
-    found = compare_runs(runs)
+    facts = compare_runs(runs)
     unread = [str(run.folder.config_file) for run in runs if run.config is None]
     if as_json:
         a, b = (str(run.folder.path) for run in runs)
-        print_json({"a": a, "b": b, "differences": [one.as_record() for one in found], "not_compared": unread})
-    elif found:
-        show_differences(found, (str(first), str(second)))
+        print_json({"a": a, "b": b, "differences": [fact.as_record() for fact in facts], "not_compared": unread})
+    elif facts:
+        show_differences(facts, (str(first), str(second)))
     else:
         say(f"{first} and {second}: no differences except their folders and times")
     for file in [] if as_json else unread:
         say(f"{file} is missing or cannot be read: the configurations were not compared")
-    raise typer.Exit(1 if found else 0)
+    raise typer.Exit(1 if facts else 0)
 
 
-def show_differences(found: Sequence[Difference], titles: Sequence[str]) -> None:
+def show_differences(facts: Sequence[Difference], titles: Sequence[str]) -> None:
     """Print a table of the facts that differ, with a column for each run."""
-    print_table(["what", *titles], [[f"{one.part} {one.name}", *one.texts()] for one in found])
+    print_table(["what", *titles], [[f"{fact.part} {fact.name}", *fact.texts()] for fact in facts])

@@ -123,9 +123,9 @@ def verify(
         else:
             found = verify_folder(source, vectors=vectors, bound=max_difference, vllm=vllm)
     if replay:
-        from finetune.export.replay import replay as compute_again
+        from finetune.replay.steps import replay_losses
 
-        found = replace(found, replay=compute_again(source, replay, settings or []))
+        found = replace(found, replay=replay_losses(source, replay, settings or []))
     file = out or found.folder / (CERTIFICATE if vllm is None else VLLM_CERTIFICATE)
     content = write_certificate(file, found)
     if as_json:

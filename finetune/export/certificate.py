@@ -21,7 +21,7 @@ from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end
 from finetune.runs.metrics import as_json
 
 if TYPE_CHECKING:
-    from finetune.export.replay import Replay
+    from finetune.replay.steps import Replay
 
 CERTIFICATE_HEAD = "## Certificate\n\nCompared by `finetune verify` with the run as it was trained.\n"
 """How the section of a model card begins. A section of that name that you wrote yourself begins otherwise."""

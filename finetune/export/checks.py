@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from finetune.runs.comparison import loss_difference
+
 CHECKS = {
     "tensors": "tensors",
     "files": "other files",
@@ -43,11 +45,6 @@ class Check:
     def as_record(self) -> dict[str, int]:
         """Convert the counts to plain values."""
         return {"compared": self.compared, "equal": self.equal}
-
-
-def loss_difference(recorded: float, computed: float) -> float:
-    """Return the difference of two losses relative to max(1, |recorded|), the measure of promise 1."""
-    return abs(computed - recorded) / max(1.0, abs(recorded))
 
 
 def check_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:

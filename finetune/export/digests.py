@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from finetune.export.checks import Check
 from finetune.export.vectors import LOGITS_FILE, VECTORS_FILE
 from finetune.runs.durable import MANIFEST
-from finetune.runs.tensors import each_tensor
+from finetune.runs.tensors import digest_tensor, each_tensor
 from finetune.runs.verification import OPTIMIZER_FILE
 
 CERTIFICATE, VLLM_CERTIFICATE = "certificate.json", "certificate-vllm.json"
@@ -52,14 +50,6 @@ def digest_tensors(folder: Path) -> dict[str, str]:
         for name, tensor in each_tensor(path):
             digests[name] = digest_tensor(tensor)
     return dict(sorted(digests.items()))
-
-
-def digest_tensor(tensor: torch.Tensor) -> str:
-    """Return the dtype, the shape and the SHA-256 of a tensor, which may be on any device."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
 
 
 def digest_files(folder: Path) -> dict[str, str]:

@@ -51,9 +51,9 @@ class Difference(NamedTuple):
 def differing(sides: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     """Yield each name whose values differ, with the value of each side (None if a side has none)."""
     for name in dict.fromkeys(name for side in sides for name in side):
-        found = [side.get(name) for side in sides]
-        if any(value != found[0] for value in found):
-            yield name, found
+        of_sides = [side.get(name) for side in sides]
+        if any(value != of_sides[0] for value in of_sides):
+            yield name, of_sides
 
 
 def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
@@ -65,9 +65,9 @@ def compare_runs(runs: Sequence[RecordedRun]) -> list[Difference]:
     if not all(of_run["config"] for of_run in facts):
         facts = [{**of_run, "config": {}} for of_run in facts]
     return [
-        Difference(part, name, found)
+        Difference(part, name, of_runs)
         for part in facts[0]
-        for name, found in differing([of_run[part] for of_run in facts])
+        for name, of_runs in differing([of_run[part] for of_run in facts])
     ]
 
 
@@ -80,6 +80,11 @@ def recorded_facts(record: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         "data": {name: value for name, value in mapping(record.get("fingerprints")).items() if name != "config"},
         "world": world | {"threads": mapping(record.get("threads")).get("count")},
     }
+
+
+def loss_difference(recorded: float, computed: float) -> float:
+    """Return the difference of two losses relative to max(1, |recorded|), the measure of promise 1."""
+    return abs(computed - recorded) / max(1.0, abs(recorded))
 
 
 def format_value(value: object) -> str:

@@ -7,6 +7,7 @@ Format: https://huggingface.co/docs/safetensors, "Format".
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,6 +136,14 @@ def each_tensor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with _opened(path) as file:
         for name in file.keys():  # noqa: SIM118
             yield name, file.get_tensor(name)
+
+
+def digest_tensor(tensor: torch.Tensor) -> str:
+    """Return the dtype, the shape and the SHA-256 of a tensor, which may be on any device."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
 
 
 @contextmanager

@@ -9,16 +9,12 @@ import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from finetune.bisect.causes import cause_in_setting
-from finetune.config.compose import load_config
 from tests.bisect.scene import Scene, edit_lines, make_scene
 from tests.in_process import run_finetune
 from tests.launches import run_command
-from tests.tiny_runs import conversation_words
 
 pytestmark = pytest.mark.trains
 
@@ -84,7 +80,7 @@ def test_rows_that_have_changed_since_a_run_are_named(scene, tmp_path):
 
     edit_lines(rows / "train.jsonl", change)
     code, found = scene.bisect(str(scene.place / "c"))
-    assert (code, found["cause"]["what"], found["cause"]["name"]) == (3, "rows", "row 3")
+    assert (code, found["cause"]["type"], found["cause"]["name"]) == (3, "row", "row 3")
     assert '"Friday<|end|>' in found["cause"]["text"]
 
 
@@ -101,16 +97,8 @@ def test_settings_that_change_nothing_are_equal(scene):
 def test_keys_that_differ_only_together_are_all_named(scene):
     scene.train("two", "optim.weight_decay=0.1", "lora.alpha=8")
     code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "two"))
-    assert (code, found["cause"]["what"]) == (3, "unknown")
-    assert "these change the losses of" in found["cause"]["text"]
-    assert found["cause"]["text"].endswith("lora.alpha, optim.weight_decay")
-    assert scene.bisect(*shlex.split(found["cause"]["commands"][1])[2:])[0] == 3
-    scene.train("short", "data.max_length=20", "data.on_truncated_answer=warn")
-    code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "short"))
-    assert (code, found["cause"]["what"]) == (3, "rows")
-    text = found["cause"]["text"]
-    assert text.startswith("only data.max_length and data.on_truncated_answer together make the difference")
-    assert "token 21" in text
+    assert (code, found["cause"]["type"], found["cause"]["name"]) == (3, "key", "lora.alpha, optim.weight_decay")
+    assert scene.bisect(*shlex.split(found["commands"][1])[2:])[0] == 3
 
 
 def test_runs_without_a_common_step_and_wrong_arguments_are_refused(scene, tmp_path):
@@ -124,7 +112,6 @@ def test_runs_without_a_common_step_and_wrong_arguments_are_refused(scene, tmp_p
         ([a, tmp_path / "later"], "have no recorded step in common"),
         ([a, tmp_path], "is not the folder of a run"),
         ([a, "--steps", "4-5"], "can begin at 1, 3, 5, 6, 7"),
-        ([a, "--steps", "now"], "--steps is now, expected two steps"),
         ([a, a, "--steps", "1-2"], "--steps and another run cannot be given together"),
         ([a, "seed=1", "--python", "python3"], "--python and OVERRIDES cannot be given together"),
         ([a, "sed=1"], "Did you mean seed?"),
@@ -138,7 +125,7 @@ def test_steps_that_cannot_be_computed_leave_the_recorded_facts(scene, tmp_path)
     scene.train("gone", f"data.path={rows}", "optim.weight_decay=0.1")
     shutil.rmtree(rows)
     code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "gone"))
-    assert (code, found["step"], found["cause"]["what"]) == (3, 2, "unknown")
+    assert (code, found["step"], found["cause"]["name"]) == (3, 2, "data.path, optim.weight_decay")
     assert "no such file or folder" in found["notes"][0]
     assert [one["name"] for one in found["differences"]][:2] == ["data.path", "optim.weight_decay"]
 
@@ -157,51 +144,27 @@ def test_a_random_base_follows_its_seed(scene):
     assert (code, found["cause"]["name"]) == (3, "optim.weight_decay")
 
 
-@pytest.mark.sweep
-def test_each_answer_of_a_conversation_is_a_row(scene, tmp_path):
-    words = conversation_words(tmp_path / "talks")
-
-    def change(lines):
-        lines[3]["messages"][-1]["content"] = "Porto"
-        return lines
-
-    other = shutil.copytree(tmp_path / "talks", tmp_path / "other")
-    edit_lines(other / "train.jsonl", change)
-    scene.train("t", *words)
-    scene.train("u", *words, f"data.path={other}")
-    code, found = scene.bisect(str(scene.place / "t"), str(scene.place / "u"))
-    assert (code, found["cause"]["what"], found["cause"]["name"]) == (3, "rows", "row 7")
-    assert "train.jsonl:4" in found["cause"]["text"]
-    assert "messages[2].content" in found["cause"]["text"]
-
-
 @pytest.mark.slow
 @pytest.mark.process
-def test_a_patched_optimizer_in_another_environment(scene, tmp_path):
+def test_another_environment_with_a_patched_optimizer_and_another_package(scene, tmp_path):
     source = Path(str(find_spec("torch.optim.adam").origin)).read_text()
     patched = tmp_path / "adam.py"
     patched.write_text(source.replace("step_size = lr / bias_correction1", "step_size = lr * 1.001 / bias_correction1"))
     assert patched.read_text() != source
     python = other_environment(tmp_path / "env", "torch.optim.adam", patched)
     code, found = scene.bisect(str(scene.place / "a"), "--python", python)
-    assert (code, found["step"], found["cause"]["what"], found["cause"]["name"]) == (3, 2, "package", "torch"), found
-    assert "another torch.optim.adam" in found["cause"]["text"]
-    assert found["cause"]["commands"][1] == f"{python} -m finetune bisect {scene.place / 'a'} --steps 1-2"
-
-
-@pytest.mark.process
-@pytest.mark.sweep
-def test_a_patched_kernel_in_another_environment(scene, tmp_path):
-    import finetune.engine.norm
-
-    source = Path(finetune.engine.norm.__file__).read_text()
-    patched = tmp_path / "norm.py"
-    patched.write_text(source.replace(".rsqrt_()", ".rsqrt_().mul_(1.001)"))
-    assert patched.read_text() != source
-    python = other_environment(tmp_path / "env", "finetune.engine.norm", patched)
+    assert (code, found["step"], found["cause"]["type"], found["cause"]["name"]) == (
+        3,
+        2,
+        "computation",
+        "loss of step 2",
+    )
+    assert found["commands"][1] == f"{python} -m finetune bisect {scene.place / 'a'} --steps 1-2"
+    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    (site / "psutil-1.0.dist-info").mkdir()
+    (site / "psutil-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: psutil\nVersion: 1.0\n")
     code, found = scene.bisect(str(scene.place / "a"), "--python", python)
-    assert (code, found["step"], found["cause"]["name"]) == (3, 1, "finetune"), found
-    assert "another finetune.engine.norm" in found["cause"]["text"]
+    assert (code, found["step"], found["cause"]["type"], found["cause"]["name"]) == (3, 2, "package", "psutil"), found
 
 
 @pytest.mark.process
@@ -222,16 +185,3 @@ def test_two_processes_are_equal_to_one(scene):
     assert done.returncode == 0, done.stdout
     code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "world"))
     assert (code, found["cause"]) == (0, None), found
-
-
-def test_a_cut_of_the_batch_is_said_to_change_no_more_than_rounding():
-    sides = [
-        SimpleNamespace(
-            title=f"run {size}", config=load_config(["run=quickstart", f"training.batch_size={size}", f"seed={size}"])
-        )
-        for size in (4, 2)
-    ]
-    said = "training.batch_size is 4 in run 4 and 2 in run 2. Without dropout and noise, this changes only rounding"
-    assert cause_in_setting(["training.batch_size"], *sides, ()).text.startswith(said)
-    for keys in (["seed"], ["training.batch_size", "seed"]):
-        assert "rounding" not in cause_in_setting(keys, *sides, ()).text

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune import load_config
-from finetune.export.replay import MOST_APART, replay
+from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.training.train import train
 from tests.gpu.models import PRECISIONS, write_inputs
 from tests.in_process import run_finetune
@@ -147,9 +147,9 @@ def test_learning_from_rewards_is_computed_again_from_its_rollouts(
     assert len({step["reward"] for step in steps}) > 1
     assert steps[0]["clipped"] == 0
     assert sum(step["grad_norm"] for step in steps) > 0
-    again = replay(run, 4)
+    again = replay_losses(run, 4)
     assert again.device == device.type
-    assert (again.mismatches, again.bound) == ([], MOST_APART[precision])
+    assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS[precision])
 
 
 def test_the_shipped_model_trains_and_answers(device: torch.device, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import random
 import pytest
 
 from finetune.cli.train import train_from_overrides
-from finetune.export.replay import MOST_APART, replay
+from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.training.objectives.preference_losses import KTO_METRICS, METRICS
 from tests.in_process import run_finetune
 from tests.launches import run_launched
@@ -59,8 +59,8 @@ def test_a_run_learns_and_records_its_figures(trained):
     name, run = trained
     steps, validations = curve(run), events(run, "validation")
     assert steps[-1]["loss"] < steps[0]["loss"]
-    again = replay(run, 2)
-    assert (again.mismatches, again.bound) == ([], MOST_APART["fp32"]), "from its config.yaml, which names every key"
+    again = replay_losses(run, 2)
+    assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS["fp32"]), "from its config.yaml, which names every key"
     assert validations[-1]["reward_margin"] > 0
     assert validations[-1]["reward_accuracy"] > 0.5
     figures = KTO_METRICS if name == "kto" else METRICS

@@ -13,7 +13,7 @@ import pytest
 
 from finetune.cli.train import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError, DataError
-from finetune.export.replay import MOST_APART, replay
+from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
 from finetune.training import rollouts as training_rollouts
@@ -109,8 +109,8 @@ def test_rollouts_are_on_record(trained):
         assert len(answer["sampled_nats"]) == len(answer["ids"])
         if way == "twice" and answer["advantage"]:
             assert answer["sampled_nats"] == pytest.approx(answer["nats"], abs=1e-4), "at temperature 1, in fp32"
-    again = replay(run, 3)
-    assert (again.mismatches, again.bound) == ([], MOST_APART["fp32"])
+    again = replay_losses(run, 3)
+    assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS["fp32"])
 
 
 @pytest.mark.few(1)
@@ -209,7 +209,7 @@ def test_a_run_that_broke_between_two_steps_on_one_rollout_learns_from_it_again(
     train_from_overrides(words(inputs, tmp_path / "broken", *more))
     assert "resumed from step=3" in (tmp_path / "broken/log.txt").read_text()
     assert contents(tmp_path / "broken/adapter") == contents(tmp_path / "whole/adapter")
-    again = replay(tmp_path / "whole", 4)
+    again = replay_losses(tmp_path / "whole", 4)
     assert [one.step for one in again.steps] == [1, 2, 4, 5]
     assert again.mismatches == [], "step 4 learns from the rollout of step 3, which is before its start"
     assert rollouts(tmp_path / "broken") == rollouts(tmp_path / "whole")
@@ -294,8 +294,8 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
         train_from_overrides(words(inputs, run, *own, "reward.functions_from=rewards_of_a_test"))
     del sys.modules["rewards_of_a_test"]
     assert {"reward", "reward_solves"} <= curve(run)[0].keys()
-    again = replay(run, 2)
-    assert (again.mismatches, again.bound) == ([], MOST_APART["fp32"])
+    again = replay_losses(run, 2)
+    assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS["fp32"])
     assert "rewards_of_a_test" not in sys.modules
 
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from finetune.errors import CheckpointError
-from finetune.export.replay import MOST_APART, Replay, Replayed, _choose, _ranges, replay
+from finetune.replay.steps import LOSS_BOUNDS, Replay, ReplayedStep, replay_losses
 from tests.bisect.scene import change_losses, edit_json
 from tests.export.finished_runs import words_to_train
 from tests.in_process import run_finetune
@@ -49,25 +49,22 @@ def with_record(run: Path, copy: Path, **values: object) -> Path:
 
 def test_losses_come_out_again_to_the_last_bit_and_the_run_stays_as_it_is(trained, capsys):
     before = content(trained)
-    found = replay(trained, 4)
+    replay = replay_losses(trained, 4)
     assert content(trained) == before
-    steps = [one.step for one in found.steps]
-    kept = [int(path.name[5:]) for path in sorted((trained / "checkpoints").iterdir())]
-    assert steps[0] == 1
-    assert steps == sorted(steps)
-    assert all(one.computed == one.recorded for one in found.steps), found
-    assert (found.mismatches, found.bound) == ([], 1e-6)
-    assert all(step <= 3 or any(start < step <= start + 3 for start in kept) for step in steps)
+    best = [int(path.name[5:]) for path in (trained / "checkpoints").iterdir()]
+    assert [step.step for step in replay.steps] == ([1, 2, best[0] + 1, best[0] + 2] if best else [1, 2, 3, 4])
+    assert all(step.computed == step.recorded for step in replay.steps), replay
+    assert (replay.mismatches, replay.bound) == ([], 1e-6)
     assert "Written to" not in capsys.readouterr().out
 
 
-def test_steps_far_from_a_checkpoint_are_named(trained, tmp_path):
+def test_without_checkpoints_the_first_steps_are_computed(trained, tmp_path):
     copy = shutil.copytree(trained, tmp_path / "copy")
     shutil.rmtree(copy / "checkpoints")
-    found = replay(copy, 5)
-    assert [one.step for one in found.steps] == [1, 2, 3]
-    assert found.notes[0].startswith("steps 4-9 cannot be replayed: the checkpoints before them were removed")
-    assert found.notes[1] == "5 steps were asked for, but only 3 can be replayed"
+    replay = replay_losses(copy, 10)
+    assert [step.step for step in replay.steps] == [*range(1, 10)]
+    assert replay.mismatches == []
+    assert replay.notes == ("10 steps were asked for, but only 9 are recorded",)
 
 
 @pytest.mark.process
@@ -88,14 +85,21 @@ def test_functions_of_ones_own_that_validations_measured_are_not_needed(trained,
     config["validation"] |= {"metrics": ["not_here.score"], "metrics_from": ["not_here"]}
     config["checkpoint"]["best_metric"] = config["early_stopping"]["metric"] = "not_here.score"
     (copy / "config.yaml").write_text(yaml.safe_dump(config))
-    assert replay(copy, 1).mismatches == []
+    assert replay_losses(copy, 1).mismatches == []
 
 
-def test_other_rows_are_refused(trained, tmp_path):
+def test_runs_that_no_longer_fit_and_other_folders_are_refused(trained, tmp_path):
     fingerprints = json.loads((trained / "run.json").read_text())["fingerprints"]
-    copy = with_record(trained, tmp_path / "copy", fingerprints={**fingerprints, "data.train": "0" * 64})
-    with pytest.raises(CheckpointError, match="its training rows are not those that it was trained on"):
-        replay(copy, 1)
+    other_rows = {"fingerprints": {**fingerprints, "data.train": "0" * 64}}
+    resumed = {"resume_changes": [{"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}]}
+    for name, change, message in (
+        ("rows", other_rows, "its training rows are not those that it was trained on"),
+        ("resumed", resumed, r"it was resumed with other values of optim\.learning_rate"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            replay_losses(with_record(trained, tmp_path / name, **change), 1)
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        replay_losses(tmp_path, 1)
 
 
 def test_masks_of_another_device_are_refused(trained, tmp_path):
@@ -104,43 +108,18 @@ def test_masks_of_another_device_are_refused(trained, tmp_path):
     assert "drops tokens by random masks, which cuda draws differently from cpu" in done.errors
 
 
-def test_a_run_whose_configuration_changed_is_refused(trained, tmp_path):
-    change = {"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}
-    with pytest.raises(CheckpointError, match=r"it was resumed with other values of optim\.learning_rate"):
-        replay(with_record(trained, tmp_path / "copy", resume_changes=[change]), 1)
-
-
-def test_what_is_no_run_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="is not the folder of a run: it has no"):
-        replay(tmp_path, 1)
-
-
 @pytest.mark.launch
 @pytest.mark.warm
 def test_what_two_processes_recorded_comes_out_again_in_one(tmp_path):
     words = words_to_train(tmp_path, *SAVES, "parallel.num_processes=2", "training.global_batch_size=4")
     done = run_command([sys.executable, "-m", "finetune", "train", *words])
     assert done.returncode == 0, done.stdout
-    found = replay(tmp_path / "run", 4)
+    found = replay_losses(tmp_path / "run", 4)
     assert found.mismatches == []
-
-
-def test_steps_are_chosen_in_turn_from_each_start():
-    chosen, notes = _choose(range(1, 21), [0, 10, 20], 4, 5)
-    assert (chosen, notes) == ({0: [1, 2, 3], 10: [11, 12]}, [notes[0]])
-    assert notes[0].startswith("steps 5-10, 15-20 cannot be replayed")
-    chosen, _ = _choose(range(1, 9), [0, 4], 100, 100)
-    assert chosen == {0: [1, 2, 3, 4], 4: [5, 6, 7, 8]}
-    with pytest.raises(CheckpointError, match="no recorded step is within one save interval"):
-        _choose([7, 8], [0], 3, 2)
-
-
-def test_ranges():
-    assert _ranges([1, 2, 3, 5, 8, 9]) == "1-3, 5, 8-9"
 
 
 def test_the_bound_is_promise_1_and_a_loss_that_is_no_number_is_a_mismatch():
     losses = [(1, 4.0, 4.0 + 3e-6), (2, 0.5, 0.5), (3, 0.5, 0.5 + 3e-6), (4, 1.0, float("nan"))]
-    steps = tuple(Replayed(*values) for values in losses)
-    found = Replay(steps=steps, bound=MOST_APART["fp32"], precision="fp32", device="cpu", notes=())
+    steps = tuple(ReplayedStep(*values) for values in losses)
+    found = Replay(steps=steps, bound=LOSS_BOUNDS["fp32"], precision="fp32", device="cpu", notes=())
     assert [line.partition(":")[0] for line in found.mismatches] == ["step 3", "step 4"]

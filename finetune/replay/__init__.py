@@ -1,0 +1,1 @@
+"""Compute recorded steps again, compare them, and name the cause of a difference."""
