@@ -18,10 +18,10 @@ from finetune.config.run_paths import warn_once
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
 from finetune.export.converters import files_of_model
-from finetune.export.replay import replay_config
 from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run
 from finetune.model.base import build_base_model
+from finetune.replay.steps import replay_config
 from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
 from tests.in_process import run_finetune
