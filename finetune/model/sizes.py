@@ -36,7 +36,7 @@ def refuse_oversized(keys: Mapping[str, Any], name: str) -> None:
     """
     for part in _parts(keys):
         for key, value in part.items():
-            if _COUNTS_MODULES.search(key) and _number(value) > MOST_LAYERS:
+            if _COUNTS_MODULES.search(str(key)) and _number(value) > MOST_LAYERS:
                 raise _too_large(name, f"{key} is {value:,}", f"at most {MOST_LAYERS:,} layers, or experts in a layer")
         if (count := estimate_parameters(part)) > MOST_PARAMETERS:
             read = [key for names in _SIZES.values() for key in names if _number(part.get(key))]

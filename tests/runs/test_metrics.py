@@ -191,7 +191,7 @@ def test_a_run_that_goes_on_keeps_the_times_of_its_starts(tmp_path):
     assert record["finished"] is None
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\x00", '{"starts": 3}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
 def test_a_torn_record_is_written_anew(tmp_path, text):
     (tmp_path / "run.json").write_text(text)
     record = RunRecord(tmp_path / "run.json")

@@ -21,7 +21,7 @@ from finetune import (
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
-from finetune.training import trainer as trainer_module
+from finetune.training import supervised
 from finetune.training.reporting.journal import Journal
 from tests.methods.tiny_training import break_at, contents, curve, events, record, write_inputs
 from tests.tiny_runs import random_model_words, write_rows
@@ -85,7 +85,7 @@ def complete(inputs, tmp_path_factory):
 def give_validation_losses(monkeypatch, losses):
     each = iter(losses)
     sums = (SplitLosses(LossSums(nats=loss, num_targets=1.0)) for loss in each)
-    monkeypatch.setattr(trainer_module, "sum_losses", lambda *_, **__: next(sums))
+    monkeypatch.setattr(supervised, "sum_losses", lambda *_, **__: next(sums))
 
 
 def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
