@@ -87,7 +87,7 @@ def findings_of_others(by_rank: Sequence[Sequence[Finding]], hosts: Sequence[str
     ]
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
     """Print findings by area, in order of the first finding of each, and the fix of a finding below it."""
     from rich.text import Text
 

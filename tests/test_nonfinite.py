@@ -25,7 +25,7 @@ from finetune.distributed.ending import explain
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
-from finetune.runs.verification import newest_valid, verify
+from finetune.runs.verification import newest_valid, verify_checkpoint
 from recipes.finetune_lora import main
 from tests.launches import run_command
 from tests.methods.tiny_training import events, record
@@ -110,7 +110,7 @@ def result(folder: Path) -> dict[str, Any]:
 def newest(folder: Path) -> int | None:
     """The step of the newest checkpoint; all that are there are whole."""
     run = RunFolder(folder)
-    assert all(verify(run.checkpoint(step)) == [] for step in run.checkpoint_steps())
+    assert all(verify_checkpoint(run.checkpoint(step)) == [] for step in run.checkpoint_steps())
     path = newest_valid(run)
     return int(path.name.removeprefix("step-")) if path else None
 

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from finetune.distributed.guardian.faults import last_line
+from finetune.distributed.guardian.faults import line_of_fault
 from finetune.errors import Fault
 from finetune.logs import log_to_file, stop_logging_to
 from finetune.terminal import _show_exception, json_text, print_table, say, visible, without_passwords
@@ -72,7 +72,7 @@ def test_messages_tracebacks_and_logs_have_no_control_sequences(tmp_path, capsys
     steering = "a\x1b[2Jb"
     say(steering)
     fault = Fault(reporter="worker", rank=0, summary="rank 0 failed", error=steering)
-    sys.stderr.write(last_line(fault))
+    sys.stderr.write(line_of_fault(fault))
     handler = log_to_file(tmp_path / "log.txt")
     logging.getLogger("finetune").error("a server said %s", steering)
     stop_logging_to(handler)

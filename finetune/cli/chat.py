@@ -50,7 +50,7 @@ def chat(
     settings: SetOption = None,
 ) -> None:
     """Talk with a finished run. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."""
-    from finetune.inference.answering import AnswerSettings, open_run
+    from finetune.inference.answering import AnswerSettings, open_answering
     from finetune.inference.finished_run import find_run
 
     wished = AnswerSettings(
@@ -64,7 +64,7 @@ def chat(
     )
     log_as_this_rank()
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
-    with open_run(run, wished) as answering:
+    with open_answering(run, wished) as answering:
         ChatSession(answering, compare=compare).run()
 
 

@@ -82,8 +82,8 @@ def _options(
     pass
 
 
-@app.command()
-def train(overrides: Overrides = None) -> None:
+@app.command("train")
+def train_command(overrides: Overrides = None) -> None:
     """Train a model: `finetune train quickstart`, or `finetune train model=phi4_mini data=chats.jsonl`."""
     from finetune.cli.train import train_from_overrides
 
@@ -220,7 +220,7 @@ def rehearse(
 def config_show(overrides: Overrides = None, as_json: JsonOption = False) -> None:
     """Print the configuration of a run and where each value comes from. Takes the OVERRIDES of train."""
     from finetune.cli.overrides import config_from_overrides
-    from finetune.config.compose import show
+    from finetune.config.compose import render_config
     from finetune.config.keys import fields
 
     config = config_from_overrides(overrides or [], complete=False)
@@ -228,7 +228,7 @@ def config_show(overrides: Overrides = None, as_json: JsonOption = False) -> Non
         origins = {key: config.origin(key) for key in fields()}
         print_json({"config": config.model_dump(mode="json"), "origins": origins}, indent=None)
     else:
-        for line in show(config).splitlines():
+        for line in render_config(config).splitlines():
             value, _, origin = line.rpartition("  # ")
             if value and fold(line, sys.stdout) != line:  # too wide for the terminal
                 say(value.rstrip(), indent="    ")

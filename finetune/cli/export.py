@@ -244,12 +244,12 @@ def push(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
 ) -> None:
     """Push a run's adapter or a merged model to the hub as one commit, after printing the files and the repository."""
-    from finetune.export.push import pack, plan_upload
-    from finetune.export.push import push as send
+    from finetune.export.push import build_package, plan_upload
+    from finetune.export.push import upload_package as send
 
     refuse_several_processes("push")
     configure_logs(rank=0)
-    upload = plan_upload(pack(source, base=base), repository, private=private, replace=replace)
+    upload = plan_upload(build_package(source, base=base), repository, private=private, replace=replace)
     say(str(upload))
     sys.stdout.flush()
     if dry_run:

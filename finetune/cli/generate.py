@@ -69,7 +69,7 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a finished run: one answer for each PROMPT, each row of --from FILE, or the text of a pipe."""
-    from finetune.inference.answering import AnswerSettings, open_run
+    from finetune.inference.answering import AnswerSettings, open_answering
     from finetune.inference.finished_run import find_run
 
     OptionRules({"--raw": raw, "--system": system, "--tools": tools}).exclude(
@@ -95,7 +95,7 @@ def generate(
             raise DataError("the ranks of a sharded model do not share a pipe. Give PROMPT or --from FILE.")
         run = run.on_all_ranks()
     asked = [_as_it_stands(prompt) if raw else prompt for prompt in _read_prompts(prompts or [], from_file)]
-    with open_run(run, wished) as answering, waiting("answering"):
+    with open_answering(run, wished) as answering, waiting("answering"):
         if compare:
             answering.require_base()
         names = ["base", "tuned"] if compare else ["tuned"]
@@ -106,7 +106,7 @@ def generate(
 
 
 def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
-    from finetune.inference.prompts import read_arguments, read_file, read_json_lines, read_text
+    from finetune.inference.prompts import read_arguments, read_json_lines, read_prompts_file, read_text
 
     if arguments and from_file is not None:
         raise DataError("PROMPT and --from are both given. Drop one.")
@@ -115,7 +115,7 @@ def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
     if from_file == _STANDARD_INPUT:
         return read_json_lines(sys.stdin, "standard input")
     if from_file is not None:
-        return read_file(Path(from_file).expanduser())
+        return read_prompts_file(Path(from_file).expanduser())
     if sys.stdin is None or sys.stdin.isatty():
         raise DataError(
             "there is nothing to answer. Give a PROMPT, --from FILE, or a text through a pipe; `finetune chat` reads "

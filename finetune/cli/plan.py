@@ -14,7 +14,7 @@ from finetune.cli.overrides import config_from_overrides
 from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
-from finetune.findings import show as show_findings
+from finetune.findings import print_findings as show_findings
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import fold, print_json
 from finetune.units import format_bytes, format_duration

@@ -19,10 +19,10 @@ from rich.text import Text
 from finetune.cli.overrides import config_from_overrides
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import ROW_TYPE_NAMES
-from finetune.diagnose.preview_tokens import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible
+from finetune.diagnose.preview_tokens import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible_token
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
-from finetune.findings import show as show_findings
+from finetune.findings import print_findings as show_findings
 from finetune.logs import configure_logs, importing
 from finetune.terminal import fold
 
@@ -207,7 +207,7 @@ def _coloured(pieces: Sequence[Piece]) -> list[Text]:
     text = Text()
     for piece in pieces:
         style = _SPECIAL[piece.carries_loss] if piece.is_special else _LOSS if piece.carries_loss else _NO_LOSS
-        text.append(visible(piece.text), style=style)
+        text.append(visible_token(piece.text), style=style)
     return [text]
 
 
@@ -219,7 +219,7 @@ def _with_margin(pieces: Sequence[Piece]) -> Iterator[str]:
             yield f"{_MARGIN[carries_loss]}{line}"
             line = ""
         carries_loss = piece.carries_loss
-        *ended, begun = visible(piece.text).split("\n")
+        *ended, begun = visible_token(piece.text).split("\n")
         for part in ended:
             yield f"{_MARGIN[carries_loss]}{line}{part}"
             line = ""

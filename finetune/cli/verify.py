@@ -152,11 +152,11 @@ def _refuse_other_file(out: Path) -> None:
 
 def show_verified(found: Verified) -> None:
     """Print the table of checks, with what the comparison does not show."""
-    from finetune.export.checks import check_rows
+    from finetune.export.checks import rows_of_checks
 
     content = found.as_record()
     title = f"{shown_folder(found.folder)} in {found.comparison.runtime}, against {found.source}"
-    rows = [list(row) for row in check_rows(content)]
+    rows = [list(row) for row in rows_of_checks(content)]
     print_table(("compared", "equal", "apart by at most"), rows, right=("equal",), title=title)
     for note in content["notes"]:
         say(f"Note: {note}.")

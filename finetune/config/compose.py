@@ -36,16 +36,24 @@ from finetune.config.config_files import (
 )
 from finetune.config.keys import expected, fields, takes_text, values
 from finetune.config.older_spelling import translate, with_current_keys
-from finetune.config.render import json_schema, resolved_yaml, show
+from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.run_paths import absolute, find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.untrusted import bound_to_folder, refuse_code_of_files
-from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_file, read_value
+from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_settings, read_value
 
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 """Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
 
-__all__ = ["compose", "config_from_dict", "json_schema", "list_configs", "load_config", "resolved_yaml", "show"]
+__all__ = [
+    "compose",
+    "config_from_dict",
+    "json_schema",
+    "list_configs",
+    "load_config",
+    "render_config",
+    "resolved_yaml",
+]
 
 
 def load_config(
@@ -177,7 +185,7 @@ def _as_recorded(config: Config) -> Config:
 
 def _read_saved(path: Path, problems: list[str]) -> list[Setting]:
     """Read the settings that a run saved, with today's keys."""
-    return with_current_keys(read_file(path, shown_path(path), problems))
+    return with_current_keys(read_settings(path, shown_path(path), problems))
 
 
 @dataclass(frozen=True)
@@ -257,7 +265,7 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
         return []
     if path.name == SAVED_CONFIG:
         return translate(find_again(_read_saved(path, problems), path.parent), problems)
-    return translate(read_file(path, shown_path(path), problems), problems)
+    return translate(read_settings(path, shown_path(path), problems), problems)
 
 
 def _with_groups(settings: list[Setting]) -> _Asked:

@@ -90,7 +90,7 @@ def fault_of(error: BaseException) -> HubFault | None:
     return None
 
 
-def explain(fault: HubFault, repository: Repository, key: str, state: str) -> str:
+def explain_hub_fault(fault: HubFault, repository: Repository, key: str, state: str) -> str:
     """Write what is wrong and what helps against it, and nothing that does not.
 
     `key` is the key that names the repository, for example ``model.path``. `state` says after "which" what of it is

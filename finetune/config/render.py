@@ -41,7 +41,7 @@ def resolved_yaml(config: Config) -> str:
     return "".join(f"{line}\n" for line, _ in _lines(config.model_dump()))
 
 
-def show(config: Config) -> str:
+def render_config(config: Config) -> str:
     """Write the same with the origin of each value: file and line, `command line` or `default`."""
     lines = list(_lines(config.model_dump()))
     column = max(len(line) for line, _ in lines if len(line) <= _MAX_ALIGNED) + 2

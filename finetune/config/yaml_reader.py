@@ -83,7 +83,7 @@ for _tag, (_pattern, _first_characters) in PLAIN_VALUES.items():
     _Loader.add_implicit_resolver(_tag, _pattern, _first_characters)
 
 
-def read_file(path: Path, shown: str, problems: list[str]) -> list[Setting]:
+def read_settings(path: Path, shown: str, problems: list[str]) -> list[Setting]:
     """Read all settings of a file that can be read. `shown` is its name in messages and origins.
 
     `problems` receives one line per problem, beginning with ``file:line``.

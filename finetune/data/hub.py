@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from finetune.config.hub import HubFault, Repository, cache_only, explain, fault_of, find_fault
+from finetune.config.hub import HubFault, Repository, cache_only, explain_hub_fault, fault_of, find_fault
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows, quiet_datasets
 from finetune.errors import DataError
@@ -157,7 +157,7 @@ def _ask(section: DataSection, path: str, question: Callable[[], _Answer]) -> _A
         if fault is not None:
             state = "is not a file or folder here and was not prepared here before"
             repository = Repository(path, section.revision, "dataset")
-            raise DataError(explain(fault, repository, "data.path", state)) from error
+            raise DataError(explain_hub_fault(fault, repository, "data.path", state)) from error
         raise DataError(_explain_hub_error(path, error)) from error
 
 

@@ -100,7 +100,7 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no chat template and no eos token, so nothing could end an answer.")
         return int(tokenizer.eos_token_id)
-    (probe,) = render_conversations(ChatTemplate(tokenizer), [_PROBE])
+    (probe,) = render_dialogues(ChatTemplate(tokenizer), [_PROBE])
     if isinstance(probe, BadRowError):
         raise DataError(f"the tokenizer's chat template cannot be used: {probe}")
     encoding = tokenize(tokenizer, [probe.text])[0]
@@ -167,10 +167,10 @@ def render_examples(
             f"{WITHOUT_TEMPLATE}. Or use rows with prompt and completion."
         )
     if row_type == "messages":
-        return render_conversations(template, [_to_learn(example, train_on) for example in examples])
+        return render_dialogues(template, [_to_learn(example, train_on) for example in examples])
     if row_type == "prompt_completion" and has_template:
         pairs = [[text_turn("user", e.prompt), text_turn("assistant", e.completion)] for e in examples]
-        return render_conversations(template, [dialogue_of(turns) for turns in pairs])
+        return render_dialogues(template, [dialogue_of(turns) for turns in pairs])
     eos = tokenizer.eos_token
     if not isinstance(eos, str):
         raise DataError(f"the tokenizer has no eos token, which must end each row of {row_type}.")
@@ -179,7 +179,7 @@ def render_examples(
     return [RenderedRow(e.text if e.text.endswith(eos) else e.text + eos, ()) for e in examples]
 
 
-def render_conversations(template: ChatTemplate, dialogues: Sequence[Dialogue]) -> list[RenderedRow | BadRowError]:
+def render_dialogues(template: ChatTemplate, dialogues: Sequence[Dialogue]) -> list[RenderedRow | BadRowError]:
     """Render each conversation as text with the starts of the answers to learn, or say why it cannot be."""
     prefixes = [one._replace(turns=one.turns[:answer]) for one in dialogues for answer in one.learnt]
     wholes = template.render(dialogues)

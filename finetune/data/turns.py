@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.values import (
     BadRowError,
-    as_json,
+    dump_json,
     json_in_cell,
     list_in_cell,
     parse_text,
@@ -130,7 +130,7 @@ def parse_tools(tools: object, where: str = "tools") -> str:
     """
     if tools is None or tools == [] or (isinstance(tools, str) and not tools.strip()):
         return ""
-    text = tools if isinstance(tools, str) else as_json(tools, where)
+    text = tools if isinstance(tools, str) else dump_json(tools, where)
     try:
         listed = json.loads(text)
     except (ValueError, RecursionError):
@@ -177,7 +177,7 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     for key in ("name", "tool_call_id"):
         if key in present:
             parsed[key] = parse_text(present.pop(key), f"{where}.{key}")
-    parsed |= {key: json.loads(as_json(value, f"{where}.{key}")) for key, value in present.items() if value != []}
+    parsed |= {key: json.loads(dump_json(value, f"{where}.{key}")) for key, value in present.items() if value != []}
     if role == "assistant" and not says_more and parsed.get("weight", 1):
         refuse_blank(content, f"{where}.{keys.content} (the assistant's)")
     return parsed
@@ -236,7 +236,7 @@ def _parse_call(call: object, where: str) -> dict[str, Any]:
                 f"{where}.function.arguments is {quote(arguments)}, which is not JSON: {error}; expected an object"
             ) from None
     elif arguments is not None:
-        arguments = json.loads(as_json(arguments, f"{where}.function.arguments"))
+        arguments = json.loads(dump_json(arguments, f"{where}.function.arguments"))
     if arguments is not None and not isinstance(arguments, dict):
         raise BadRowError(f"{where}.function.arguments is {quote(arguments)}; expected an object, or JSON text of one")
     name = refuse_blank(parse_text(function.get("name"), f"{where}.function.name"), f"{where}.function.name")

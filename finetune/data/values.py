@@ -59,7 +59,7 @@ def without_nulls(value: object) -> object:
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
-def as_json(value: object, where: str) -> str:
+def dump_json(value: object, where: str) -> str:
     """Write a value as JSON text, without the nulls of absent keys.
 
     Raises:

@@ -24,7 +24,7 @@ from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.distributed.launch import wished_device
 from finetune.errors import FinetuneError, LaunchError
 from finetune.fallbacks import Fallbacks
-from finetune.findings import Finding, count, exit_code, findings_of_others, ok, problem, show, warning
+from finetune.findings import Finding, count, exit_code, findings_of_others, ok, print_findings, problem, warning
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
 from finetune.terminal import print_json
@@ -62,11 +62,11 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
     own = [*launch, *check_versions(), *check_devices(config, environment, os.environ), *check_folders(config)]
     is_shown = environment.rank == 0 and not as_json
     if is_shown:
-        show(own, Console())  # now: the other ranks may take a minute to join
+        print_findings(own, Console())  # now: the other ranks may take a minute to join
     findings = own if environment.world_size == 1 else _check_world(environment, config, own)
     code = exit_code(findings, strict=config.strict)
     if is_shown:
-        show(findings[len(own) :], Console())
+        print_findings(findings[len(own) :], Console())
         sys.stdout.write(f"{count(findings)}\n")
     elif environment.rank == 0:
         print_json({"exit_code": code, "findings": [asdict(finding) for finding in findings]})

@@ -16,7 +16,7 @@ from finetune.data.labelled import EncodedLabelled
 from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.data.preferences import EncodedPairs
 from finetune.data.templates import AnswerTokens
-from finetune.diagnose.preview_splits import RowGroup, RowLocation, Rows, SplitSummary, location, summarize
+from finetune.diagnose.preview_splits import NamedRows, RowLocation, Rows, SplitSummary, location, summarize_split
 from finetune.diagnose.preview_tokens import Piece, join_alike, on_one_line, read_pieces, special_looking_text
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
@@ -161,7 +161,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
             f"--row {', '.join(missing)}: the {split} split has the rows 1 to {len(shown)}. They are counted "
             "without empty lines; the file and line of a row are shown with it."
         )
-    summaries = {name: summarize(of_split) for name, of_split in splits.items()}
+    summaries = {name: summarize_split(of_split) for name, of_split in splits.items()}
     indices = [row - 1 for row in rows] or range(min(num_rows, len(shown)))
     tokens = AnswerTokens(tokenizer)
     model = read_model_config(config.model)
@@ -260,7 +260,7 @@ def _read_row(split: SplitName, rows: Rows, index: int, tokens: AnswerTokens) ->
         )
 
 
-def _describe_group(group: RowGroup) -> str:
+def _describe_group(group: NamedRows) -> str:
     """Name the rows of a group: ``row 7 (orders/train.jsonl:7), row 9 (orders/train.jsonl:9) and 3 more``."""
     named = ", ".join(f"row {place.row} ({place.source})" for place in group.first[:_MOST_NAMED])
     more = group.count - min(len(group.first), _MOST_NAMED)
@@ -313,6 +313,6 @@ def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
             sides = (side.digests(with_targets=True) for side in rows.sides)
             equal = [row for row, (chosen, rejected) in enumerate(zip(*sides, strict=True)) if chosen == rejected]
             if equal:
-                group = _describe_group(RowGroup.of(rows, equal))
+                group = _describe_group(NamedRows.of(rows, equal))
                 what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {group}"
                 yield warning("Data", what, "remove them: nothing can be preferred")

@@ -32,14 +32,14 @@ class RowLocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowGroup:
+class NamedRows:
     """The number of rows that have something in common, and the first 20 of them."""
 
     count: int
     first: list[RowLocation]
 
     @classmethod
-    def of(cls, rows: Rows, indices: Sequence[int]) -> RowGroup:
+    def of(cls, rows: Rows, indices: Sequence[int]) -> NamedRows:
         """Return the group of the rows with these indices, counted from 0."""
         return cls(count=len(indices), first=[location(rows, row) for row in indices[:_MOST_NAMED]])
 
@@ -70,13 +70,13 @@ class SplitSummary:
     percentile_99: int
     longest: int
     histogram: list[Bin]
-    truncated: RowGroup
+    truncated: NamedRows
     """Rows that data.max_length cuts."""
-    duplicates: RowGroup
+    duplicates: NamedRows
     """Rows that repeat an earlier row of the split, token for token. A row that a mixture repeats does not count."""
 
 
-def summarize(rows: Rows) -> SplitSummary:
+def summarize_split(rows: Rows) -> SplitSummary:
     """Summarize a split of at least one row."""
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)
@@ -93,8 +93,8 @@ def summarize(rows: Rows) -> SplitSummary:
         percentile_99=_percentile(ordered, 0.99),
         longest=int(ordered[-1]),
         histogram=histogram(rows.lengths),
-        truncated=RowGroup.of(rows, is_truncated.nonzero()[:, 0].tolist()),
-        duplicates=RowGroup.of(rows, _duplicates(rows)),
+        truncated=NamedRows.of(rows, is_truncated.nonzero()[:, 0].tolist()),
+        duplicates=NamedRows.of(rows, _duplicates(rows)),
     )
 
 

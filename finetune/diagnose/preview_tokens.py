@@ -45,7 +45,7 @@ def join_alike(pieces: Iterable[Piece]) -> list[Span]:
     return [Span("".join(piece.text for piece in alike), *look) for look, alike in groups]
 
 
-def visible(text: str) -> str:
+def visible_token(text: str) -> str:
     """Make every character visible, so that none steers a terminal.
 
     A line break becomes a sign and a line break. Characters that cannot be printed (control characters, invisible and
@@ -58,7 +58,7 @@ def visible(text: str) -> str:
 
 def on_one_line(text: str) -> str:
     """Make every character of a name or path visible, without line breaks."""
-    return visible(text).replace("\n", "")
+    return visible_token(text).replace("\n", "")
 
 
 def read_pieces(

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from finetune.distributed.launcher_variables import number
+from finetune.distributed.launcher_variables import read_number
 
 FSDP_SWITCHES = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG")
 """With these, Accelerate would shard too, and transformers would load the weights on one process of a node alone."""
@@ -91,7 +91,7 @@ def requested_accumulation(environ: Mapping[str, str]) -> int | None:
     Raises:
         LaunchError: it is not a whole number.
     """
-    asked = number(environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
+    asked = read_number(environ, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS")
     return None if asked == 1 else asked
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.distributed.launcher_variables import LauncherVariables, number
+from finetune.distributed.launcher_variables import LauncherVariables, read_number
 from finetune.distributed.slurm_notation import _first_host_from_slurm_nodelist, tasks_on_node
 from finetune.errors import LaunchError
 from finetune.signals import after_fork_in_child
@@ -151,7 +151,7 @@ def has_agent_store(environ: Mapping[str, str]) -> bool:
 
 def given_address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
     """Return the address and port of rank 0 that a launcher or the user set; None if finetune chooses a default."""
-    return environ.get("MASTER_ADDR") or None, number(environ, "MASTER_PORT")
+    return environ.get("MASTER_ADDR") or None, read_number(environ, "MASTER_PORT")
 
 
 def is_first_process(environ: Mapping[str, str]) -> bool:
@@ -189,7 +189,7 @@ def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironmen
     family = _family_of_launcher(environ)
     if family is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
         return False
-    here = number(environ, family.local_world_size)
+    here = read_number(environ, family.local_world_size)
     return here is not None and here < environment.world_size
 
 
@@ -286,7 +286,7 @@ def _launch_id(environ: Mapping[str, str], family: LauncherVariables, *, is_one_
 def _refuse_unknown_first_node(environ: Mapping[str, str], family: LauncherVariables) -> None:
     """With `--distribution=arbitrary` rank 0 may be on any node, and the sorted node list does not say on which."""
     node = environ.get("SLURMD_NODENAME", "NODE")
-    is_elsewhere = number(environ, family.rank) == 0 and (number(environ, "SLURM_NODEID") or 0) > 0
+    is_elsewhere = read_number(environ, family.rank) == 0 and (read_number(environ, "SLURM_NODEID") or 0) > 0
     if family is _SLURM and is_elsewhere and not environ.get("MASTER_ADDR"):
         raise LaunchError(
             f"rank 0 is not on the first node of this step (SLURM_PROCID=0, SLURM_NODEID={environ['SLURM_NODEID']}), "
@@ -296,7 +296,7 @@ def _refuse_unknown_first_node(environ: Mapping[str, str], family: LauncherVaria
 
 def _read_place(environ: Mapping[str, str], family: LauncherVariables) -> LaunchEnvironment:
     _refuse_unknown_first_node(environ, family)
-    here = _slurm_tasks_here(environ) if family is _SLURM else number(environ, family.local_world_size)
+    here = _slurm_tasks_here(environ) if family is _SLURM else read_number(environ, family.local_world_size)
     place = family.read(environ, processes_here=here)
     is_one_node = place["local_world_size"] == place["world_size"]
     return LaunchEnvironment(
@@ -310,7 +310,7 @@ def _read_place(environ: Mapping[str, str], family: LauncherVariables) -> Launch
 
 
 def _port(environ: Mapping[str, str], default: int) -> int:
-    port = number(environ, "MASTER_PORT")
+    port = read_number(environ, "MASTER_PORT")
     # `accelerate launch --cpu` hands on `main_process_port: 0`, any free one, to its one process, which needs none.
     if port is None or (port == 0 and _is_from_accelerate(environ) and _family_of_launcher(environ) is None):
         return default
@@ -321,7 +321,7 @@ def _port(environ: Mapping[str, str], default: int) -> int:
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
-    node = number(environ, "SLURM_NODEID")
+    node = read_number(environ, "SLURM_NODEID")
     return None if counts is None or node is None else tasks_on_node(counts, node)
 
 

@@ -41,13 +41,13 @@ class LauncherVariables:
         Raises:
             LaunchError: variables are missing, malformed or contradict each other.
         """
-        rank, world_size = number(environ, self.rank), number(environ, self.world_size)
-        local_rank = number(environ, self.local_rank)
+        rank, world_size = read_number(environ, self.rank), read_number(environ, self.world_size)
+        local_rank = read_number(environ, self.local_rank)
         if local_rank is None and world_size == 1:
             local_rank = 0
         if rank is None or world_size is None or local_rank is None:
             raise self._incomplete(environ)
-        given = number(environ, self.local_world_size)
+        given = read_number(environ, self.local_world_size)
         local_world_size = processes_here if given is None else given
         if local_world_size is None:
             local_world_size = world_size if local_rank == rank else local_rank + 1
@@ -73,7 +73,7 @@ class LauncherVariables:
         )
 
 
-def number(environ: Mapping[str, str], names: str) -> int | None:
+def read_number(environ: Mapping[str, str], names: str) -> int | None:
     """Return the whole number under the first of these names (between spaces) that is set.
 
     Raises:

@@ -28,7 +28,7 @@ from finetune.distributed.guardian.faults import (
     SILENT_SECONDS,
     START_SECONDS,
     Position,
-    last_line,
+    line_of_fault,
     lost_guardian,
 )
 from finetune.distributed.guardian.link import LineBuffer, Message, occupy_standard_streams
@@ -307,7 +307,7 @@ class Watchdog:
         with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         with suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(last_line(fault))
+            sys.stderr.write(line_of_fault(fault))
             sys.stderr.flush()
             self._tell({"spoken": True}, surely=True)
         os._exit(RunFailedError.exit_code)

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from finetune.engine.adapted import read_linear
-from finetune.engine.linear import Linear, linear, merge, normed_linear
+from finetune.engine.linear import Linear, linear, merge_adapters, normed_linear
 from finetune.engine.mlp import gated_mlp
 from finetune.engine.norm import rms_norm
 from finetune.engine.rotary import split_heads
@@ -262,7 +262,7 @@ class Decoder:
             return self._read[key]
         linears: list[AnyLinear] = []
         for group in _read_groups(modules, groups, like):
-            linears += merge(group, like.dtype) if self._merges and _are_read(group) else group
+            linears += merge_adapters(group, like.dtype) if self._merges and _are_read(group) else group
         if self._read is not None:
             self._read[key] = linears
         return linears
@@ -281,7 +281,7 @@ def bytes_of_merged(model: Any) -> int:
     family, total = FAMILIES[bare.config.model_type], 0
     for modules in bare.get_decoder().layers:
         for group in filter(_are_read, _read_groups(modules, family.groups, like)):
-            made = merge(group, like.dtype)
+            made = merge_adapters(group, like.dtype)
             total += 0 if made[0] is group[0] else made[0].weight.nbytes
     return total
 

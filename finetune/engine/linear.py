@@ -66,7 +66,7 @@ class Linear(NamedTuple):
 PARTS = len(Linear._fields)
 
 
-def fold(layers: Sequence[Linear], x: torch.Tensor) -> list[Linear]:
+def fold_adapters(layers: Sequence[Linear], x: torch.Tensor) -> list[Linear]:
     """Return the layers in the form in which they take the least work for an input x.
 
     Weights in 4 bits are widened. Adapters are merged if x has so many rows that this is less work, see `merge`.
@@ -76,11 +76,11 @@ def fold(layers: Sequence[Linear], x: torch.Tensor) -> list[Linear]:
     shapes = [layer.weight.shape for layer in layers if layer.lora_a is not None]
     work_of_merging = sum(2 * width * features for width, features in shapes)  # over both passes, times the rank
     work_per_row = sum(width + 2 * features for width, features in shapes)
-    return merge(layers, x.dtype) if work_of_merging <= len(x) * work_per_row else list(layers)
+    return merge_adapters(layers, x.dtype) if work_of_merging <= len(x) * work_per_row else list(layers)
 
 
 @torch.no_grad()
-def merge(layers: Sequence[Linear], dtype: torch.dtype) -> list[Linear]:
+def merge_adapters(layers: Sequence[Linear], dtype: torch.dtype) -> list[Linear]:
     """Add adapters to copies of the weights of layers with one input, where that is exact for an input of this dtype.
 
     The copies lie side by side, so the result is one layer with the output columns of all layers. One large product is
@@ -139,7 +139,7 @@ class _Linears(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor | None, *parts: Any) -> torch.Tensor:
         layers = unflatten(parts)
         save_for_backward(ctx, layers, x if any(ctx.needs_input_grad[2:]) else None)
-        return apply_linears(x, fold(layers, x), residual=residual)
+        return apply_linears(x, fold_adapters(layers, x), residual=residual)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
@@ -160,7 +160,7 @@ class _NormedLinears(torch.autograd.Function):
         x, inverse_rms = norm.normalized_with_statistics(h, weight, eps)
         save_for_backward(ctx, layers, h, weight, inverse_rms)
         ctx.set_materialize_grads(False)
-        return apply_linears(x, fold(layers, h)), h
+        return apply_linears(x, fold_adapters(layers, h)), h
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None, residual: torch.Tensor | None) -> Any:
@@ -217,7 +217,7 @@ class LinearGradients:
     """
 
     def __init__(self, layers: Sequence[Linear], wanted: Sequence[bool], like: torch.Tensor) -> None:
-        self._folded = fold(layers, like)
+        self._folded = fold_adapters(layers, like)
         self._is_joined = len(self._folded) < len(layers)
         alone = layers if self._is_joined else self._folded
         self._layers = [

@@ -21,7 +21,7 @@ from finetune.engine.linear import (
     LinearGradients,
     apply_linears,
     flatten,
-    fold,
+    fold_adapters,
     save_for_backward,
     saved,
     unflatten,
@@ -61,7 +61,7 @@ class _GatedMlp(torch.autograd.Function):
     ) -> torch.Tensor:
         layers = unflatten(parts)
         ctx.chunk_rows = chunk_rows
-        (down,), gate_up = fold(layers[:1], h), fold(layers[1:], h)
+        (down,), gate_up = fold_adapters(layers[:1], h), fold_adapters(layers[1:], h)
         outputs, hidden, statistics = [], [], []
         for rows in _chunks(h, chunk_rows):
             x, inverse_rms = norm.normalized_with_statistics(h[rows], weight, eps)

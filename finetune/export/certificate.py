@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CheckpointError
-from finetune.export.checks import check_rows
+from finetune.export.checks import rows_of_checks
 from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
 from finetune.export.served_comparison import ServedComparison
 from finetune.export.vectors import Vectors
@@ -115,7 +115,7 @@ def _as_table(content: dict[str, Any]) -> str:
     made_by_run = content["vectors_sha256"] is None
     rows = [
         ("runtime", content["runtime"]),
-        *((title, f"{equal}, {apart}" if apart else equal) for title, equal, apart in check_rows(content)),
+        *((title, f"{equal}, {apart}" if apart else equal) for title, equal, apart in rows_of_checks(content)),
         ("test vectors", "made by the run" if made_by_run else f"SHA-256 {content['vectors_sha256']}"),
         *(("note", note) for note in content["notes"]),
         ("made", content["made"]),

@@ -47,7 +47,7 @@ class Check:
         return {"compared": self.compared, "equal": self.equal}
 
 
-def check_rows(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+def rows_of_checks(content: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield the title of each check, the number of equal items, and how far items are apart.
 
     The verdict counts answers that differ at a near tie as equal. Here they are shown apart from the equal answers.

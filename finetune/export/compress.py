@@ -30,7 +30,7 @@ from finetune.export.compressed_folder import (
     load_compressed,
     refuse_no_compressed_tensors,
 )
-from finetune.export.digests import digest_files, digest_tensors
+from finetune.export.digests import digest_files, digest_weight_files
 from finetune.export.logits import LogitDifference, compare_logits
 from finetune.export.merged_folder import write_merged
 from finetune.export.model_card import merged_card
@@ -194,7 +194,7 @@ def _own_vectors(writer: FolderWriter, known: Vectors) -> tuple[Vectors, LogitDi
         stored_as=known.stored_as,
         system=known.system,
         trained=known.trained,
-        written=digest_tensors(writer.path),
+        written=digest_weight_files(writer.path),
         files=digest_files(writer.path),
     )
     return own, compare_logits(own.logits, known.logits)

@@ -15,7 +15,7 @@ GROUP_SIZES = (128, 64, 32)
 """Weights of w4a16 that share a scale. vLLM knows these sizes; each layer's inputs must be a multiple."""
 
 
-def main(request_file: str) -> None:
+def _main(request_file: str) -> None:
     """Answer a request: an object with `model` and `out` (folders), `scheme` and `rows` (token ids).
 
     Without rows, nothing is calibrated. The names of the linear layers that stay as they are go to `report`.
@@ -60,4 +60,4 @@ def _recipe(scheme: str, kept: list[str], widths: set[int]) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    _main(sys.argv[1])

@@ -30,7 +30,7 @@ class RecordedDigests(NamedTuple):
         Raises:
             CheckpointError: a file is not a safetensors file.
         """
-        tensors = digest_tensors(folder) if self.tensors else {}
+        tensors = digest_weight_files(folder) if self.tensors else {}
         files = digest_files(folder) if self.files else {}
         known = {name: digest for name, digest in files.items() if name in self.files}
         return {
@@ -39,7 +39,7 @@ class RecordedDigests(NamedTuple):
         }
 
 
-def digest_tensors(folder: Path) -> dict[str, str]:
+def digest_weight_files(folder: Path) -> dict[str, str]:
     """Return the dtype, the shape and the SHA-256 of each weight in a folder's safetensors files, by name.
 
     Raises:

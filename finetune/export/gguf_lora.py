@@ -20,7 +20,7 @@ from finetune.config.hub import cached_file
 from finetune.data.templates import stop_ids
 from finetune.errors import ConfigError, ModelError
 from finetune.export.converters import ADAPTER_TO_GGUF
-from finetune.export.digests import digest_tensors
+from finetune.export.digests import digest_weight_files
 from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
 from finetune.export.gguf import Gguf, read_written
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
@@ -65,7 +65,7 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
     size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.weight_type) if with_base else 0)
     with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
         num_tensors = _write_adapter(run.weights, base, writer, Path(aside), gguf)
-        vectors = replace(vectors_of_run(run), trained=digest_tensors(run.weights))
+        vectors = replace(vectors_of_run(run), trained=digest_weight_files(run.weights))
         write_vectors(writer, vectors)
         if not with_base:
             return Exported(num_tensors=num_tensors)

@@ -74,13 +74,13 @@ def merge_adapter(model: Any, dtype: torch.dtype | None = None) -> Any:
     if was_tied:
         _tie_again(merged)
     if dtype is not None:
-        convert_weights(merged, dtype)
+        cast_weights(merged, dtype)
     for name, parameter in merged.named_parameters():
         _refuse_not_finite(name, parameter)
     return merged
 
 
-def convert_weights(model: Any, dtype: torch.dtype) -> None:
+def cast_weights(model: Any, dtype: torch.dtype) -> None:
     """Convert every weight to a type, in place, one at a time; tied weights stay tied.
 
     Raises:

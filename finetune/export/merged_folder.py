@@ -19,9 +19,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
-from finetune.export.digests import digest_files, digest_tensors
+from finetune.export.digests import digest_files, digest_weight_files
 from finetune.export.logits import compare_logits, refuse_far
-from finetune.export.merge import Merged, convert_weights, is_tied, merge_adapter
+from finetune.export.merge import Merged, cast_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
@@ -76,7 +76,7 @@ def write_merged(
     stops = set_stop_and_pad_ids(model, tokenizer)
     vectors = make_vectors(model, asked, tuned, stop_ids=stops, has_template=tokenizer.chat_template is not None)
     if run.is_full:
-        convert_weights(model, target)
+        cast_weights(model, target)
     else:
         with model.disable_adapter():
             base = logits_in_fp32(model, prompts)
@@ -98,8 +98,8 @@ def write_merged(
             vectors,
             stored_as=name,
             rounding=difference.most_relative,
-            trained=digest_tensors(run.weights),
-            written=digest_tensors(writer.path),
+            trained=digest_weight_files(run.weights),
+            written=digest_weight_files(writer.path),
             files=digest_files(writer.path),
             system=None if adds_system else system,
         )

@@ -60,7 +60,7 @@ class TurnPieces:
         return _literal(self.opening) + turns + _literal(self.answer)
 
 
-def read_pieces(tokenizer: Any) -> TurnPieces:
+def read_turn_pieces(tokenizer: Any) -> TurnPieces:
     """Take a tokenizer's chat template apart.
 
     Raises:
@@ -84,7 +84,7 @@ def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
     """
     template, system = "{{ .Prompt }}", None
     if tokenizer.chat_template is not None:
-        pieces = read_pieces(tokenizer)
+        pieces = read_turn_pieces(tokenizer)
         template, system = pieces.as_go_template(), pieces.default_system
     stops = [str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in stop_ids]
     lines = [f"FROM {model}", f'TEMPLATE """{template}"""']

@@ -38,7 +38,7 @@ def render(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> tuple[str, lis
     return text, ids
 
 
-def main(request_file: str) -> None:
+def _main(request_file: str) -> None:
     """Answer a request: an object with `folder`, `prompts` (token ids), `turns`, `logits_file` and `report_file`.
 
     The logits of `prompts` go to `logits_file`. A description of the loaded model, and the rendered `turns`, go to
@@ -105,4 +105,4 @@ def _widen_while_running(module: Any, narrow: list[Any]) -> list[Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    _main(sys.argv[1])

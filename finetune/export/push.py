@@ -76,7 +76,7 @@ class Upload:
         return "\n".join(lines)
 
 
-def pack(source: Path, *, base: str | None = None) -> Package:
+def build_package(source: Path, *, base: str | None = None) -> Package:
     """Gather the files of an adapter's run, or of a folder that `finetune merge` wrote.
 
     `base` is the hub id of the adapter's base. It is needed if the run loaded the base from a local folder.
@@ -135,7 +135,7 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
     )
 
 
-def push(upload: Upload, message: str) -> str:
+def upload_package(upload: Upload, message: str) -> str:
     """Send the files as one commit. Returns the commit's address.
 
     Raises:

@@ -19,7 +19,7 @@ from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import Verified
 from finetune.export.checks import Check
 from finetune.export.compressed_folder import scheme_of
-from finetune.export.digests import RecordedDigests, digest_files, digest_tensors
+from finetune.export.digests import RecordedDigests, digest_files, digest_weight_files
 from finetune.export.merged_folder import load_tuned_model
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.runtimes import ADAPTER_CONFIG, ServingRuntime, load_peft, load_transformers, runtime_of
@@ -35,7 +35,7 @@ from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
-from finetune.runs.verification import STATE_FILE, verify
+from finetune.runs.verification import STATE_FILE, verify_checkpoint
 from finetune.training.forward import choose_forward
 
 _MOST_SHOWN = 3
@@ -117,7 +117,7 @@ def verify_run(
         folder = RunFolder(path)
         recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else RecordedDigests()
         if changed := _differences(recorded.check(folder.adapter)):
-            raise RunFailedError(f"{path} is not what was trained: {summarize(changed)}.") from error
+            raise RunFailedError(f"{path} is not what was trained: {summarize_mismatches(changed)}.") from error
         raise
     _refuse_other_template(run)
     if vectors is not None:
@@ -193,12 +193,12 @@ def refuse_differences(verified: Verified, file: Path) -> None:
     """
     if verified.mismatches:
         raise RunFailedError(
-            f"{verified.folder} is not what was trained: {summarize(verified.mismatches)}. {file} lists all "
+            f"{verified.folder} is not what was trained: {summarize_mismatches(verified.mismatches)}. {file} lists all "
             "differences."
         )
 
 
-def summarize(mismatches: Sequence[str]) -> str:
+def summarize_mismatches(mismatches: Sequence[str]) -> str:
     """Join the first differences into one sentence without a full stop."""
     more = len(mismatches) - _MOST_SHOWN
     return "; ".join(mismatches[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
@@ -257,7 +257,7 @@ def _published_from(folder: RunFolder) -> RecordedDigests:
     if best is None or best not in folder.checkpoint_steps():
         return RecordedDigests()
     checkpoint = folder.checkpoint(best)
-    if verify(checkpoint):
+    if verify_checkpoint(checkpoint):
         return RecordedDigests()
     files = {name: digest for name, digest in digest_files(checkpoint).items() if name != STATE_FILE}
-    return RecordedDigests(digest_tensors(checkpoint), files)
+    return RecordedDigests(digest_weight_files(checkpoint), files)

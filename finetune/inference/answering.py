@@ -63,7 +63,7 @@ class AnswerSettings:
 
 
 @contextmanager
-def open_run(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
+def open_answering(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
     """Load a run and yield it ready to answer. Collective: every process of the launch."""
     with importing():
         from finetune.distributed.launch import launch

@@ -15,7 +15,7 @@ from finetune.fallbacks import Fallback
 from finetune.runs.folder import RunFolder
 from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
-from finetune.runs.verification import newest_valid, verify, verify_published
+from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -234,7 +234,7 @@ def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
             f"--checkpoint is {wish}, but {path} has no such checkpoint (there: {there}). Choose one, or say {LATEST}."
         )
     found = folder.checkpoint(int(number))
-    if problems := verify(found):
+    if problems := verify_checkpoint(found):
         raise CheckpointError(f"{found} is damaged: {'; '.join(problems)}. Choose another (there: {there}).")
     return found
 

@@ -81,7 +81,7 @@ def read_text(text: str, source: str) -> list[Prompt]:
     return [_user_says(text.rstrip("\r\n"), source)]
 
 
-def read_file(path: Path) -> list[Prompt]:
+def read_prompts_file(path: Path) -> list[Prompt]:
     """Read the prompts of a file: each row has `prompt`, `messages` or `text`; see `read_rows`.
 
     Raises:
@@ -94,7 +94,7 @@ def read_file(path: Path) -> list[Prompt]:
     if suffix_of(path) not in SUFFIXES:
         raise DataError(f"--from is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
     rows = FileRows(path, str(path))
-    return read_rows(rows.rows(), rows.label, rows.place)
+    return read_prompts_of_rows(rows.rows(), rows.label, rows.place)
 
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
@@ -104,10 +104,10 @@ def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
         for number, line in enumerate(lines, start=1)
         if line.strip()
     )
-    return read_rows(read, source, lambda number: f"{source}:{number}")
+    return read_prompts_of_rows(read, source, lambda number: f"{source}:{number}")
 
 
-def read_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], str]) -> list[Prompt]:
+def read_prompts_of_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], str]) -> list[Prompt]:
     """Read prompts from rows. A last turn of the assistant, or a `completion`, becomes the expected answer.
 
     In messages, `source` names all rows, and `name_row` names one by its number.

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain, find_fault
+from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, find_fault
 from finetune.errors import ModelError
 
 Part = Literal["config", "tokenizer", "weights"]
@@ -66,7 +66,7 @@ def hub_error(fault: HubFault, repository: Repository, key: str) -> ModelError:
     state = f"is not complete in {here} ({lacking} is missing)" if lacking else f"is in {here}"
     if cached_file(repository, "config.json") is None:
         state = f"is neither a folder here nor in {here}"
-    return ModelError(explain(fault, repository, key, state))
+    return ModelError(explain_hub_fault(fault, repository, key, state))
 
 
 def missing_from_cache(repository: Repository, part: Part) -> str | None:

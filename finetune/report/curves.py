@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from finetune.report.sentences import number
-from finetune.runs.metrics import measured_beside_loss, measured_in_subsets, subset_key
+from finetune.report.sentences import format_number
+from finetune.runs.metrics import measured_beside_loss, subset_key, subset_metrics_in
 from finetune.runs.recorded_run import Points, RecordedRun, finite
 from finetune.terminal import visible
 
@@ -86,7 +86,8 @@ class Chart:
         drawn = ((curve.name, curve.drawn()) for curve in self.curves if not curve.is_raw)
         ends = [(name, points[0], points[-1]) for name, points in drawn if points]
         curves = (
-            f"{name}: from {number(first[1])} at step {first[0]:,} to {number(last[1])} at step {last[0]:,}"
+            f"{name}: from {format_number(first[1])} at step {first[0]:,} "
+            f"to {format_number(last[1])} at step {last[0]:,}"
             for name, first, last in ends
         )
         return f"{self.title}. {'; '.join(curves)}."
@@ -260,7 +261,7 @@ def _metrics(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
 
 def _subsets(runs: Sequence[RecordedRun], unit: str) -> Iterator[Chart]:
     """Yield a chart of each metric that validations measured for each source, with a curve for each of them."""
-    names = dict.fromkeys(name for run in runs for event in run.of("validation") for name in measured_in_subsets(event))
+    names = dict.fromkeys(name for run in runs for event in run.of("validation") for name in subset_metrics_in(event))
     for index, metric in enumerate(dict.fromkeys(name.partition("/")[0] for name in names)):
         subsets = [name.partition("/")[2] for name in names if name.partition("/")[0] == metric]
         curves = [

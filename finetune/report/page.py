@@ -77,7 +77,7 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": sentences.number, "percent": sentences.percent, "size": _size}
+    environment.filters |= {"number": sentences.format_number, "percent": sentences.percent, "size": _size}
     charts, best = [*parallel_charts(runs), *build_charts(runs)], sentences.best_run(runs)
     scripts = [_vega(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     template = environment.get_template("page.html.j2")
@@ -148,7 +148,7 @@ def setting_rows(run: RecordedRun) -> list[SettingRow]:
 
 
 def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any]:
-    rows, summary = setting_rows(run), sentences.summarize(run)
+    rows, summary = setting_rows(run), sentences.summarize_run(run)
     return {
         "label": run.name,
         "is_best": is_best,

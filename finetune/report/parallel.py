@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from finetune.report.curves import COLOURS, LOG_FROM_RATIO, Chart, compile_chart
-from finetune.report.sentences import best_run, best_value, metric_of, number
+from finetune.report.sentences import best_run, best_value, format_number, metric_of
 from finetune.runs.comparison import compare_runs, format_value
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
@@ -117,7 +117,7 @@ def parallel_charts(runs: Sequence[RecordedRun]) -> list[ParallelChart]:
 
 def _axis(name: str, found: Sequence[Any]) -> Axis:
     """Place numbers on a linear or logarithmic axis, and other values at equal distances."""
-    texts = [number(value) if isinstance(value, float) else visible(format_value(value)) for value in found]
+    texts = [format_number(value) if isinstance(value, float) else visible(format_value(value)) for value in found]
     numbers = [float(value) for value in found if type(value) in (int, float) and math.isfinite(value)]
     is_numeric = len(numbers) == sum(value is not None for value in found) and bool(numbers)
     if not is_numeric:
@@ -135,4 +135,4 @@ def _axis(name: str, found: Sequence[Any]) -> Axis:
     heights = [None if value is None else height_of(value) for value in found]
     distinct = sorted(set(numbers))
     shown = distinct if len(distinct) <= _MOST_TICKS else (low, high)
-    return Axis(visible(name), texts, heights, {number(value): height_of(value) for value in shown})
+    return Axis(visible(name), texts, heights, {format_number(value): height_of(value) for value in shown})

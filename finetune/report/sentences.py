@@ -71,7 +71,7 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
     return f"Their settings differ in {names}."
 
 
-def summarize(run: RecordedRun) -> Summary:
+def summarize_run(run: RecordedRun) -> Summary:
     """Collect the values that the page shows first."""
     losses = finite(run.points("step", "loss"))
     epochs = finite(run.points("step", "epoch"))
@@ -115,7 +115,7 @@ def best_value(run: RecordedRun, runs: Sequence[RecordedRun]) -> float | None:
     return best and best[1]
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Write a number with four significant digits."""
     if not math.isfinite(value):
         return str(value)
@@ -161,11 +161,11 @@ def _of_several(runs: Sequence[RecordedRun]) -> str:
         return f"{len(runs)} runs side by side."
     others = [value for run in runs if run is not best and (value := best_value(run, runs)) is not None]
     if not others:
-        return f"{best.name} is the only one of {len(runs)} runs that was validated: {number(found)}."
+        return f"{best.name} is the only one of {len(runs)} runs that was validated: {format_number(found)}."
     sign = sign_of(metric)
     what = f"highest {metric} in validations" if sign > 0 else "lowest validation loss"
     next_best = sign * max(sign * value for value in others)
-    return f"{best.name} has the {what}: {number(found)}. The next best has {number(next_best)}."
+    return f"{best.name} has the {what}: {format_number(found)}. The next best has {format_number(next_best)}."
 
 
 def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
@@ -192,9 +192,9 @@ def _fall(name: str, points: list[tuple[int, float]]) -> str:
 
 
 def _change(name: str, before: float, after: float) -> str:
-    if number(before) == number(after):
-        return f"{name} stayed at {number(after)}"
-    return f"{name} {'fell' if after < before else 'rose'} from {number(before)} to {number(after)}"
+    if format_number(before) == format_number(after):
+        return f"{name} stayed at {format_number(after)}"
+    return f"{name} {'fell' if after < before else 'rose'} from {format_number(before)} to {format_number(after)}"
 
 
 def _steps(run: RecordedRun) -> str:

@@ -224,7 +224,7 @@ def subset_key(metric: str, subset: str) -> str:
     return f"{metric}/{subset}"
 
 
-def measured_in_subsets(event: Event) -> list[str]:
+def subset_metrics_in(event: Event) -> list[str]:
     """Return the names of a validation's losses and metrics over subsets of its rows: `loss/NAME`, ..."""
     return [
         name

@@ -12,7 +12,7 @@ from finetune.findings import EXIT_PROBLEM
 from finetune.runs.durable import MANIFEST
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import finite, open_run
-from finetune.runs.verification import newest_valid, read_state, verify, verify_published
+from finetune.runs.verification import newest_valid, read_state, verify_checkpoint, verify_published
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ def examine_run(path: Path) -> SavedRun:
     run = open_run(path, detail="recent")
     folder = run.folder
     losses = dict(finite(run.points("validation", "loss")))
-    verified = functools.cache(verify)
+    verified = functools.cache(verify_checkpoint)
     checkpoints = [
         saved
         for step in folder.checkpoint_steps()

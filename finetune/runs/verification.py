@@ -52,7 +52,7 @@ def read_state(path: Path) -> TrainerState:
     return state
 
 
-def verify(path: Path) -> list[str]:
+def verify_checkpoint(path: Path) -> list[str]:
     """List the problems of a checkpoint folder, one line per file; empty if all bytes are as written."""
     problems = unexpected_names(path, {OPTIMIZER_FILE, STATE_FILE}) or find_damage(path)
     if problems:
@@ -69,7 +69,7 @@ def verify_published(path: Path) -> list[str]:
     return unexpected_names(path, set()) or find_damage(path)
 
 
-def newest_valid(folder: RunFolder, verified: Callable[[Path], list[str]] = verify) -> Path | None:
+def newest_valid(folder: RunFolder, verified: Callable[[Path], list[str]] = verify_checkpoint) -> Path | None:
     """Find the newest intact checkpoint. A warning names each damaged one on the way, which stays as it is.
 
     If the checkpoint of the best step is damaged, an older one is preferred, from which the best is trained again.
@@ -85,7 +85,7 @@ def newest_valid(folder: RunFolder, verified: Callable[[Path], list[str]] = veri
     return without_best
 
 
-def whole_checkpoints(folder: RunFolder, verified: Callable[[Path], list[str]] = verify) -> Iterator[Path]:
+def whole_checkpoints(folder: RunFolder, verified: Callable[[Path], list[str]] = verify_checkpoint) -> Iterator[Path]:
     """Yield the intact checkpoints, newest first. A warning names each damaged one on the way; see `newest_valid`."""
     for step in reversed(folder.checkpoint_steps()):
         path = folder.checkpoint(step)

@@ -12,7 +12,7 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.runs.metrics import Event, measured_beside_loss, measured_in_subsets, number_in, sign_of
+from finetune.runs.metrics import Event, measured_beside_loss, number_in, sign_of, subset_metrics_in
 from finetune.runs.recorded_run import step_of
 from finetune.terminal import visible
 from finetune.units import format_bytes, format_duration
@@ -195,7 +195,7 @@ class RunView:
 
     def _in_subsets(self) -> list[str]:
         """Return the losses and metrics of the last validation over each of its sources, each with its name."""
-        names = measured_in_subsets(self._validation)
+        names = subset_metrics_in(self._validation)
         shown = [f"{visible(name)} {_format_metric(self._validation, name, '.4f')}" for name in names[:_MOST_SUBSETS]]
         return shown + ([f"and {len(names) - len(shown)} more"] if len(names) > len(shown) else [])
 

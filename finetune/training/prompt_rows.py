@@ -76,7 +76,7 @@ class PromptRows:
         )
 
 
-def read_rows(section: DataSection) -> dict[str, Example]:
+def read_rows_by_source(section: DataSection) -> dict[str, Example]:
     """Read all rows of training and validation, by their origin."""
     splits = load_examples(section, "prompts")
     parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]

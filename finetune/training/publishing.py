@@ -12,7 +12,7 @@ from finetune.runs.checkpoints import Snapshot, prune, publish_adapter
 from finetune.runs.disk_space import disk_need
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
-from finetune.runs.verification import verify, verify_published
+from finetune.runs.verification import verify_checkpoint, verify_published
 from finetune.training.cadence import Cadence
 from finetune.training.memory.forecast import optimizer_need
 
@@ -86,7 +86,7 @@ def publish_best(
             state.best_step,
             state.step,
         )
-    if best is not None and (problems := verify(folder.checkpoint(best))):
+    if best is not None and (problems := verify_checkpoint(folder.checkpoint(best))):
         stays = not has_trained and not verify_published(folder.adapter)
         what = "stays, and is whole" if stays else f"holds the last step, {state.step}"
         _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), what)

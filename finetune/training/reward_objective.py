@@ -23,7 +23,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Prepared, TrainingObjective
 from finetune.training.objectives.group_loss import METRICS, GroupLoss, advantages_of
 from finetune.training.objectives.groups import summed_group_loss
-from finetune.training.prompt_rows import PromptRows, check_expected, read_rows
+from finetune.training.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rollouts import RolloutLoader, reward_on_main, stops_of
 from finetune.training.step import LossWithMetrics
 
@@ -49,7 +49,7 @@ def _prepare(config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, spl
     """Read the prompts, and check that rows have what the reward functions compare with."""
     del model
     rewards = Rewards.of(config)
-    rows = read_rows(config.data) if rewards.need_columns else None
+    rows = read_rows_by_source(config.data) if rewards.need_columns else None
 
     def prompts_of(examples: EncodedExamples) -> PromptRows:
         prompts = PromptRows(examples, tokenizer, rows)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.compose import compose, json_schema, resolved_yaml, show
+from finetune.config.compose import compose, json_schema, render_config, resolved_yaml
 from finetune.config.keys import fields
 from finetune.config.schema import Config
 
@@ -61,7 +61,7 @@ def test_resolved_yaml_holds_every_key():
 def test_show_aligns_a_comment_with_each_origin(tmp_path):
     run = tmp_path / "r.yaml"
     run.write_text("lora:\n  r: 4\nmodel.tokenizer: " + "x" * 200 + "\n")
-    lines = show(compose(["seed=3", "optim.args.eps=1"], run=str(run), complete=False)).splitlines()
+    lines = render_config(compose(["seed=3", "optim.args.eps=1"], run=str(run), complete=False)).splitlines()
     by_key = {line.split(":")[0].strip(): line for line in lines}
     assert by_key["seed"].endswith("  # command line")
     assert by_key["r"].endswith(f"  # {run}:2")

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.yaml_reader import DottedName, read_file, read_value
+from finetune.config.yaml_reader import DottedName, read_settings, read_value
 
 
 def read(tmp_path: Path, text: str | bytes) -> tuple[dict[str, object], list[str]]:
     path = tmp_path / "c.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     problems: list[str] = []
-    return {s.dotted: s.value for s in read_file(path, "c.yaml", problems)}, problems
+    return {s.dotted: s.value for s in read_settings(path, "c.yaml", problems)}, problems
 
 
 def one_problem(tmp_path: Path, text: str | bytes) -> str:
@@ -62,7 +62,7 @@ def test_values(tmp_path, text, value):
 def test_each_setting_knows_its_line_and_its_text(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("# about\noptim:\n\n  args:\n    eps: 1e-8\n  optimizer: 'x'\ndata.max_length: 512\n")
-    settings = read_file(path, "shown.yaml", [])
+    settings = read_settings(path, "shown.yaml", [])
     assert [(s.dotted, s.origin, s.text) for s in settings] == [
         ("optim.args.eps", "shown.yaml:5", "1e-8"),
         ("optim.optimizer", "shown.yaml:6", None),
@@ -73,7 +73,7 @@ def test_each_setting_knows_its_line_and_its_text(tmp_path):
 def test_dots_split_only_keys_at_the_top(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("model:\n  config:\n    a.b: 1\n")
-    assert [s.key for s in read_file(path, "c.yaml", [])] == [("model", "config", "a.b")]
+    assert [s.key for s in read_settings(path, "c.yaml", [])] == [("model", "config", "a.b")]
 
 
 def test_keys_are_text_as_written(tmp_path):
@@ -151,8 +151,8 @@ def test_every_problem_of_a_file_is_reported_and_the_rest_is_read(tmp_path):
 
 def test_what_is_no_file(tmp_path):
     problems: list[str] = []
-    assert read_file(tmp_path, "folder", problems) == []
-    assert read_file(tmp_path / "none.yaml", "none.yaml", problems) == []
+    assert read_settings(tmp_path, "folder", problems) == []
+    assert read_settings(tmp_path / "none.yaml", "none.yaml", problems) == []
     assert "folder: cannot be read (Is a directory)" in problems[0]
     assert "none.yaml: cannot be read (No such file or directory)" in problems[1]
 

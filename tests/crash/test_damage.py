@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.runs.verification import verify
+from finetune.runs.verification import verify_checkpoint
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end, contents, explained
 
@@ -58,7 +58,7 @@ def test_every_damage_to_a_checkpoint_is_found_and_undone(
     for number, (what, damaged) in enumerate(damages(data, name)):
         flips += "flipped" in what
         file.write_bytes(damaged)
-        assert verify(file.parent), what
+        assert verify_checkpoint(file.parent), what
         if IS_FULL or number % 8 == 0:
             restarts += 1
             again = nursery.train(*KEEP_ALL)

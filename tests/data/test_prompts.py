@@ -14,7 +14,7 @@ from finetune.data.examples import load_examples
 from finetune.data.formats import Example
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
-from finetune.training.prompt_rows import PromptRows, read_rows
+from finetune.training.prompt_rows import PromptRows, read_rows_by_source
 from tests.data.conftest import encode_train
 from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, TOOLS, USER
 from tests.tiny import Style, tiny_tokenizer
@@ -97,7 +97,7 @@ def test_a_prompt_of_text_begins_as_a_row_of_text_does(make_section, write_jsonl
 def test_a_reward_function_sees_the_turns_that_were_answered(make_section, write_jsonl, row):
     """Never the expected answer, nor turns after it."""
     section = make_section(path=write_jsonl([{**row, "unit": "km"}]))
-    rows = PromptRows(encode(section), tiny_tokenizer(), read_rows(section))
+    rows = PromptRows(encode(section), tiny_tokenizer(), read_rows_by_source(section))
     assert tiny_tokenizer().decode(rows.prompts[0]) == HEADER
     found = rows.answer(
         0, tiny_tokenizer()("no<|end|>")["input_ids"], [tiny_tokenizer().convert_tokens_to_ids("<|end|>")]

@@ -9,7 +9,7 @@ from finetune.data.templates import (
     TokenisedRow,
     end_of_turn_id,
     mark_targets,
-    render_conversations,
+    render_dialogues,
     stop_ids,
     tokenize,
 )
@@ -44,7 +44,7 @@ GOLDEN: dict[Style, tuple[str, str]] = {
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, turns: list[dict[str, str]]) -> TokenisedRow | BadRowError:
-    (row,) = render_conversations(ChatTemplate(tokenizer), [dialogue_of(turns)])
+    (row,) = render_dialogues(ChatTemplate(tokenizer), [dialogue_of(turns)])
     if isinstance(row, BadRowError):
         return row
     return mark_targets(row, tokenize(tokenizer, [row.text])[0], AnswerTokens(tokenizer))
@@ -144,7 +144,7 @@ def test_an_assistant_may_begin_where_the_template_lets_it():
         "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('a user must begin') }}{% endif %}"
         + CHAT_TEMPLATES["phi4"]
     )
-    good, bad = render_conversations(ChatTemplate(refusing), [dialogue_of(CONVERSATION), dialogue_of(turns)])
+    good, bad = render_dialogues(ChatTemplate(refusing), [dialogue_of(CONVERSATION), dialogue_of(turns)])
     assert not isinstance(good, BadRowError)
     assert isinstance(bad, BadRowError)
     assert "the chat template refuses the row: a user must begin" in str(bad)
@@ -161,7 +161,7 @@ def test_a_turn_that_the_template_leaves_out_is_a_problem():
 def test_a_template_that_rewrites_earlier_turns_is_a_problem():
     tokenizer = tiny_tokenizer("phi4")
     tokenizer.chat_template = "{{ messages | length }} turns: " + CHAT_TEMPLATES["phi4"]
-    (row,) = render_conversations(ChatTemplate(tokenizer), [dialogue_of(CONVERSATION)])
+    (row,) = render_dialogues(ChatTemplate(tokenizer), [dialogue_of(CONVERSATION)])
     assert isinstance(row, BadRowError)
     assert "renders turns differently once an answer follows" in str(row)
     with pytest.raises(DataError, match=r"chat template cannot be used: .* renders turns differently"):

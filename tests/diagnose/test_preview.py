@@ -16,7 +16,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.preferences import encode_preferences
 from finetune.diagnose.preview import Preview, preview_data
-from finetune.diagnose.preview_splits import histogram, summarize
+from finetune.diagnose.preview_splits import histogram, summarize_split
 from finetune.errors import ConfigError
 from finetune.model.base import build_tokenizer
 from finetune.report import data_preview
@@ -117,14 +117,14 @@ def test_rows_that_a_gate_leaves_out_are_not_shown(words):
 def test_the_figures_of_a_split_are_right():
     rows = [([5] * length, [False] * (length - 1) + [True]) for length in (3, 7, 7, 30)]
     examples = EncodedExamples.from_rows(rows, end_id=9)
-    split = summarize(examples)
+    split = summarize_split(examples)
     assert (split.rows, split.tokens, split.target_tokens, split.target_share) == (4, 47, 4, 4 / 47)
     assert (split.shortest, split.median, split.percentile_99, split.longest) == (3, 7, 30, 30)
     assert split.duplicates.count == 1
     mixed = examples.select([0, 0, 1, 2, 1])
-    assert summarize(mixed).duplicates.count == 1, "a row that a mixture repeats is no duplicate"
+    assert summarize_split(mixed).duplicates.count == 1, "a row that a mixture repeats is no duplicate"
     other_loss = EncodedExamples.from_rows([([5, 6], [False, True]), ([5, 6], [True, True])], end_id=9)
-    assert summarize(other_loss).duplicates.count == 0
+    assert summarize_split(other_loss).duplicates.count == 0
 
 
 @pytest.mark.parametrize("lengths", [[1], [7, 7, 7], [1, 2, 3], [5, 99, 100, 101], [1, 131072], list(range(1, 400))])

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.templates import AnswerTokens
-from finetune.diagnose.preview_tokens import on_one_line, read_pieces, special_looking_text, visible
+from finetune.diagnose.preview_tokens import on_one_line, read_pieces, special_looking_text, visible_token
 from tests.tiny import tiny_tokenizer
 
 HARD_TEXT = "naïve 🙂 日本語 a\tb\r\n\x1b[31mred\x07 \u202egnp.exe \u200b\u00a0 end"
@@ -19,7 +19,7 @@ HARD_TEXT = "naïve 🙂 日本語 a\tb\r\n\x1b[31mred\x07 \u202egnp.exe \u200b\
 @pytest.mark.trains
 def test_no_character_at_all_steers_a_terminal():
     for code in range(0x110000):
-        shown = visible(chr(code))
+        shown = visible_token(chr(code))
         assert shown == "↵\n" if code == 10 else shown.isprintable(), hex(code)
         assert on_one_line(chr(code)).isprintable(), hex(code)
 
@@ -27,7 +27,7 @@ def test_no_character_at_all_steers_a_terminal():
 def test_no_two_texts_look_alike():
     parts = ["\n", "↵", "\t", "⇥", "\x1b", "<U+001B>", "<U+003C>", "<", "U+001B>", "<U+", "a"]
     texts = {"".join(words) for length in (1, 2, 3) for words in itertools.product(parts, repeat=length)}
-    assert len({visible(text) for text in texts}) == len(texts)
+    assert len({visible_token(text) for text in texts}) == len(texts)
 
 
 @pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4", "none"])

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from finetune.engine.linear import Linear, linear, merge
+from finetune.engine.linear import Linear, linear, merge_adapters
 from finetune.engine.products import LowRank, product
 
 SHAPES = {"qkv": (576, 960), "o": (576, 576), "gate_up": (576, 3072), "down": (1536, 576)}
@@ -41,7 +41,7 @@ def test_a_young_adapter_keeps_its_effect(name: str, steps: int) -> None:
     exact = ALPHA / RANK * (x.double() @ a.double().t() @ b.double().t())
     layer = Linear(weight, lora_a=a, lora_b=b, scale=ALPHA / RANK)
     silent = layer._replace(lora_b=torch.zeros_like(b))
-    assert merge([layer], x.dtype)[0] is layer  # for answers, too: their sum would be rounded to 16 bits
+    assert merge_adapters([layer], x.dtype)[0] is layer  # for answers, too: their sum would be rounded to 16 bits
     assert abs(1 - kept(linear(x, layer), linear(x, silent), exact)) < 0.02
     after = [linear(x, one, residual=residual) for one in (layer, silent)]
     assert abs(1 - kept(*after, exact)) < 0.05  # four times as large a residual rounds four times as coarsely

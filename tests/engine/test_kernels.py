@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from finetune.engine.linear import Linear, draw_keep, fold, linear, normed_linear
+from finetune.engine.linear import Linear, draw_keep, fold_adapters, linear, normed_linear
 from finetune.engine.mlp import CHUNK_ROWS, gated_mlp
 from finetune.engine.norm import rms_norm
 from finetune.engine.products import product
@@ -84,20 +84,20 @@ def test_linear_equals_the_plain_form(kind, with_residual, rows):
 
 def test_an_adapter_is_folded_into_the_weight_only_where_that_is_exact_and_less_work():
     x, layer = tensor(5, 4), some_layer(5, 4, 3)
-    assert fold([layer], x)[0].lora_a is None
-    assert fold([layer], x[:1]) == [layer]  # too few rows
-    assert fold([some_layer(5, 4, 3, dropout=True)], x)[0].lora_a is not None
+    assert fold_adapters([layer], x)[0].lora_a is None
+    assert fold_adapters([layer], x[:1]) == [layer]  # too few rows
+    assert fold_adapters([some_layer(5, 4, 3, dropout=True)], x)[0].lora_a is not None
     narrow = Linear(*(None if part is None else part.bfloat16() for part in layer[:4]))
-    assert fold([narrow], x.bfloat16())[0] is narrow
+    assert fold_adapters([narrow], x.bfloat16())[0] is narrow
 
 
 def test_layers_whose_adapters_are_folded_become_one():
     x = tensor(5, 4)
     layers = [some_layer(5, 4, width, **LAYERS[kind]) for width, kind in ((3, "lora"), (2, "frozen"), (1, "biased"))]
-    (joined,) = fold(layers, x)
+    (joined,) = fold_adapters(layers, x)
     assert joined.width == 6
-    assert fold(layers[1:2], x)[0] is layers[1]  # nothing to fold
-    assert len(fold([*layers, some_layer(5, 4, 2, dropout=True)], x)) == 4
+    assert fold_adapters(layers[1:2], x)[0] is layers[1]  # nothing to fold
+    assert len(fold_adapters([*layers, some_layer(5, 4, 2, dropout=True)], x)) == 4
 
     def plain():
         return torch.cat([plain_linear(x, layer) for layer in layers], dim=1)

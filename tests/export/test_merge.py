@@ -10,7 +10,7 @@ import torch
 from finetune.config.schema import LoraSection
 from finetune.errors import ModelError, RunFailedError
 from finetune.export.logits import compare_logits, refuse_far
-from finetune.export.merge import convert_weights, is_tied, merge_adapter
+from finetune.export.merge import cast_weights, is_tied, merge_adapter
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.model.lora import add_lora
 from tests.export.finished_runs import TARGETS, add_drawn_adapter, build_base, draw_trained
@@ -130,7 +130,7 @@ def test_widened_weights_keep_what_rounding_would_lose():
 
 def test_converted_weights_stay_tied_and_the_configuration_says_the_type():
     model = build_base()
-    convert_weights(model, torch.bfloat16)
+    cast_weights(model, torch.bfloat16)
     assert is_tied(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert model.config.dtype == torch.bfloat16
@@ -141,7 +141,7 @@ def test_a_weight_out_of_range_is_refused_by_name():
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = 1e6
     with pytest.raises(RunFailedError, match=r"layers\.1\.mlp\.down_proj\.weight is not finite as float16.*--dtype"):
-        convert_weights(model, torch.float16)
+        cast_weights(model, torch.float16)
 
 
 def test_an_adapter_that_diverged_is_refused():

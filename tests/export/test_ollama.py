@@ -12,7 +12,7 @@ import pytest
 
 from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import ModelError
-from finetune.export.ollama import modelfile, read_pieces
+from finetune.export.ollama import modelfile, read_turn_pieces
 from finetune.export.system_turn import with_default_system
 from tests.export.go_templates import render_go
 from tests.model.variants import VARIANTS
@@ -106,7 +106,7 @@ def turns(conversation):
 def test_the_go_template_renders_what_the_chat_template_does(name, conversation):
     tokenizer = tokenizer_with(TEMPLATES[name])
     meant = tokenizer.apply_chat_template(turns(conversation), tokenize=False, add_generation_prompt=True)
-    assert render_go(read_pieces(tokenizer).as_go_template(), turns(conversation)) == meant
+    assert render_go(read_turn_pieces(tokenizer).as_go_template(), turns(conversation)) == meant
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -136,7 +136,7 @@ def test_go_itself_renders_the_same(tmp_path):
     if go is None:
         pytest.skip("Go is not installed: its template language is evaluated by tests/export/go_templates.py alone")
     cases = [
-        {"Template": read_pieces(tokenizer_with(template)).as_go_template(), "Messages": turns(conversation)}
+        {"Template": read_turn_pieces(tokenizer_with(template)).as_go_template(), "Messages": turns(conversation)}
         for template in TEMPLATES.values()
         for conversation in CONVERSATIONS
     ]
@@ -158,7 +158,7 @@ def test_go_itself_renders_the_same(tmp_path):
 
 
 def test_the_pieces_are_those_that_one_would_write():
-    pieces = read_pieces(tokenizer_with(TEMPLATES["Phi-3-mini-4k"]))
+    pieces = read_turn_pieces(tokenizer_with(TEMPLATES["Phi-3-mini-4k"]))
     assert pieces.opening == ""
     assert pieces.before == {"system": "<|system|>\n", "user": "<|user|>\n", "assistant": "<|assistant|>\n"}
     assert set(pieces.after.values()) == {"<|end|>\n"}
@@ -182,7 +182,7 @@ def test_a_modelfile_names_the_model_the_template_and_every_stop():
 
 def test_a_line_end_before_the_answer_is_spelled_out():
     """At the end of a file an editor, or a parser, may trim it; the model was trained with it."""
-    template = read_pieces(tokenizer_with(TEMPLATES["Phi-3.5-mini"])).as_go_template()
+    template = read_turn_pieces(tokenizer_with(TEMPLATES["Phi-3.5-mini"])).as_go_template()
     assert template.endswith('<|assistant|>{{ "\\n" }}')
 
 
@@ -190,7 +190,7 @@ def test_the_shipped_model_s_template_can_be_said():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_shipped("shipped:phi_tiny"))
-    assert "<|assistant|>" in read_pieces(tokenizer).as_go_template()
+    assert "<|assistant|>" in read_turn_pieces(tokenizer).as_go_template()
 
 
 def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
@@ -214,10 +214,10 @@ def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
 )
 def test_a_template_that_is_more_than_pieces_is_refused_with_a_way_out(template, reason):
     with pytest.raises(ModelError, match=rf"cannot be written as a Modelfile: .*({reason}).*--no-modelfile"):
-        read_pieces(tokenizer_with(template))
+        read_turn_pieces(tokenizer_with(template))
 
 
 def test_a_template_that_spells_go_s_own_signs_is_refused():
     template = "{% for m in messages %}{{ '{' + '{' + m.role + ' ' + m.content }}{% endfor %}"
     with pytest.raises(ModelError, match="which a Modelfile cannot hold"):
-        read_pieces(tokenizer_with(template)).as_go_template()
+        read_turn_pieces(tokenizer_with(template)).as_go_template()

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import yaml
 
-from finetune.export.push import pack
+from finetune.export.push import build_package
 from tests.bisect.scene import edit_json
 from tests.export.finished_runs import write_run
 from tests.export.hub_stand_in import Repository, running_hub
@@ -119,7 +119,10 @@ def test_another_base_is_not_asked_for_the_commit_of_the_one_that_trained(run, t
     copy = shutil.copytree(run, tmp_path / "run")
     edit_json(copy / "adapter" / "adapter_config.json", base_model_name_or_path=BASE, revision="c0ffee")
     with patch("finetune.runs.verification.find_damage", return_value=[]):
-        packed = {base: json.loads(pack(copy, base=base).files["adapter_config.json"]) for base in (BASE, "other/base")}
+        packed = {
+            base: json.loads(build_package(copy, base=base).files["adapter_config.json"])
+            for base in (BASE, "other/base")
+        }
     assert [config["revision"] for config in packed.values()] == ["c0ffee", None]
 
 

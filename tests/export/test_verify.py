@@ -21,9 +21,9 @@ from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
-from finetune.export.checks import check_rows
-from finetune.export.digests import digest_tensors
-from finetune.export.push import pack
+from finetune.export.checks import rows_of_checks
+from finetune.export.digests import digest_weight_files
+from finetune.export.push import build_package
 from finetune.export.runtimes import load_peft
 from finetune.export.served_comparison import ServedComparison, compare
 from finetune.export.served_model import Rendered
@@ -210,7 +210,7 @@ def test_what_else_decides_an_answer_is_found_and_the_prompt_named(merged, spoil
 def test_vectors_from_elsewhere_find_a_forger_who_rewrote_those_of_the_folder(made, merged):
     nudge(merged / "model.safetensors", WEIGHT)
     file = merged / "test_vectors.json"
-    edit_json(file, written=digest_tensors(merged))
+    edit_json(file, written=digest_weight_files(merged))
     rewrite_checksums(merged)
     assert run_finetune("verify", merged).returncode == 0, "nothing in the folder says otherwise"
     done = run_finetune("verify", merged, "--vectors", made.merged)
@@ -380,7 +380,7 @@ def test_an_answer_may_part_at_a_near_tie_and_nowhere_else():
     assert answered().mismatches == ()
     parted = answered(answer=[5, 7, 7], tie=1e-3)
     assert (parted.mismatches, parted.near_ties, parted.checks["answers"].equal) == ((), 1, 1)
-    rows = {title: rest for title, *rest in check_rows({**parted.as_record(), "replay": None})}
+    rows = {title: rest for title, *rest in rows_of_checks({**parted.as_record(), "replay": None})}
     assert rows["greedy answers"] == ["0 of 1", "1 differ at a near tie"]
     parted = answered(answer=[5, 7, 7])
     assert parted.mismatches[0].startswith(
@@ -453,22 +453,22 @@ def test_a_card_loses_the_section_of_a_certificate_that_is_gone(made, merged, ca
     section = f"{CERTIFICATE_HEAD}\n| | |\n|---|---|\n| tensors | 14 of 14 |\n"
     mine = "\n## Mine\n\nWritten by hand.\n"
     (merged / "README.md").write_text(f"{card}\n{section}{mine}")
-    assert pack(merged).files["README.md"].decode() == card + mine
+    assert build_package(merged).files["README.md"].decode() == card + mine
     assert "has a section about a certificate that the folder does not have" in caplog.text
     (merged / "README.md").write_text(f"{card}\n{section}")
-    assert pack(merged).files["README.md"].decode() == card
+    assert build_package(merged).files["README.md"].decode() == card
 
 
 def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run):
     assert run_finetune("verify", merged).returncode == 0
-    package = pack(merged)
+    package = build_package(merged)
     assert {"certificate.json", "test_vectors.json", "test_vectors.npy"} <= package.files.keys()
     card = package.files["README.md"]
     assert isinstance(card, bytes)
     assert card.startswith((merged / "README.md").read_bytes().rstrip())
     assert "| other files | 5 of 5 |" in card.decode()
     (merged / "README.md").write_text(card.decode().replace("5 of 5", "old") + "\n## Mine\n\nWritten by hand.\n")
-    again = pack(merged).files["README.md"].decode()
+    again = build_package(merged).files["README.md"].decode()
     assert again == card.decode() + "\n## Mine\n\nWritten by hand.\n"
 
     older = {name: value for name, value in certificate(merged).items() if name != "stop_ids"}
@@ -480,7 +480,7 @@ def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run
 
     in_vllm = {**older, "runtime": "vLLM 0.32.0", "notes": ["one | two"]}
     (merged / "certificate-vllm.json").write_text(json.dumps(in_vllm))
-    both = pack(merged)
+    both = build_package(merged)
     assert "certificate-vllm.json" in both.files
     card = both.files["README.md"].decode()
     assert card.count(CERTIFICATE_HEAD) == 1
@@ -489,7 +489,7 @@ def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run
     assert "| note | one &#124; two |" in card
 
     assert run_finetune("verify", run).returncode == 0
-    package = pack(run, base="owner/base")
+    package = build_package(run, base="owner/base")
     assert "certificate.json" in package.files
     assert "| test vectors | made by the run |" in package.files["README.md"].decode()
 

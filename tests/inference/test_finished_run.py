@@ -9,7 +9,7 @@ from finetune.config.shipped_files import resolve_shipped
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run, load_finished_run
-from finetune.runs.verification import verify
+from finetune.runs.verification import verify_checkpoint
 from tests.bisect.scene import change_tensor
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
@@ -78,7 +78,7 @@ def test_what_is_damaged_is_refused(own_copy):
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-    assert verify(own_copy / "checkpoints/step-000004")
+    assert verify_checkpoint(own_copy / "checkpoints/step-000004")
     with pytest.raises(CheckpointError, match=r"adapter is damaged.*adapter_model"):
         find_run(own_copy)
     with pytest.raises(CheckpointError, match="step-000004 is damaged"):

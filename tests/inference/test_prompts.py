@@ -12,9 +12,9 @@ from finetune.inference.prompts import (
     Prompt,
     encode_prompt,
     read_arguments,
-    read_file,
     read_json_lines,
     read_opening,
+    read_prompts_file,
     read_text,
     read_tools,
     usual_opening,
@@ -76,14 +76,14 @@ def test_rows_of_a_file_name_their_line(tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text('{"prompt": "a"}\n{"messages": []}\n{"prompt": 3}\nnot json\n{"question": "q"}\n')
     with pytest.raises(DataError, match=r"4 of 5 rows") as caught:
-        read_file(path)
+        read_prompts_file(path)
     for part in (":2: messages", ":3: prompt is 3 (int)", ":4:", ":5: no column prompt", "it has question"):
         assert part in str(caught.value)
     with pytest.raises(DataError, match="that file does not exist"):
-        read_file(tmp_path / "gone.jsonl")
+        read_prompts_file(tmp_path / "gone.jsonl")
     (tmp_path / "a.txt").write_text("x")
     with pytest.raises(DataError, match=r"ends in \.txt"):
-        read_file(tmp_path / "a.txt")
+        read_prompts_file(tmp_path / "a.txt")
     with pytest.raises(DataError, match="has no rows"):
         read_json_lines(io.StringIO(""), "standard input")
 
@@ -143,7 +143,7 @@ def test_a_template_that_refuses_the_turns_is_told():
 def test_rows_of_a_table_are_named_as_rows(tmp_path):
     path = tmp_path / "asked.csv"
     path.write_text('prompt\n"two\nlines"\nb\n')
-    assert [prompt.source for prompt in read_file(path)] == [f"{path} row 1", f"{path} row 2"]
+    assert [prompt.source for prompt in read_prompts_file(path)] == [f"{path} row 1", f"{path} row 2"]
 
 
 def test_a_line_that_is_not_json_is_told_as_in_a_file_of_rows():

@@ -26,7 +26,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_tokenizer, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.tensors import TensorFile, read_tensors
-from finetune.runs.verification import newest_valid, verify, verify_published
+from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
 
 pytestmark = pytest.mark.trains
 
@@ -302,22 +302,22 @@ def test_any_flip_or_cut_of_any_file_is_found_and_the_older_one_used(folder, lor
             flipped = bytearray(whole)
             flipped[position] ^= 1 << draw.randrange(8)
             file.write_bytes(flipped)
-            assert verify(path), (file.name, position)
+            assert verify_checkpoint(path), (file.name, position)
             file.write_bytes(whole[:position])
-            assert verify(path), (file.name, position)
+            assert verify_checkpoint(path), (file.name, position)
             tried += 2
         package_log.clear()
         assert newest_valid(folder) == older
         assert file.name in package_log.text
         assert "step-000012 is damaged and not used" in package_log.text
         file.unlink()
-        assert verify(path)
+        assert verify_checkpoint(path)
         file.write_bytes(whole)
     assert newest_valid(folder) == path
     print(f"{tried} changes tried")
     shutil.rmtree(older)
     path.rename(folder.checkpoint(16))
-    assert verify(folder.checkpoint(16)) == ["state.json: is of step 12, not of step-000016"]
+    assert verify_checkpoint(folder.checkpoint(16)) == ["state.json: is of step 12, not of step-000016"]
     assert newest_valid(folder) is None
 
 
@@ -444,7 +444,7 @@ def test_saving_a_step_again_replaces_it_whole(folder, lora):
     (path / "optimizer.safetensors").write_bytes(b"torn")
     (path / "extra").write_text("x")
     assert save(folder, lora) == path
-    assert verify(path) == []
+    assert verify_checkpoint(path) == []
     assert not (path / "extra").exists()
     assert [entry.name for entry in folder.checkpoints.iterdir()] == ["step-000012"]
 
@@ -486,7 +486,7 @@ def test_a_tokenizer_travels_with_checkpoint_and_base(folder, lora, tokenizer):
     base = save_base(folder, build_base(), tokenizer)
     snapshot = take_snapshot(folder, model=model, optimizer=optimizer, state=STATE)
     path = commit_snapshot(folder, replace(snapshot, files={**snapshot.files, **encode_tokenizer(tokenizer)}))
-    assert verify(path) == verify_published(base) == []
+    assert verify_checkpoint(path) == verify_published(base) == []
     for place in (path, base, publish_adapter(folder, path)):
         again = AutoTokenizer.from_pretrained(place)
         assert again.chat_template == tokenizer.chat_template
@@ -547,7 +547,7 @@ def test_a_manifest_with_names_of_its_own_is_refused(folder, lora, name):
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"][name] = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
     (path / "manifest.json").write_text(json.dumps(manifest, indent=2, sort_keys=True) + "\n")
-    assert any(name in problem for problem in verify(path))
+    assert any(name in problem for problem in verify_checkpoint(path))
     assert newest_valid(folder) is None
     with pytest.raises(CheckpointError, match=r"damaged: .*(not a file that|plain file name)"):
         publish_adapter(folder, path)
@@ -561,7 +561,7 @@ def test_a_checkpoint_behind_a_link_is_refused_and_its_target_left_alone(folder,
     path.symlink_to(outside)
     before = read_all(outside)
     assert newest_valid(folder) is None
-    assert "symbolic link" in verify(path)[0]
+    assert "symbolic link" in verify_checkpoint(path)[0]
     assert read_all(save(folder, lora)) == before
     assert not path.is_symlink()
     assert read_all(outside) == before

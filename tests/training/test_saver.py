@@ -18,7 +18,7 @@ from finetune.runs.durable import is_leftover
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.runs.tensors import TensorFile
-from finetune.runs.verification import verify
+from finetune.runs.verification import verify_checkpoint
 from finetune.signals import Terminated
 from finetune.training.memory.forecast import optimizer_need
 from finetune.training.saver import Saver
@@ -86,7 +86,7 @@ def test_what_is_written_is_what_was_there_when_the_save_began(folder, model, op
     gate.is_open.set()
     [saved] = saves.finish()
     assert saved.path == folder.checkpoint(2)
-    assert verify(saved.path) == []
+    assert verify_checkpoint(saved.path) == []
     for name, tensor in weights_of(as_it_was.path).items():
         assert torch.equal(tensor, weights_of(saved.path)[name]), name
     name = "model.embed_tokens.weight"
@@ -216,7 +216,7 @@ def test_a_save_in_flight_outlives_an_error_of_training(folder, model, optimizer
     saves = saver(folder)
     saves.save(snapshot(folder, model, optimizer, 1), best=None)
     saves.close(RunFailedError("the loss is nan"))
-    assert verify(folder.checkpoint(1)) == []
+    assert verify_checkpoint(folder.checkpoint(1)) == []
     assert not [path for path in folder.checkpoints.iterdir() if is_leftover(path.name)]
 
 

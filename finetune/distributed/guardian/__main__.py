@@ -44,7 +44,7 @@ def _prepare_process() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def main() -> None:
+def _main() -> None:
     """Guard the worker that started this process until there is nothing left to guard."""
     _prepare_process()
     settings = _read_settings()
@@ -57,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    _main()

@@ -60,7 +60,7 @@ class Position:
         return self.phase if self.step is None else f"{self.phase}, step {self.step}"
 
 
-def last_line(fault: Fault) -> str:
+def line_of_fault(fault: Fault) -> str:
     """Return the line that a rank prints last when it ends with a fault."""
     return f"finetune stops: {visible(str(fault))}\n"
 

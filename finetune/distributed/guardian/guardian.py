@@ -20,7 +20,7 @@ from finetune.distributed.guardian.faults import (
     PAUSE,
     UNKILLABLE_SECONDS,
     found_by_guardian,
-    last_line,
+    line_of_fault,
 )
 from finetune.distributed.guardian.link import Link, Message
 from finetune.distributed.guardian.worker import Worker
@@ -189,7 +189,7 @@ class Guardian(ABC):
             self.worker.kill_orphans()
             self.worker.read(self.clock.now)
             if not (self.worker.has_said_last_line or self.worker.has_said_bye):
-                _print_error(last_line(self.fault))
+                _print_error(line_of_fault(self.fault))
         # A connection closed with something unread is reset, and the other side would lose our last message.
         end = time.monotonic() + LINGER_SECONDS
         remaining = list(self._links)
