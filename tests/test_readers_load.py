@@ -1,0 +1,27 @@
+"""The package does not grow in the way of a reader. Lower these numbers when they fall; do not raise them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.launches import REPOSITORY
+from tools.readers_load import names_defined_twice
+
+MOST_MODULES_RUN = 143
+MOST_MODULES_IMPORTED = 199
+
+
+def test_each_public_name_has_one_home():
+    assert names_defined_twice() == []
+
+
+@pytest.mark.slow
+def test_one_run_meets_no_more_modules_than_before():
+    done = subprocess.run(
+        [sys.executable, "tools/readers_load.py"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    measured = json.loads(done.stdout)
+    assert measured["modules_run"] <= MOST_MODULES_RUN
+    assert measured["modules_imported"] <= MOST_MODULES_IMPORTED

@@ -1,0 +1,96 @@
+"""Measure what a reader of one run meets: which modules and functions of the package run in it.
+
+    python tools/readers_load.py
+
+Trains three steps of the quickstart in this process, in a temporary folder, and prints the measures as JSON. A module
+counts as run if one of its functions was called.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import json
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import CodeType, FrameType
+
+PACKAGE = Path(__file__).resolve().parents[1] / "finetune"
+_RUN = (
+    *("train", "quickstart", "training.max_steps=3", "data.max_rows=24", "training.batch_size=4"),
+    *("optim.warmup_steps=0", "testing.num_samples=1", "testing.max_new_tokens=4"),
+)
+
+
+def functions_of_run() -> set[tuple[Path, int]]:
+    """Train, and return the file and the first line of each function of the package that was called."""
+    from finetune.cli import main
+
+    called: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            called.add(frame.f_code)
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            main([*_RUN, f"output_dir={folder}/run", f"data.cache_dir={folder}/cache"])
+        except SystemExit as end:
+            if end.code:
+                raise
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+    places = ((Path(code.co_filename), code.co_firstlineno) for code in called)
+    return {(file, line) for file, line in places if file.is_relative_to(PACKAGE)}
+
+
+def lines_of_functions(file: Path) -> Iterator[tuple[int, int]]:
+    """Yield the first line, decorators included, and the number of lines of each function in a file."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            yield first, (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def names_defined_twice() -> list[str]:
+    """Return the public functions and classes that have the name of one in another module."""
+    names = Counter(
+        node.name
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    )
+    return sorted(name for name, count in names.items() if count > 1)
+
+
+def measure() -> dict[str, object]:
+    """Return all measures."""
+    called = functions_of_run()
+    files = list(PACKAGE.rglob("*.py"))
+    run = {
+        file: [length for first, length in lines_of_functions(file) if (file, first) in called]
+        for file in {file for file, _ in called}
+    }
+    run = {file: lengths for file, lengths in run.items() if lengths}
+    return {
+        "files": len(files),
+        "lines": sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files),
+        "modules_run": len(run),
+        "modules_imported": sum(name.partition(".")[0] == "finetune" for name in sys.modules),
+        "functions_run": sum(map(len, run.values())),
+        "lines_of_functions_run": sum(map(sum, run.values())),
+        "names_defined_twice": names_defined_twice(),
+    }
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(PACKAGE.parent))
+    print(json.dumps(measure(), indent=2))
