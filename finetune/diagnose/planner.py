@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from finetune.diagnose.plan_rollouts import (
 from finetune.diagnose.plan_time import measure_seconds, operations_of_step
 from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
-from finetune.distributed.precision import DTYPES, choose_precision, convert_weights
+from finetune.distributed.precision import DTYPES, Precision, choose_precision, convert_weights
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
@@ -100,10 +101,13 @@ class Planner:
         if self._shards.size > 1:
             refuse_uneven_shards(config, self._world_size)
         self._config = config
-        self._sizes = self._choose_sizes()
+        self._sizes, why = with_sizes_here(config.model)
+        if why is not None:  # the hub does not give the model, but its sizes are shipped
+            fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
+            self.findings.append(warning("Model", why, fix))
         self._is_in_4_bits = self._is_in_fp8 = False
         self.model = self._build_model(checkpointed=False)
-        self._compare_sizes()
+        self.findings += _other_sizes(self._sizes, self.model)
         forward = choose_forward(config.training, self.model)
         self.why_not_engine = forward.why_not_engine
         self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
@@ -147,21 +151,6 @@ class Planner:
             what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
             self.findings.append(warning("Memory", what, "leave room for it"))
 
-    def _choose_sizes(self) -> ModelSection:
-        """Return the model to plan. If the hub does not give it, but its sizes are shipped: these, with a finding."""
-        section, why = with_sizes_here(self._config.model)
-        if why is not None:
-            fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
-            self.findings.append(warning("Model", why, fix))
-        return section
-
-    def _compare_sizes(self) -> None:
-        """Add a finding for each size of the model that differs from the shipped one."""
-        published = published_sizes(self._sizes)
-        for difference in () if published is None else published.differences(self.model.config):
-            what = f"{self._sizes.path}: {difference}; this plan takes the former"
-            self.findings.append(warning("Model", what, "without the hub a plan would differ: update finetune"))
-
     def _warn_of_fallback(self) -> None:
         """Add a finding if training would record that the engine computes less than was asked for."""
         if self._config.training.kernels == "reference" or not (self.why_not_engine or self.called_layers):
@@ -181,20 +170,12 @@ class Planner:
 
     def _build_model(self, *, checkpointed: bool, is_in_4_bits: bool | None = None) -> Any:
         """Build the model on the meta device, as `Trainer` prepares it; by default in 4 bits if the run's base is."""
-        config = self._config
-        with torch.device("meta"):
-            model: Any = build_base_model(self._sizes.model_copy(update={"init": "random"}))
-            if config.training.method == "lora":
-                model = attach_adapter(
-                    model, config.lora, resolve_targets(model, config.lora.target_modules, config.lora.layers)
-                )
-            if self._is_in_4_bits if is_in_4_bits is None else is_in_4_bits:
-                quantize_without_data(model)
-        convert_weights(model, self.precision)
+        is_in_4_bits = self._is_in_4_bits if is_in_4_bits is None else is_in_4_bits
+        model = _build_without_data(self._config, self._sizes, self.precision, is_in_4_bits=is_in_4_bits)
         if self._is_in_fp8:
-            round_frozen_layers(model, config.model.fp8_layers)
-        if config.training.neftune_alpha:
-            add_embedding_noise(model, config.training.neftune_alpha)
+            round_frozen_layers(model, self._config.model.fp8_layers)
+        if self._config.training.neftune_alpha:
+            add_embedding_noise(model, self._config.training.neftune_alpha)
         if checkpointed:
             checkpoint_gradients(model)
         return model.train()
@@ -276,10 +257,8 @@ class Planner:
     def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:
         """Predict the peak of a step, with the shards of the run or with others."""
         chosen = shards or self._shards
-        return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=self._world_of(chosen), shards=chosen)
-
-    def _world_of(self, shards: Shards) -> int:
-        return max(self._world_size, shards.size)
+        world_size = max(self._world_size, chosen.size)
+        return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=world_size, shards=chosen)
 
     def generating(self, shards: Shards | None = None) -> Generating | None:
         """Predict the memory while answers are generated, with the shards of the run or with others; None: none are."""
@@ -293,12 +272,14 @@ class Planner:
         rollout, answers = self._config.rollout, self._answers
         if answers is None or rollout.server is not None:
             return None
-        what = "the memory of the pass over the prompts"
+        forecast = partial(
+            self._forecast_prompts, what="the memory of the pass over the prompts", batch_key="rollout.batch_size"
+        )
         return AnswerBatch.of(
             self.model,
             answers.longest_prompts(rollout.batch_size),
             limit=rollout.max_completion_length,
-            forecast=lambda microbatch: self._forecast_prompts(microbatch, what, "rollout.batch_size"),
+            forecast=forecast,
             by_engine=engine_generates(self.model, self._device.type, self._shards),
             sampling=sampling_of(self._config),
         )
@@ -309,9 +290,9 @@ class Planner:
         if self._is_schedule_free:  # it keeps the trained weights while the model has those that answer
             trained = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
             state = state._replace(state=state.state + trained)
-        found = {}
+        found, world_size = {}, max(self._world_size, chosen.size)
         for section, (rows, loss, answers) in self._evaluations.items():
-            peak = None if loss is None else loss.peak(state, world_size=self._world_of(chosen), shards=chosen)
+            peak = None if loss is None else loss.peak(state, world_size=world_size, shards=chosen)
             generating = None
             if answers is not None:
                 generating = forecast_generating(self.model, answers, state, chosen, self._device.type)
@@ -397,18 +378,35 @@ class Planner:
         can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None
         seconds = measure_seconds(self.model, microbatch, replace(self._how, is_fused=can_fuse), self._config.optim)
         per_step = seconds / max(1, microbatch.num_computed) * self.batching.computed_per_step / self._world_size
-        generating = self._measure_generating()
+        generating = None
+        by_engine = engine_generates(self.model, self._device.type, self._shards)
+        if self._answers is not None and self._config.rollout.server is None and by_engine:
+            order, size = self.batching.first_examples, self._world_size
+            generating = measure_generating(self._config, self.model, self._answers, order=order, world_size=size)
         return per_step + (generating or 0.0), generating
 
-    def _measure_generating(self) -> float | None:
-        """Measure the seconds in which answers are generated, for each step; None if that cannot be measured here."""
-        by_engine = engine_generates(self.model, self._device.type, self._shards)
-        if self._answers is None or self._config.rollout.server is not None or not by_engine:
-            return None
-        order, size = self.batching.first_examples, self._world_size
-        return measure_generating(self._config, self.model, self._answers, order=order, world_size=size)
+
+def _other_sizes(section: ModelSection, model: Any) -> Iterator[Finding]:
+    """Yield a finding for each size of the model that differs from the shipped one."""
+    published = published_sizes(section)
+    for difference in () if published is None else published.differences(model.config):
+        what = f"{section.path}: {difference}; this plan takes the former"
+        yield warning("Model", what, "without the hub a plan would differ: update finetune")
+
+
+def _build_without_data(config: Config, section: ModelSection, precision: Precision, *, is_in_4_bits: bool) -> Any:
+    """Build a model with its adapter on the meta device."""
+    with torch.device("meta"):
+        model: Any = build_base_model(section.model_copy(update={"init": "random"}))
+        if config.training.method == "lora":
+            targets = resolve_targets(model, config.lora.target_modules, config.lora.layers)
+            model = attach_adapter(model, config.lora, targets)
+        if is_in_4_bits:
+            quantize_without_data(model)
+    convert_weights(model, precision)
+    return model
 
 
 def is_quantized(config: Config) -> bool:
-    """Tell whether the run trains an adapter on a base in 4 bits."""
+    """Return whether the run trains an adapter on a base in 4 bits."""
     return config.training.method == "lora" and config.lora.quantize != "none"

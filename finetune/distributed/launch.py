@@ -121,10 +121,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
         leaving.callback(switch_fused, False)
-        # Compiled kernels are code. A file, which others may have written, does not choose where they are read.
-        is_own = config.origin("data.cache_dir") in ("default", COMMAND_LINE)
-        cache_dir = config.data.cache_dir if is_own else DataSection().cache_dir
-        leaving.enter_context(kernels_kept_in(Path(cache_dir).expanduser().absolute() / "kernels"))
+        leaving.enter_context(kernels_kept_in(_folder_of_kernels(config)))
         if config.training.deterministic:
             leaving.enter_context(deterministic_algorithms())
         _refuse_what_mps_lacks(config, context.device)
@@ -139,14 +136,25 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
             named = runtime.explain(error)
             runtime.close(named)
             if was_stopped_in_set_up(named):
-                by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
-                raise PreemptedError(
-                    f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
-                ) from error
+                named = _stopped_in_set_up()
             if named is error:
                 raise
             raise named from error
         runtime.close(None)
+
+
+def _folder_of_kernels(config: Config) -> Path:
+    """Return the folder of compiled kernels, which are code. A file, perhaps of others, does not choose it."""
+    is_own = config.origin("data.cache_dir") in ("default", COMMAND_LINE)
+    cache_dir = config.data.cache_dir if is_own else DataSection().cache_dir
+    return Path(cache_dir).expanduser().absolute() / "kernels"
+
+
+def _stopped_in_set_up() -> PreemptedError:
+    by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
+    return PreemptedError(
+        f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
+    )
 
 
 def _join(config: Config, fallbacks: Fallbacks) -> ProcessContext:

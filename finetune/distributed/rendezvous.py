@@ -324,11 +324,8 @@ class Rendezvous:
         else:
             raise LaunchError(f"the store at {self.address} does not belong to finetune. Choose another port.")
         theirs, ours = json.loads(self._server.get(_IDENTITY)), self._identity
-        different = [
-            f"{name} {ours[name]!r} here, {theirs.get(name)!r} on rank 0"
-            for name in ours
-            if ours[name] != theirs.get(name)
-        ]
+        differing = (name for name in ours if ours[name] != theirs.get(name))
+        different = [f"{name} {ours[name]!r} here, {theirs.get(name)!r} on rank 0" for name in differing]
         if different:
             raise LaunchError(
                 f"rank {self.environment.rank} found another launch at {self.address}: {'; '.join(different)}. "

@@ -319,22 +319,12 @@ class VllmServer:
                 "that this is a vLLM server, and see its log."
             )
         if status != HTTPStatus.OK:
-            why = f"{self.url}{path} answers {status}: {self._message(text)}"
+            why = f"{self.url}{path} answers {status}: {_error_message(text, self._key)}"
             # vLLM answers 500 to completions while it ends, and to an adapter that it cannot load. A proxy answers 502.
             server_error = HTTPStatus.INTERNAL_SERVER_ERROR
             is_gone = status > server_error or (status == server_error and path == _COMPLETIONS)
             raise ServerGoneError(self.url, why) if is_gone else ServerRefusalError(why)
         return text
-
-    def _message(self, answer: bytes) -> str:
-        """Return what a server says of an error, on one line: vLLM's JSON has it in `error.message`."""
-        text = answer.decode(errors="replace")
-        with suppress(ValueError, KeyError, TypeError, RecursionError):
-            found = json.loads(answer)
-            text = str(found["error"]["message"] if "error" in found else found["detail"])
-        if self._key:
-            text = text.replace(self._key, "…")  # a server may repeat the request
-        return " ".join(text[: 2 * _MOST_SHOWN].split())[:_MOST_SHOWN]
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
         """Call a function until the server is there for it."""
@@ -358,6 +348,17 @@ class VllmServer:
                     _log.log(level, "%s: waiting for it, at most %s", error, left)
                     next_word = now + _SAY_EVERY_SECONDS
                 time.sleep(_PAUSE_SECONDS)
+
+
+def _error_message(answer: bytes, key: str) -> str:
+    """Return the error message of a server on one line, without the key. vLLM's JSON has it in `error.message`."""
+    text = answer.decode(errors="replace")
+    with suppress(ValueError, KeyError, TypeError, RecursionError):
+        content = json.loads(answer)
+        text = str(content["error"]["message"] if "error" in content else content["detail"])
+    if key:
+        text = text.replace(key, "…")  # a server may repeat the request
+    return " ".join(text[: 2 * _MOST_SHOWN].split())[:_MOST_SHOWN]
 
 
 class ServerGoneError(ServerError):

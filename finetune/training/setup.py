@@ -33,7 +33,7 @@ from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.half_precision import refuse_overflow
 from finetune.training.loaders import global_batch_size
 from finetune.training.low_precision_error import LowPrecisionError, compare_nf4_with_disk, round_base_to_fp8
-from finetune.training.memory.choice import agree_on_memory
+from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
 from finetune.training.objective import Setup, TrainingObjective
@@ -109,21 +109,6 @@ def set_up(
     states = states_in_4_bits(model)
     measured = _shard(runtime, model) if runtime.shard_size is not None else model
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
-    how = Computation(
-        loss_of=partial(objective.loss, config),
-        device_type=runtime.device.type,
-        dtype=DTYPES[runtime.precision],
-        is_fused=is_fused(),
-    )
-    memory = agree_on_memory(
-        runtime,
-        config,
-        measured,
-        how,
-        longest=objective.longest_row(config, splits),
-        collate=collate,
-        recorded=None if journal is None else journal.recorded_memory(),
-    )
     setup = Setup(
         runtime=runtime,
         config=config,
@@ -137,12 +122,33 @@ def set_up(
         collate=collate,
         is_packed=forward.why_not_engine is None,
         measured=measured,
-        memory=memory,
+        memory=_choose_memory(runtime, config, objective, splits, measured, collate, journal),
     )
     if setup.memory.gradient_checkpointing:
         checkpoint_gradients(model, offloads=setup.memory.offloads)
     setup.record_memory()
     return setup
+
+
+def _choose_memory(
+    runtime: Runtime,
+    config: Config,
+    objective: TrainingObjective,
+    splits: EncodedSplits,
+    measured: Any,
+    collate: Collate,
+    journal: Journal | None,
+) -> MemoryChoice:
+    """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective."""
+    how = Computation(
+        loss_of=partial(objective.loss, config),
+        device_type=runtime.device.type,
+        dtype=DTYPES[runtime.precision],
+        is_fused=is_fused(),
+    )
+    longest = objective.longest_row(config, splits)
+    recorded = None if journal is None else journal.recorded_memory()
+    return agree_on_memory(runtime, config, measured, how, longest=longest, collate=collate, recorded=recorded)
 
 
 def _agree_on_base(runtime: Runtime, config: Config, model: Any) -> str | None:
