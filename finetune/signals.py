@@ -1,6 +1,6 @@
 """Handle SIGTERM, SIGUSR1, SIGHUP and Ctrl-C. The first ends a run after its step, a second one at once.
 
-During set-up, before the first step, the first one ends a run at once.
+During set-up, before the first step, the first one ends a run in one process at once.
 """
 
 from __future__ import annotations

@@ -113,7 +113,8 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, fsdp_is_hidden():
-        signals.enter_context(stops_after_step(sets_up=True) if trains else termination_raises())
+        is_alone = environment.world_size == 1  # several ranks stop together, after a step
+        signals.enter_context(stops_after_step(sets_up=is_alone) if trains else termination_raises())
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)
