@@ -264,7 +264,8 @@ def while_it_tests_with_shards(play):
 def ctrl_c_twice_stops_at_once(play):
     """Its first step has so many micro-batches that both come in it."""
     rows = f"data.path={play.inputs / 'long_step'}"
-    play.start("alone", rows, "training.batch_size=1", "training.global_batch_size=6000", is_itself=True)
+    many = ("training.batch_size=1", "training.global_batch_size=6000", "training.num_workers=0")
+    play.start("alone", rows, *many, is_itself=True)
     play.wait_for_text("Starting training...")
     time.sleep(1.0)
     play.process.send_signal(signal.SIGINT)

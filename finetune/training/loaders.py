@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import multiprocessing
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import (
@@ -155,11 +158,34 @@ def build_loaders(
     for loader in loaders:
         if loader is not None:
             loader.worker_init_fn = leave_signals_to_parent
+    if any(loader is not None and loader.num_workers for loader in loaders):
+        _prepare_for_workers()
     _log.info(
         "Training set size: %s, Validation set size: %s, Test set size: %s",
         *(f"{len(split or ()):,}" for split in (splits.train, splits.validation, splits.test)),
     )
     return loaders
+
+
+def _prepare_for_workers() -> None:
+    """Allow as many open files as the system does, and end workers with this process, also after an error.
+
+    A worker hands over each tensor as an open file. Python waits at its end for processes that are left, and workers
+    ignore the SIGTERM that it sends them.
+    """
+    with suppress(ImportError, OSError, ValueError):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    atexit.unregister(_kill_workers)
+    atexit.register(_kill_workers)
+
+
+def _kill_workers() -> None:
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def log_cut_examples(rule: BatchRule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -44,16 +45,18 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
     first_step = state.step
     while end is None:
         try:
-            for microbatches in run.batches(state.epoch, state.steps_in_epoch):
-                result = run.train(state.step + 1, microbatches)
+            # Closed on an error too: workers of the loader that outlive their iterator would keep Python from ending.
+            with closing(run.batches(state.epoch, state.steps_in_epoch)) as batches:
+                for microbatches in batches:
+                    result = run.train(state.step + 1, microbatches)
 
-                state = _advanced(state, cadence, result)
-                if result.is_skipped:
-                    _refuse_too_many(state, result, rules.max_skipped_steps)
-                run.report(state, result)
-                state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
-                if end is not None:
-                    break
+                    state = _advanced(state, cadence, result)
+                    if result.is_skipped:
+                        _refuse_too_many(state, result, rules.max_skipped_steps)
+                    run.report(state, result)
+                    state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
+                    if end is not None:
+                        break
         except ServerError as error:
             if state.step > first_step and not cadence.saves_after(state.step):
                 run.save(state)

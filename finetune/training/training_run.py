@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -87,7 +87,7 @@ class TrainingRun:
         """Whether there is a validation split."""
         return self._val_loader is not None
 
-    def batches(self, epoch: int, first_step: int) -> Iterator[list[tuple[int, Microbatch]]]:
+    def batches(self, epoch: int, first_step: int) -> Generator[list[tuple[int, Microbatch]]]:
         """Yield this rank's micro-batches of each step of an epoch, from a step of the epoch on."""
         self.epoch = epoch
         self._batches = self._train_loader.steps(epoch, first_step)

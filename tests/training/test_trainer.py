@@ -1,5 +1,8 @@
 import json
+import resource
 import shutil
+import subprocess
+import sys
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +26,7 @@ from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
 from finetune.training import supervised
 from finetune.training.reporting.journal import Journal
+from tests.launches import REPOSITORY
 from tests.methods.tiny_training import break_at, contents, curve, events, record, write_inputs
 from tests.tiny_runs import random_model_words, write_rows
 
@@ -439,3 +443,18 @@ def test_a_debug_run_logs_what_passes_through(words, tmp_path):
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "DEBUG finetune.training.loaders: step 1 micro-batch 0: 3 rows, " in log
     assert "targets, on cpu; it begins: " in log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hard", "code"), [(300, 1), (4096, 0)])
+def test_a_run_ends_whatever_its_workers_do_and_raises_its_limit_of_open_files(words, tmp_path, hard, code):
+    """A step of 60 micro-batches needs more open files than 300: the tensors of workers are open files."""
+
+    def limit():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+
+    rows = write_rows(tmp_path / "many", train=60, validation=0, test=0)
+    many = [f"data.path={rows}", "training.batch_size=1", "training.global_batch_size=60", "training.num_workers=1"]
+    command = [sys.executable, "-m", "finetune", "train", "task=finetune_lora", *words, *many, "training.max_steps=1"]
+    done = subprocess.run(command, cwd=REPOSITORY, preexec_fn=limit, timeout=120, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
