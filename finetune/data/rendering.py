@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -80,6 +80,24 @@ def render_conversations(
         f"take {ROW_SECONDS} s, {_MEMORY >> 30} GiB of memory and {_CHARACTERS_PER_BYTE} times its own length, beside "
         "a fixed part. Set another template: data.chat_template."
     )
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+    """Render a conversation with the header of the next answer, and encode it.
+
+    Without a chat template, the text is the content of the last turn.
+
+    Raises:
+        DataError: the template exceeds a limit.
+        ValueError: the template refuses the conversation.
+    """
+    text = turns[-1]["content"]
+    if tokenizer.chat_template is not None:
+        ((is_rendered, text),) = render_conversations(tokenizer, [list(turns)], with_prompt=True)
+        if not is_rendered:
+            raise ValueError(text)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text, ids
 
 
 def start_child(module: str, **variables: str) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
 
+from finetune.data.rendering import render_prompt
 from finetune.errors import ModelError
-from finetune.export.plain_reload import render
 from finetune.export.served_comparison import first_difference
 from finetune.export.served_model import Turns
 from finetune.export.vectors import CONVERSATIONS
@@ -119,7 +119,7 @@ def is_byte_level(record: dict[str, Any]) -> bool:
 def _chats(tokenizer: Any, names: Iterable[str]) -> Iterator[RenderedChat]:
     for name in sorted(names):
         with contextlib.suppress(Exception):  # a template may refuse roles, and fail in any way
-            yield RenderedChat(CONVERSATIONS[name], render(tokenizer, CONVERSATIONS[name])[0])
+            yield RenderedChat(CONVERSATIONS[name], render_prompt(tokenizer, CONVERSATIONS[name])[0])
 
 
 def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:

@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from finetune.data.rendering import render_prompt
 from finetune.errors import CheckpointError, ModelError, RunFailedError, first_line
 from finetune.export.compressed_folder import load_compressed, refuse_no_compressed_tensors, scheme_of
 from finetune.export.gguf_served import gguf_bound, load_gguf
 from finetune.export.logits import MOST_DIFFERENCE
 from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
-from finetune.export.plain_reload import logits_in_fp32, render
+from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.served_model import Rendered, ServedModel, Turns
 from finetune.export.vectors import Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
@@ -64,7 +65,7 @@ class ServedByTransformers:
 
     def render(self, turns: Turns) -> Rendered:
         """Render with the folder's chat template, and encode with its tokenizer."""
-        return Rendered(*render(self._tokenizer, turns))
+        return Rendered(*render_prompt(self._tokenizer, turns))
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See `ServedModel.logits`."""

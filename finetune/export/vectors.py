@@ -21,8 +21,9 @@ import numpy as np
 import torch
 
 import finetune
-from finetune.errors import CheckpointError
-from finetune.export.plain_reload import render, weights_in_fp32
+from finetune.data.rendering import render_prompt
+from finetune.errors import CheckpointError, DataError
+from finetune.export.plain_reload import weights_in_fp32
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import max_context
 from finetune.runs.durable import FolderWriter, describe_os_error
@@ -136,7 +137,9 @@ def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vecto
         if name == SYSTEM_PROMPT and system is not None:
             own[0]["content"] = system
         try:
-            text, ids = render(tokenizer, own)
+            text, ids = render_prompt(tokenizer, own)
+        except DataError:  # a limit that every conversation would exceed
+            raise
         except Exception as error:  # a template is a program: it can fail in any way
             _log.info("no test vector for %r: the chat template refuses it (%s)", name, error)
             continue

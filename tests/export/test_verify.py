@@ -207,6 +207,15 @@ def test_what_else_decides_an_answer_is_found_and_the_prompt_named(merged, spoil
 
 
 @pytest.mark.slow
+@pytest.mark.process
+def test_a_template_without_end_is_stopped(merged):
+    (merged / "chat_template.jinja").write_text("{{ 'a' * 10**10 }}")
+    rewrite_checksums(merged)
+    done = run_finetune("verify", merged)
+    assert done.returncode == 3, done.stdout
+    assert f"its chat template refuses the conversation: the chat template of {merged} needs too much" in done.errors
+
+
 def test_vectors_from_elsewhere_find_a_forger_who_rewrote_those_of_the_folder(made, merged):
     nudge(merged / "model.safetensors", WEIGHT)
     file = merged / "test_vectors.json"
