@@ -42,12 +42,11 @@ _NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 
 class SettingRow(NamedTuple):
-    """A key of a run's configuration."""
+    """A key of a run's configuration whose value is not the default."""
 
     key: str
     value: str
     default: str
-    is_changed: bool
     meaning: str
 
 
@@ -131,7 +130,7 @@ def _policy(scripts: Sequence[str]) -> str:
 
 
 def setting_rows(run: RecordedRun) -> list[SettingRow]:
-    """List every key of a run's configuration, with its default and meaning."""
+    """List the keys of a run's configuration that differ from their defaults, with their meanings."""
     if run.config is None:
         return []
     defaults = values(Config())
@@ -140,15 +139,15 @@ def setting_rows(run: RecordedRun) -> list[SettingRow]:
             key=key,
             value=format_value(value),
             default=format_value(defaults[key]),
-            is_changed=value != defaults[key],
             meaning=(fields()[key].description or "").replace("`", ""),
         )
         for key, value in values(run.config).items()
+        if value != defaults[key]
     ]
 
 
 def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any]:
-    rows, summary = setting_rows(run), sentences.summarize_run(run)
+    summary = sentences.summarize_run(run)
     return {
         "label": run.name,
         "is_best": is_best,
@@ -158,8 +157,8 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "summary": summary,
         "problems": run.problems,
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
-        "settings": rows,
-        "changed": [row for row in rows if row.is_changed],
+        "has_config": run.config is not None,
+        "changed": setting_rows(run),
         "fallbacks": [_fallback(one) for one in run.entries("fallbacks")],
         "resume_changes": [mapping(one) for one in run.entries("resume_changes")],
         "has_scores": bool(summary.base or summary.tuned),

@@ -177,7 +177,7 @@ def test_losses_have_the_unit_of_their_objective(tmp_path):
 
 def test_settings_are_compared_with_the_schema(tmp_path):
     (run,) = open_runs([write_run(tmp_path / "a", ["model.path=x", "data.path=y", "optim.args={betas: [0.9, 0.95]}"])])
-    changed = {row.key: (row.value, row.default) for row in setting_rows(run) if row.is_changed}
+    changed = {row.key: (row.value, row.default) for row in setting_rows(run)}
     assert changed.pop("output_dir")[0] == str(tmp_path / "a")
     assert changed == {
         "model.path": ("x", "null"),
@@ -192,8 +192,8 @@ def test_settings_under_older_names_are_shown_under_todays(tmp_path):
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("  save_total_limit: 2", "  keep: 7"))
     (run,) = open_runs([folder])
-    assert [row[:4] for row in setting_rows(run) if row.key.startswith("checkpoint.save_t")] == [
-        ("checkpoint.save_total_limit", "7", "2", True)
+    assert [row[:3] for row in setting_rows(run) if row.key.startswith("checkpoint.save_t")] == [
+        ("checkpoint.save_total_limit", "7", "2")
     ]
     assert not [row for row in setting_rows(run) if row.meaning == "not a key of this version"]
 
