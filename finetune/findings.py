@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from finetune.terminal import fold
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +108,4 @@ def count(findings: Sequence[Finding]) -> str:
 
 
 def _joined(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    more = len(ranks) - _MOST_NAMES
-    return ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_MOST_NAMES]) + (
-        f" and {more} more" if more > 0 else ""
-    )
+    return name_first([f"rank {rank} on {hosts[rank]}" for rank in ranks], _MOST_NAMES)

@@ -1,6 +1,19 @@
-"""Format durations and sizes in bytes for messages, logs and pages."""
+"""Format durations, sizes in bytes and lists of names for messages, logs and pages; divide and round up."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """Return a quotient of integers, rounded up."""
+    return -(-number // divisor)
+
+
+def name_first(names: Sequence[str], most: int, *, separator: str = ", ") -> str:
+    """Join the first names of a list, and say how many more there are: `a, b and 3 more`."""
+    more = len(names) - most
+    return separator.join(names[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def format_duration(seconds: float) -> str:

@@ -25,6 +25,7 @@ from finetune.findings import count, exit_code
 from finetune.findings import print_findings as show_findings
 from finetune.logs import configure_logs, importing
 from finetune.terminal import fold
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview import Preview, PreviewedRow
@@ -164,7 +165,7 @@ def _bars(preview: Preview) -> Iterator[str]:
     width = len(f"{split.histogram[-1].longest:,}")
     digits = len(f"{most:,}")
     for bin_ in split.histogram:
-        bar = "#" * (-(-bin_.rows * _WIDEST_BAR // most))  # rounded up: no row is invisible
+        bar = "#" * (ceil_div(bin_.rows * _WIDEST_BAR, most))  # rounded up: no row is invisible
         yield f"  {bin_.shortest:>{width},} – {bin_.longest:>{width},} {bin_.rows:>{digits},} {bar}".rstrip()
 
 

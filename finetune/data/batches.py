@@ -23,6 +23,7 @@ from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.microbatch import Microbatch, PaddedMicrobatch
 from finetune.engine.prefixes import RowGroup, Tokens, assign_to_ranks, num_shared, split_global_batch
+from finetune.units import ceil_div
 
 Collate: TypeAlias = Callable[[Sequence[EncodedExample]], Microbatch]
 Keys = TypeVar("Keys", bound=LoaderKeys)
@@ -276,7 +277,7 @@ class EvaluationLoader(DataLoader[Microbatch]):
     ) -> None:
         groups = evaluation_batches(examples, keys, boundary)
         self.row_batches = groups[rank::world_size]
-        self.most_batches = -(-len(groups) // world_size)
+        self.most_batches = ceil_div(len(groups), world_size)
         self.num_left_out = len(examples) - sum(map(len, groups))
         super().__init__(
             examples,  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.threads import num_cores
+from finetune.units import ceil_div
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class WorkerLostError(RuntimeError):
 
 def choose_processes(num_rows: int, characters: int, wanted: int | None) -> int:
     """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
-    num_batches = -(-num_rows // ROWS_AT_ONCE)
+    num_batches = ceil_div(num_rows, ROWS_AT_ONCE)
     if wanted is not None:
         return min(wanted, num_batches)
     if num_batches < 2 or num_cores() < 2 or characters < PAYS_FROM_CHARACTERS:

@@ -16,6 +16,7 @@ from finetune.engine.prefixes import RowGroup
 from finetune.training.cadence import Cadence
 from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
 from finetune.training.memory.forecast import longest_rows
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -94,7 +95,7 @@ class Batching:
     @cached_property
     def largest(self) -> Largest:
         """The micro-batch of the first epoch that computes most."""
-        per_step = max(1, *(-(-len(groups) // self.world_size) for groups in self._groups))
+        per_step = max(1, *(ceil_div(len(groups), self.world_size) for groups in self._groups))
         most = max((group for groups in self._groups for group in groups), key=self._num_computed)
         return Largest(self.collate([self._rows[row] for row in most.rows]), per_step)
 
@@ -179,7 +180,7 @@ class Batching:
         """The micro-batches of each step of the first epoch, or of evenly spread steps where there are very many."""
         rule = self._rule
         order, size, steps = rule.order(0), rule.global_batch_size, max(1, rule.steps_per_epoch // rule.repeats)
-        stride = -(-steps // _MOST_STEPS_LOOKED_AT)
+        stride = ceil_div(steps, _MOST_STEPS_LOOKED_AT)
         return [self._split(order[step * size : (step + 1) * size]) for step in range(0, steps, stride)]
 
     def _split(self, examples: list[int]) -> list[RowGroup]:

@@ -30,6 +30,7 @@ from finetune.inference.decoding import Draw, Sampling, group_prompts, room_for_
 from finetune.model.base import evaluation_mode, max_context
 from finetune.training.memory.forecast import OptimizerNeed, Shards, StepForecast, Weights
 from finetune.training.memory.tracing import FORWARD
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -320,5 +321,5 @@ def measure_generating(
                 seconds.append(time.perf_counter() - begun)
         return started + room * median(seconds[1:])
 
-    rounds = -(-len(batches) // world_size)
+    rounds = ceil_div(len(batches), world_size)
     return rounds * at_full_depth(model, torch.device("cpu"), measure) / config.grpo.num_iterations

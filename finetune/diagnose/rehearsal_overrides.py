@@ -14,6 +14,7 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.device import accelerator_type
 from finetune.threads import num_cores
 from finetune.training.loaders import global_batch_size
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -111,7 +112,7 @@ def _lengths(config: Config, steps: int, real_steps: int | None) -> dict[str, An
     """Scale down the steps and all keys that count steps. Shorten generated answers."""
     warmup = config.optim.warmup_steps
     if real_steps is not None:
-        warmup = -(-warmup * steps // real_steps)  # the same share of the steps, rounded up
+        warmup = ceil_div(warmup * steps, real_steps)  # the same share of the steps, rounded up
     chosen: dict[str, Any] = {
         "training.max_steps": steps,
         "optim.warmup_steps": min(warmup, steps - 1),

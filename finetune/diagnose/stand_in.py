@@ -10,6 +10,7 @@ import torch
 
 from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
 from finetune.model.published import with_sizes_here
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.config.schema import ModelSection
@@ -52,7 +53,7 @@ def shrink(keys: Mapping[str, Any], *, least_width: int = 0) -> dict[str, Any]:
     depth, heads = keys["num_hidden_layers"], keys["num_attention_heads"]
     ratio = max(1, heads // (keys.get("num_key_value_heads") or heads))
     # Round up, so that the hidden size is at least _LEAST_HIDDEN, and the keys' width at least least_width.
-    key_value_heads = max(2, -(-_LEAST_HIDDEN // (ratio * HEAD_SIZE)), -(-least_width // HEAD_SIZE))
+    key_value_heads = max(2, ceil_div(_LEAST_HIDDEN, ratio * HEAD_SIZE), ceil_div(least_width, HEAD_SIZE))
     hidden_size = ratio * key_value_heads * HEAD_SIZE
     by_layer = {key: value for key, value in keys.items() if isinstance(value, list) and len(value) == depth}
     layer_types = list(zip(*by_layer.values(), strict=True)) or [()] * depth

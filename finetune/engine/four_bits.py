@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from finetune.units import ceil_div
+
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
 """The weights that share a scale, and the scales that share one in turn: section 3 of the paper, and bitsandbytes."""
 
@@ -64,11 +66,11 @@ class _StateWithoutData:
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
-        empty, num_scales = weight.new_empty, -(-weight.numel() // _BLOCK)
+        empty, num_scales = weight.new_empty, ceil_div(weight.numel(), _BLOCK)
         self.shape, self.dtype = weight.shape, weight.dtype
         self.absmax = empty(num_scales, dtype=torch.uint8)
         self.code, self.offset = empty(16, dtype=torch.float32), empty((), dtype=torch.float32)
-        num_outer = -(-num_scales // _BLOCK_OF_SCALES)
+        num_outer = ceil_div(num_scales, _BLOCK_OF_SCALES)
         absmax, code = empty(num_outer, dtype=torch.float32), empty(256, dtype=torch.float32)
         self.state2 = SimpleNamespace(absmax=absmax, code=code)
 

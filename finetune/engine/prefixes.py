@@ -15,6 +15,8 @@ from typing import NamedTuple
 import numpy
 import numpy.typing
 
+from finetune.units import ceil_div
+
 Tokens = numpy.typing.NDArray[numpy.integer]
 """Token ids of one row, shape (time,)."""
 
@@ -150,7 +152,7 @@ def assign_to_ranks(weights: Sequence[int], num_ranks: int) -> list[list[int]]:
     """
     of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     lightest = [(0, rank) for rank in range(num_ranks)]  # a heap of the ranks that may get more, by their tokens
-    most = -(-len(weights) // num_ranks)
+    most = ceil_div(len(weights), num_ranks)
     for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
         load, rank = heappop(lightest)
         of_ranks[rank].append(index)
@@ -188,13 +190,13 @@ def _fill(
     num_rows = sum(len(part.rows) for part in parts)
     tokens = sum(part.num_tokens for part in parts)
     room = max(1, max_tokens - before)
-    by_rows, by_tokens = -(-num_rows // max_rows), -(-tokens // room)
+    by_rows, by_tokens = ceil_div(num_rows, max_rows), ceil_div(tokens, room)
     step = 2 if is_whole and by_tokens > max(1, by_rows) else 1
-    fewest = -(-min(max(by_rows, by_tokens), len(parts)) // step) * step
+    fewest = ceil_div(min(max(by_rows, by_tokens), len(parts)), step) * step
     # Of parts with more than room / (most + 1) tokens, at most so many go into one micro-batch.
     large = [sum(part.num_tokens * (most + 1) > room for part in parts) for most in range(1, _MOST_OF_A_SIZE)]
-    needed = max(-(-number // most) for most, number in enumerate(large, start=1))
-    for number in range(fewest + -(-max(0, needed - fewest) // step) * step, len(parts), step):
+    needed = max(ceil_div(number, most) for most, number in enumerate(large, start=1))
+    for number in range(fewest + ceil_div(max(0, needed - fewest), step) * step, len(parts), step):
         groups = _fill_exactly(number, parts, max_rows, room)
         if groups:
             return groups

@@ -20,6 +20,7 @@ from finetune.errors import ModelError
 from finetune.export.served_comparison import first_difference
 from finetune.export.served_model import Turns
 from finetune.export.vectors import CONVERSATIONS
+from finetune.units import name_first
 
 _NEVER_STRIPS = {"<unk>", "<s>", "<|endoftext|>"}
 _NEEDED_TO_STRIP = {*_NEVER_STRIPS, "</s>"}
@@ -170,12 +171,14 @@ def _causes(record: dict[str, Any], rules: TokenRules, texts: Sequence[str]) -> 
     rstrip = [token["content"] for token in tokens if token["rstrip"]]
     kept = [it["content"] for it in tokens if not it["rstrip"] and it["content"] not in _NEVER_STRIPS]
     if rstrip and not rules.strips:
-        yield f"{_list(rstrip)} swallow white space behind them in training, and in llama.cpp they do not (rstrip)"
+        named = name_first(rstrip, 3)
+        yield f"{named} swallow white space behind them in training, and in llama.cpp they do not (rstrip)"
     if rules.strips and kept:
-        yield f"{_list(kept)} keep white space behind them in training, and in llama.cpp they swallow it (rstrip)"
+        named = name_first(kept, 3)
+        yield f"{named} keep white space behind them in training, and in llama.cpp they swallow it (rstrip)"
     for flag, does in (("lstrip", "swallow white space before them"), ("single_word", "count only as whole words")):
         if found := [token["content"] for token in tokens if token[flag]]:
-            yield f"{_list(found)} {does} in training, and in llama.cpp they do not ({flag})"
+            yield f"{name_first(found, 3)} {does} in training, and in llama.cpp they do not ({flag})"
     if not is_byte_level(record):
         yield from _causes_of_spaces(record, rules)
         if record["model"]["type"] != "BPE":
@@ -208,10 +211,6 @@ def _parts(part: dict[str, Any] | None) -> list[dict[str, Any]]:
         (part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), []
     )
     return [part, *inner]
-
-
-def _list(texts: Sequence[str]) -> str:
-    return ", ".join(texts[:3]) + (f" and {len(texts) - 3} more tokens" if len(texts) > 3 else "")
 
 
 def _around(tokens: Sequence[str], at: int) -> str:

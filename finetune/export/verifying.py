@@ -37,6 +37,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
 from finetune.runs.verification import STATE_FILE, verify_checkpoint
 from finetune.training.forward import choose_forward
+from finetune.units import name_first
 
 _MOST_SHOWN = 3
 
@@ -200,8 +201,7 @@ def refuse_differences(verified: Verified, file: Path) -> None:
 
 def summarize_mismatches(mismatches: Sequence[str]) -> str:
     """Join the first differences into one sentence without a full stop."""
-    more = len(mismatches) - _MOST_SHOWN
-    return "; ".join(mismatches[:_MOST_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+    return name_first(mismatches, _MOST_SHOWN, separator="; ")
 
 
 def _opener(

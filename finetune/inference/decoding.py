@@ -21,6 +21,7 @@ from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
 from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode, longrope_boundary, max_context
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -134,7 +135,7 @@ def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> It
     mine = batches[runtime.rank :: world_size]
     yield from ((rows, True) for rows in mine)
     if runtime.shard_size is not None:
-        num_rounds = -(-len(batches) // world_size)
+        num_rounds = ceil_div(len(batches), world_size)
         yield from ((rows, False) for rows in batches[: num_rounds - len(mine)])
 
 

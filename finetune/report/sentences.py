@@ -12,7 +12,7 @@ from typing import NamedTuple
 from finetune.runs.comparison import compare_runs
 from finetune.runs.metrics import sign_of
 from finetune.runs.recorded_run import RecordedRun, best_point, finite
-from finetune.units import format_duration
+from finetune.units import format_duration, name_first
 
 _ENDED_EARLY = {
     "failed": "It failed",
@@ -67,8 +67,7 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
     changed = [row for row in compare_runs(runs) if row.part == "config"]
     if not changed:
         return "Their settings are the same."
-    names = ", ".join(row.name for row in changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else "")
-    return f"Their settings differ in {names}."
+    return f"Their settings differ in {name_first([row.name for row in changed], 4)}."
 
 
 def summarize_run(run: RecordedRun) -> Summary:

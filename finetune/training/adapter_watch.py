@@ -11,6 +11,7 @@ import torch
 
 from finetune.errors import RunFailedError
 from finetune.training.step import StepResult
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -72,17 +73,17 @@ class AdapterWatch:
         if idle_experts:
             _log.warning(
                 "no token has reached the adapters of %s until step %d: they are not trained yet",
-                _name_some(sorted(idle_experts)),
+                name_first(sorted(idle_experts), _MAX_SHOWN),
                 NUM_STEPS,
             )
         untrained = [name for name in unchanged if name not in idle_experts]
         if untrained:
             raise RunFailedError(
                 f"step {NUM_STEPS}: {len(untrained)} of {len(self._b_matrices)} adapters have not changed since the "
-                f"start: {_name_some(untrained)}. Expected: each of them trains. Either the model's forward does not "
-                "call these layers, or it detaches their results, or a hook or a script freezes them, or the learning "
-                f"rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or leave these "
-                "layers out of lora.target_modules."
+                f"start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the forward does "
+                "not call these layers, or it detaches their results, or a hook or a script freezes them, or the "
+                f"learning rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or leave "
+                "these layers out of lora.target_modules."
             )
 
     def _is_idle_expert(self, name: str, unchanged: Collection[str]) -> bool:
@@ -95,7 +96,3 @@ class AdapterWatch:
 def _has_changed(matrix: torch.Tensor, at_start: torch.Tensor | None) -> bool:
     """Return whether a matrix differs from its values at the start; None: it was zero."""
     return bool(matrix.detach().any()) if at_start is None else not torch.equal(matrix.detach().cpu(), at_start)
-
-
-def _name_some(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else "")

@@ -21,7 +21,7 @@ from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
-from finetune.units import format_bytes
+from finetune.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -223,7 +223,7 @@ def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> Non
     `received_bytes` is for a micro-batch, and `world_size` counts the processes that train.
     """
     cuts = rule.microbatches_of_step(0, 0)
-    rounds = -(-len(cuts) // world_size)
+    rounds = ceil_div(len(cuts), world_size)
     tokens = sum(cut.num_tokens for cut in cuts) // len(cuts)
     in_all = format_bytes(rounds * received_bytes)
     _log.info(

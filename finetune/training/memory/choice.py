@@ -33,7 +33,7 @@ from finetune.training.memory.forecast import (
     optimizer_need,
 )
 from finetune.training.optim import build_optimizer
-from finetune.units import format_bytes
+from finetune.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ParallelSection
@@ -366,7 +366,7 @@ def _row_limit(config: Config, world_size: int) -> int:
     if config.origin("training.batch_size") != "default":
         return config.training.batch_size
     asked = config.parallel.world_size or world_size
-    return -(-global_batch_size(config, world_size) // asked)
+    return ceil_div(global_batch_size(config, world_size), asked)
 
 
 def _bound(model: Any, *, rows: int, length: int) -> int:

@@ -36,6 +36,7 @@ from finetune.training.memory.tracing import (
     trace,
 )
 from finetune.training.objectives.preferences import PreferenceMicrobatch
+from finetune.units import ceil_div
 
 PARTS: tuple[Part, ...] = (
     *("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"),
@@ -96,7 +97,7 @@ class _Weight(NamedTuple):
 
     def part(self, size: int) -> int:
         """Return the bytes of a rank's part: FSDP2 cuts by rows, and pads the last part."""
-        return self.num_bytes // self.num_rows * -(-self.num_rows // size) if self.num_rows else self.num_bytes
+        return self.num_bytes // self.num_rows * ceil_div(self.num_rows, size) if self.num_rows else self.num_bytes
 
 
 class Weights:
