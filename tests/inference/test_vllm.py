@@ -169,7 +169,7 @@ def test_a_server_that_does_not_fit_is_refused(server, rows, tmp_path):
     with pytest.raises(ConfigError, match=r"serves at most [\d,]+ tokens .*--max-model-len 1000000"):
         asked.check(AutoTokenizer.from_pretrained(BASE), "three crates", most_tokens=10**6)
     with pytest.raises(RunFailedError, match="does not answer"):
-        VllmServer(f"http://localhost:{free_port()}", patience_seconds=60).ask("/version")
+        VllmServer(f"http://localhost:{free_port()}", patience_seconds=60).post("/version")
     with pytest.raises(RunFailedError, match="LoRA rank 32 is greater than max_lora_rank 16"):
         train_from_overrides(words(server, rows, tmp_path / "wide", "lora.r=32"))
     with pytest.raises(ConfigError, match="gets the step's weights as a LoRA adapter"):
@@ -196,14 +196,14 @@ def test_an_adapter_that_the_server_has_is_compared_as_it_is(server, trained, tm
     asked, known = VllmServer(server.url, patience_seconds=60), vectors_of_run(find_run(trained))
     old = shutil.copytree(trained / "adapter", tmp_path / "adapter")
     edit_json(old / "adapter_config.json", lora_alpha=1.0)
-    asked.ask("/v1/load_lora_adapter", lora_name="orders", lora_path=str(old))
+    asked.post("/v1/load_lora_adapter", lora_name="orders", lora_path=str(old))
     shutil.copytree(trained / "adapter", old, dirs_exist_ok=True)
     for served_as in (None, "orders"):
         with served_by_vllm(old, known, url=server.url, base=BASE, served_as=served_as) as served:
             assert compare(served, known, bound=ROUNDING).checks["positions"].equal == 0
     with served_by_vllm(trained / "adapter", known, url=server.url, base=BASE) as served:
         assert compare(served, known, bound=ROUNDING).mismatches == ()
-    asked.ask("/v1/unload_lora_adapter", lora_name="orders")
+    asked.post("/v1/unload_lora_adapter", lora_name="orders")
 
 
 def test_another_adapter_in_vllm_is_not_what_was_trained(server, trained, tmp_path):
