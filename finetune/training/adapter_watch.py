@@ -80,10 +80,10 @@ class AdapterWatch:
         if untrained:
             raise RunFailedError(
                 f"step {NUM_STEPS}: {len(untrained)} of {len(self._b_matrices)} adapters have not changed since the "
-                f"start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the forward does "
-                "not call these layers, or it detaches their results, or a hook or a script freezes them, or the "
-                f"learning rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or leave "
-                "these layers out of lora.target_modules."
+                f"start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the model's "
+                "forward does not call these layers, or it detaches their results, or a hook or a script freezes them, "
+                f"or the learning rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or "
+                "leave these layers out of lora.target_modules."
             )
 
     def _is_idle_expert(self, name: str, unchanged: Collection[str]) -> bool:
