@@ -238,16 +238,21 @@ class DataSection(Section):
     cache_dir: Free[str] = "~/.cache/finetune"
     """Folder for encoded data, one per node."""
 
-    _refused: dict[str, str] = PrivateAttr(default_factory=dict)
+    _untrusted: dict[str, str] = PrivateAttr(default_factory=dict)
 
-    def refuse_untrusted(self, address: str) -> None:
-        """Refuse to read an address that only the folder of a run names.
+    def mark_untrusted(self, address: str, message: str) -> None:
+        """Note that only the folder of a run names an address. `message` says how to allow it."""
+        self._untrusted[address] = message
+
+    def refuse_untrusted(self, address: str | None = None) -> None:
+        """Refuse to read an address that only the folder of a run names. None: refuse if there is any.
 
         Raises:
             ConfigError: says how to allow it.
         """
-        if address in self._refused:
-            raise ConfigError(self._refused[address])
+        for untrusted, message in self._untrusted.items():
+            if address in (None, untrusted):
+                raise ConfigError(message)
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod

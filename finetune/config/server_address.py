@@ -10,7 +10,7 @@ def split_server_address(url: str) -> SplitResult:
     """Split the address of a server. Messages, logs and run.json repeat it, so it may hold no credentials.
 
     Raises:
-        ValueError: it is none. The message does not show it.
+        ValueError: the text is not the address of a server. The message does not repeat the text.
     """
     with suppress(ValueError):  # urlsplit, the port and IDNA raise it
         parts = urlsplit(url)

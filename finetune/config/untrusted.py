@@ -50,8 +50,8 @@ def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted:
 def bound_to_folder(config: Config, folder: Path) -> Config:
     """Return the configuration of a run for a command that is given the run's folder, which others may have made.
 
-    The command writes nowhere else, apart from its own cache. It reads local files that the folder names, and logs
-    them. An address in the folder is refused when it is read.
+    The command writes only into the folder and into its own cache. It reads local files that the configuration names,
+    and logs their names. An address in the configuration is refused when the command would read it.
     """
     typed = {key for key in values(config) if config.origin(key).startswith(COMMAND_LINE)}
     local = []
@@ -62,10 +62,11 @@ def bound_to_folder(config: Config, folder: Path) -> Config:
         if is_address(path):
             value = values(config)[key]
             argument = f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-            config.data._refused[path] = (
+            config.data.mark_untrusted(
+                path,
                 f"{name} is {path} ({config.origin(key)}): an address that only the folder of a run names is not read, "
                 f"because others may have written it. If you trust it, add --set {shlex.quote(argument)} to the "
-                "command."
+                "command.",
             )
         elif is_there(path):
             local.append(f"{name}={path}")

@@ -136,7 +136,10 @@ def _prompt(cells: Cells, column: str) -> str | Dialogue:
 
 
 def _asked(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
-    """Return a question with the earlier turns, the tools and the system turn of its row; text if it has none."""
+    """Return a question with the earlier turns, the tools and the system turn of its row.
+
+    A question is text if the row has none of these and `is_text` is true.
+    """
     earlier = _history(cells) if cells.has("history") else []
     tools = parse_tools(cells.get("tools"), cells.name("tools"))
     if is_text and not (earlier or tools or cells.has("system")):

@@ -41,7 +41,7 @@ _PIECE_BYTES = 1 << 20
 _ANSWER_SECONDS = 120.0
 """The longest that a server may take to answer a question, and to send one piece of a file."""
 _MOST_BYTES_WITHOUT_SIZE = 64 << 30
-"""The largest file whose size the server does not name."""
+"""The largest file for which the server does not announce a size."""
 
 
 def local_path(path: str) -> Path:
@@ -208,7 +208,7 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
         raise PreemptedError(f"stopped as asked, while it read {without_passwords(address)}") from None
     except DeadlineExceededError:
         raise DataError(
-            f"{what}, whose server has not sent an answer, or the next {format_bytes(_PIECE_BYTES)}, within "
+            f"{what}: the server has not sent an answer, or the next {format_bytes(_PIECE_BYTES)}, within "
             f"{_ANSWER_SECONDS:g} s. Try again later, or copy the file here."
         ) from None
     except ImportError as error:

@@ -200,7 +200,7 @@ def _load_renderer() -> Callable[..., str]:
 
 
 def _render_until_it_ends(connection: Connection[Any, Any]) -> None:
-    """Run the process: answer requests until the connection ends, or none has come for `_IDLE_SECONDS`."""
+    """Answer requests until the connection ends, or until no request has come for `_IDLE_SECONDS`."""
     leave_signals_to_parent()
     render = _load_renderer()
     with open(os.devnull, "wb") as nowhere:  # noqa: PTH123

@@ -75,7 +75,7 @@ def diagnose(config: Config, *, as_json: bool = False) -> int:
 
 
 def _check_world(environment: LaunchEnvironment, config: Config, own: list[Finding]) -> list[Finding]:
-    """Join the world. Return rank 0's findings, then those of other ranks and of the world. Collective."""
+    """Join the world. Return the findings of rank 0, of the other ranks and of the world. Collective."""
     is_set = config.origin("parallel.timeout_minutes") != "default"
     timeout = timedelta(minutes=config.parallel.timeout_minutes) if is_set else _DEFAULT_TIMEOUT
     try:

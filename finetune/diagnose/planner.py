@@ -126,7 +126,10 @@ class Planner:
         )
         self._prompts: list[list[int]] | None = None
         self._splits = self._encode()
-        self._answers = self._assume_answers()
+        self._answers: AssumedAnswers | None = None
+        if OBJECTIVES[config.training.objective].rows == "prompts":
+            size = global_batch_size(config, self._world_size)
+            self._answers = AssumedAnswers.of(config, self.model, self._prompts, size)
         collate = self._objective.collate(self._config, forward.collate)
         self.choice = self._choose_by_memory(collate)
         self._config = config = self.choice.resolve(config)
@@ -204,13 +207,6 @@ class Planner:
             fix = "run `finetune preview` with the same arguments to see more"
             self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
             return None
-
-    def _assume_answers(self) -> AssumedAnswers | None:
-        """Return the answers that a run learns from if it learns from prompts; else None."""
-        if OBJECTIVES[self._config.training.objective].rows != "prompts":
-            return None
-        size = global_batch_size(self._config, self._world_size)
-        return AssumedAnswers.of(self._config, self.model, self._prompts, size)
 
     def _choose_by_memory(self, collate: Collate) -> MemoryChoice:
         weights = Weights(self.model)

@@ -234,7 +234,7 @@ def _kill(rehearsal: Rehearsal, log: Path) -> str:
 
 
 def _resume(rehearsal: Rehearsal, log: Path) -> str:
-    """Resume the killed run, and compare its files with those of the run that was not killed."""
+    """Resume the killed run, and compare its files with the files of the other run, which was not killed."""
     rehearsal.train(log, "killed", resume="auto")
     uninterrupted, resumed = (_digests(rehearsal.folder / run) for run in ("whole", "killed"))
     differing = [file for file in uninterrupted if resumed.get(file) != uninterrupted[file]]
@@ -310,4 +310,4 @@ STAGES: dict[str, Callable[[Rehearsal, Path], str]] = {
     "verify": _verify,
 }
 _NOT_NEEDED = ("plan", "folders")
-"""The stages whose results no other stage needs."""
+"""No other stage needs the results of these stages."""

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -113,8 +113,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, fsdp_is_hidden():
-        is_alone = environment.world_size == 1  # several ranks stop together, after a step
-        signals.enter_context(stops_after_step(sets_up=is_alone) if trains else termination_raises())
+        signals.enter_context(_signals_of_run(environment) if trains else termination_raises())
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)
@@ -142,6 +141,11 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
                 raise
             raise named from error
         runtime.close(None)
+
+
+def _signals_of_run(environment: LaunchEnvironment) -> AbstractContextManager[None]:
+    """Stop one process at once during set-up. Several ranks stop together after a step."""
+    return stops_after_step(sets_up=environment.world_size == 1)
 
 
 def _folder_of_kernels(config: Config) -> Path:

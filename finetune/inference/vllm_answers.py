@@ -70,11 +70,11 @@ class Limits(NamedTuple):
     max_tokens: int
     vocabulary: int
     num_likely: int | None
-    """Log p of at least so many tokens at the first position; None: of none."""
+    """The least number of tokens at the first position that have log p. None: no log p was asked for."""
 
 
 def _read(text: bytes, name: str, shape: Any) -> Any:
-    """Read one field of an answer in JSON. Raises ValueError, which says what is wrong first, without a full stop."""
+    """Read one field of an answer in JSON. Raises a ValueError that names the first fault, without a full stop."""
     fields: Any = {name: (shape, ...)}
     try:
         answer = create_model("Answer", __base__=_Fields, **fields).model_validate_json(text)
@@ -92,7 +92,11 @@ read_version = partial(_read, name="version", shape=Annotated[str, Field(pattern
 
 
 def read_choices(text: bytes, asked: Limits) -> list[Choice]:
-    """Read the answers to a prompt, by their indices. Raises ValueError also if they are not what was asked for."""
+    """Read the answers to a prompt, in the order of their indices.
+
+    Raises:
+        ValueError: the answers are malformed, or differ from what was asked for.
+    """
     choices: list[Choice] = _read(text, "choices", Annotated[list[Choice], _FIRST_ONLY])
     choices.sort(key=lambda choice: choice.index)
     if [choice.index for choice in choices] != list(range(asked.num_answers)):

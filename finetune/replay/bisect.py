@@ -41,7 +41,7 @@ class Bisection:
     bound: float
     """The bound of their losses, see `LOSS_BOUNDS`. If the precisions differ, the smaller one."""
     step: int | None
-    """The first step whose losses differ."""
+    """The first step in which the losses differ."""
     losses: tuple[float, float] | None
     facts: tuple[Difference, ...] = ()
     """The recorded facts that differ between two runs, as `finetune diff` lists them."""
@@ -159,7 +159,7 @@ def bisect_environment(path: Path, python: str | None, plan: StepPlan, settings:
 
 
 def _explain_settings(result: Bisection, a: ComparedSide, b: ComparedSide, runs: Sequence[RecordedRun]) -> Bisection:
-    """Compute the first side with each differing key of the second, until the losses are those of the second."""
+    """Compute the first side with one differing key of the second after the other, until the losses are equal."""
     assert result.step is not None
     again = _bisect_command(a, result.step)
     keys = _differing_keys(a.config, b.config)

@@ -47,7 +47,7 @@ class ComparedSide(NamedTuple):
 
 
 def first_divergence(first: ComparedSide, second: ComparedSide, bound: float) -> int | None:
-    """Return the first step whose losses differ by more than the bound; None if all are equal."""
+    """Return the first step in which the losses differ by more than the bound. Return None if there is no such step."""
     return next((step for step, name in _differing_values(first, second, bound) if name == "loss"), None)
 
 

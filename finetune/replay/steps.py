@@ -77,7 +77,7 @@ class Replay:
 
     @property
     def mismatches(self) -> list[str]:
-        """Return a sentence for each step whose loss differs by more than the bound."""
+        """Return a sentence for each step in which the losses differ by more than the bound."""
         return [
             f"step {step}: the loss is {computed!r} again, but {recorded!r} was recorded; expected a difference of at "
             f"most {self.bound:.3g} x max(1, loss)"
@@ -138,7 +138,7 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
     The overrides, as `key=value`, change the configuration.
 
     Raises:
-        CheckpointError: no step was recorded, or the rows or the device are not those of the run.
+        CheckpointError: no step was recorded, or the run has other rows or another device.
         ConfigError: this machine cannot compute what the run did.
     """
     run = RecordedRun(path)
@@ -220,8 +220,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         )
     read_run_record(run.folder.record_file)  # refuses values of other types
     config = load_run_config(path, overrides)
-    for address in config.data._refused:  # a replay reads all rows
-        config.data.refuse_untrusted(address)
+    config.data.refuse_untrusted()  # a replay reads all rows
     if (memory := MemoryChoice.from_record(run.part("memory"), config)) is not None:
         config = memory.resolve(config)
     chosen: dict[str, object] = {

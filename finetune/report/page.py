@@ -42,7 +42,7 @@ _NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 
 class SettingRow(NamedTuple):
-    """A key of a run's configuration whose value is not the default."""
+    """A key of a run's configuration that differs from its default."""
 
     key: str
     value: str

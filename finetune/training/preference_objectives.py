@@ -75,7 +75,7 @@ def _collate_labelled(config: Config, collate: Collate) -> Any:
 
 
 def _prepare(config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: Any) -> Prepared:
-    """Refuse rows whose answers would be compared with different LongRoPE factors, and warn of unequal labels."""
+    """Refuse pairs that need different LongRoPE factors for their two answers, and warn of unequal labels."""
     del tokenizer
     for split in (splits.train, splits.validation):
         _refuse_straddling(split, longrope_boundary(model))
