@@ -224,7 +224,9 @@ def test_a_kernel_that_a_config_names_is_not_loaded(untrusted, tmp_path):
 
 
 @pytest.mark.parametrize("is_typed", [True, False])
-def test_a_file_does_not_choose_where_compiled_kernels_are_read(tmp_path, is_typed):
+def test_a_file_does_not_choose_where_compiled_kernels_are_read(tmp_path, monkeypatch, is_typed):
+    # A folder that the user has set stays, and a run that an earlier test left open may have set one.
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     run = tmp_path / "run.yaml"
     run.write_text("" if is_typed else f"data: {{cache_dir: {tmp_path}}}\n")
     own = [f"data.cache_dir={tmp_path}"] if is_typed else []
