@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from finetune.terminal import fold, prepare_streams, visible
+from finetune.terminal import as_one_message, fold, prepare_streams, visible
 from finetune.units import format_duration
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class _RankFormatter(logging.Formatter):
         super().__init__(f"[RANK {rank}] %(asctime)s %(levelname)s %(name)s: %(message)s", "%Y-%m-%d %H:%M:%S")
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return as_one_message(super().format(record))
 
 
 class _LogFile(logging.FileHandler):
@@ -97,7 +97,10 @@ class _Forwarder(logging.Handler):
     """Hand the records of another library to the handlers of the package."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        logging.getLogger(PACKAGE).handle(record)
+        if is_configured():
+            logging.getLogger(PACKAGE).handle(record)
+        else:
+            sys.stderr.write(f"{as_one_message(self.format(record))}\n")
 
 
 class _PersonHandler(logging.StreamHandler[TextIO]):
@@ -110,7 +113,7 @@ class _PersonHandler(logging.StreamHandler[TextIO]):
     def format(self, record: logging.LogRecord) -> str:
         name = record.levelname.lower()
         message = getattr(record, "short", None) or super().format(record)
-        text = fold(f"{name}: {message}", self.stream, indent="  ")
+        text = fold(as_one_message(f"{name}: {message}"), self.stream, indent="  ")
         colour = _COLOURS.get(name, _COLOURS["warning"])  # a library may name a level of its own, or rename one
         return text if os.environ.get("NO_COLOR") else f"\x1b[{colour}m{name}:\x1b[0m{text[len(name) + 1 :]}"
 
@@ -183,10 +186,9 @@ def log_python_warnings() -> None:
 
 
 def hear_libraries() -> None:
-    """On a terminal, send the log lines of other libraries through the package's log: they quote models and data."""
-    if sys.stderr.isatty():
-        for name in _LIBRARIES:
-            logging.getLogger(name).handlers = [_Forwarder()]
+    """Send the log lines of other libraries through the package's log: they quote models and data."""
+    for name in _LIBRARIES:
+        logging.getLogger(name).handlers = [_Forwarder()]
 
 
 @contextmanager

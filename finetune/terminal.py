@@ -34,6 +34,8 @@ _SECRET_IN_QUERY = re.compile(
 """A query parameter that grants access to an address, as in signed URLs; the first group is its name."""
 _NOT_ESCAPED_BY_JSON = re.compile("[\u007f-\u009f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
+_LATER_LINE = re.compile(r"\n(?=\S)")
+
 _USUAL_WIDTH = 80
 _UNBOUNDED = 100_000
 _LONGEST_VALUE = 60
@@ -157,6 +159,11 @@ def visible(text: str, *, also_unseen: bool = False) -> str:
         also_unseen: also replace harmless invisible characters: joiners, and all spaces except the plain one.
     """
     return "".join(c if _may_stand(c, also_unseen) else f"<U+{ord(c):04X}>" for c in text)
+
+
+def as_one_message(text: str) -> str:
+    """Return a message without control sequences, its later lines indented: none looks like a message of its own."""
+    return _LATER_LINE.sub("\n  ", visible(text))
 
 
 def without_passwords(text: str) -> str:

@@ -58,6 +58,32 @@ def test_another_rank_or_a_log_that_has_lines_is_left_alone(log, monkeypatch):
     assert len(log.getvalue().splitlines()) == 1
 
 
+def test_no_line_of_an_untrusted_message_looks_like_a_line_of_the_log(log):
+    configure(0, log)
+    logging.getLogger("finetune.data").error("the server said: no\n[RANK 0] 2026-01-01 00:00:00 INFO finetune: saved")
+    assert [line[:9] for line in log.getvalue().splitlines()] == ["[RANK 0] ", "  [RANK 0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_warnings_and_other_libraries_steer_no_terminal(is_configured):
+    program = f"""
+import logging, warnings
+from transformers.utils import logging as transformers_log
+from finetune.logs import configure_logs, hear_libraries, log_python_warnings
+log_python_warnings()
+hear_libraries()
+{"configure_logs(0)" if is_configured else ""}
+warnings.warn("of rows \x1b[2J\\nfinetune: all is well")
+transformers_log.get_logger("transformers.models").warning("of a model \x1b[2J\\nfinetune: all is well")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stderr
+    assert done.stderr.count("<U+001B>[2J") == 2, done.stderr
+    assert not any(line.startswith("finetune: all") for line in done.stderr.splitlines())
+
+
 @pytest.mark.slow
 def test_a_pipe_is_told_of_slow_imports(tmp_path):
     program = "import finetune.logs, finetune.cli; finetune.logs.SILENCE_SECONDS = 0.1; finetune.cli.main()"

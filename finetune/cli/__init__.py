@@ -15,7 +15,7 @@ from finetune.distributed.environment import is_first_process, read_environment,
 from finetune.errors import ConfigError, FinetuneError, LaunchError, PreemptedError, RunFailedError
 from finetune.logs import configure_logs, is_for_a_person, log_python_warnings
 from finetune.signals import Terminated, undisturbed
-from finetune.terminal import fold, prepare_streams
+from finetune.terminal import as_one_message, fold, prepare_streams
 
 EXIT_BUG = 1
 EXIT_INTERRUPTED = 130
@@ -51,9 +51,9 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
     """
     prepare_streams()
     given = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
+    log_python_warnings()
     if is_for_a_person(sys.stderr) and not _is_one_of_several():
         configure_logs(0)  # before the configuration is read, which may warn
-        log_python_warnings()
     error: BaseException = SystemExit(0)
     try:
         run(given)
@@ -124,7 +124,7 @@ def _report(error: FinetuneError) -> None:
         _say(f"finetune: {error}")
         return
     where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-    _say(f"finetune: {type(error).__name__}: {error}{where}")
+    _say(as_one_message(f"finetune: {type(error).__name__}: {error}{where}"))
 
 
 def _say(text: str) -> None:

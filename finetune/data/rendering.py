@@ -63,12 +63,36 @@ def render_conversations(
     if own is not PreTrainedTokenizerBase.apply_chat_template:  # code that was allowed to run here
         call: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": with_prompt}
         return [_attempt(partial(own, tokenizer, one, **call)) for one in conversations]
+    return render_template(
+        tokenizer.get_chat_template(tools=tools),
+        conversations,
+        tools,
+        with_prompt=with_prompt,
+        tokens=tokenizer.special_tokens_map,
+        name=name or tokenizer.name_or_path or "the tokenizer",
+    )
+
+
+def render_template(
+    template: str,
+    conversations: Sequence[Any],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    with_prompt: bool,
+    tokens: Mapping[str, Any] | None = None,
+    name: str,
+) -> list[Rendered]:
+    """Render each conversation with a chat template. `tokens` are the special tokens that it may write.
+
+    Raises:
+        DataError: the template exceeds a limit. `name` names it.
+    """
     request = {
-        "template": tokenizer.get_chat_template(tools=tools),
+        "template": template,
         "conversations": conversations,
         "tools": tools,
         "with_prompt": with_prompt,
-        "tokens": tokenizer.special_tokens_map,
+        "tokens": tokens or {},
     }
     answer: list[Rendered] = []
     with _Renderer.lock:
@@ -76,9 +100,9 @@ def render_conversations(
     if why is None:
         return answer
     raise DataError(
-        f"the chat template of {name or tokenizer.name_or_path or 'the tokenizer'} {why}, so it was stopped. A row may "
-        f"take {ROW_SECONDS} s, {_MEMORY >> 30} GiB of memory and {_CHARACTERS_PER_BYTE} times its own length, beside "
-        "a fixed part. Set another template: data.chat_template."
+        f"the chat template of {name} {why}, so it was stopped. A row may take {ROW_SECONDS} s, {_MEMORY >> 30} GiB of "
+        f"memory and {_CHARACTERS_PER_BYTE} times its own length, beside a fixed part. Set another template: "
+        "data.chat_template."
     )
 
 

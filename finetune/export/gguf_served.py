@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from finetune.data.rendering import render_template
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.export.gguf_file import read_header
 from finetune.export.gguf_tokens import OtherIds, Reading
@@ -168,7 +169,13 @@ class LlamaCpp:
         self.stop_ids = [token_id for token_id in self.ends if str(token_id) in stated]
 
     def render(self, turns: Turns) -> Rendered:
-        """Render and encode a conversation through the chat handler of llama-cpp-python's server."""
+        """Render and encode a conversation through the chat handler of llama-cpp-python's server.
+
+        Raises:
+            DataError: the template exceeds the limits of ours. That handler has none.
+        """
+        if template := self._llama.metadata.get("tokenizer.chat_template"):
+            render_template(template, [list(turns)], with_prompt=True, name=str(self._files.model))
         asked = _AskedPrompt(self._llama)
         try:
             self._chat_handler()(llama=asked, messages=[dict(turn) for turn in turns])

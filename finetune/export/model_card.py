@@ -23,8 +23,10 @@ from finetune.export.compressed_folder import Compressed
 from finetune.export.merge import Merged
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
+from finetune.terminal import visible
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_MARKUP = re.compile(r"[\\`*<>|\[\]]")
 _SETTINGS = ("training", "preference", "grpo", "rollout", "reward", "optim", "lora", "data")
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
 
@@ -80,19 +82,25 @@ def _card(
     recorded = RecordedRun(run.folder.path)
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
     scores = {name: scores[name] for name in ("base", "tuned") if name in scores}
+    settings = _settings(config)
     environment = jinja2.Environment(
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        finalize=_in_a_line,
     )
     template = Path(__file__).with_name("model_card.md.j2").read_text(encoding="utf-8")
     return environment.from_string(template).render(
-        header=_header(config, base, is_adapter=merged is None),
+        header=_Block(_header(config, base, is_adapter=merged is None)),
         name=recorded.folder.path.name,
         base=base or _local_base(config),
+        base_in_code=_Block(json.dumps(base or _local_base(config))),
         is_full=run.is_full,
         merged=merged,
         compressed=compressed,
-        system=system,
-        fence=max(["~~~", *re.findall("~{3,}", system or "")], key=len) + "~",
+        system=system and _Block(visible(system)),
+        fence=max(["~~~", *re.findall("~{3,}", f"{system}\n{settings}")], key=len) + "~",
         data=_data_name(config),
         training=_rows(recorded),
         best_loss=best_loss if isinstance(best_loss, (int, float)) else None,
@@ -102,9 +110,20 @@ def _card(
         metrics=sorted({metric for values in scores.values() for metric in values}),
         tested_split=recorded.tested_split,
         rows_of_loss=recorded.rows_of_test_loss,
-        settings=_settings(config),
+        settings=_Block(settings),
         versions=recorded.part("versions"),
     )
+
+
+class _Block(str):
+    """Text of several lines that Markdown shows as it is, or that is Markdown."""
+
+
+def _in_a_line(value: Any) -> Any:
+    """Return untrusted text as one line of plain text: a run's folder names data, metrics and packages."""
+    if isinstance(value, _Block) or not isinstance(value, str):
+        return value
+    return _MARKUP.sub(r"\\\g<0>", visible(" ".join(value.split())))
 
 
 def _header(config: Config, base: str | None, *, is_adapter: bool) -> str:

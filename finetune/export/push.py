@@ -167,9 +167,7 @@ def _pack_adapter(source: Path, base: str | None) -> Package:
             "the adapter's base is a local folder, which nobody else could load. Name the base's hub id with --base, "
             f"or push the whole model: finetune merge {source} OUT."
         )
-    files: dict[str, Content] = {
-        path.name: path for path in run.weights.iterdir() if path.is_file() and path.name != MANIFEST
-    }
+    files = _files_of(run.weights)
     config = json.loads((run.weights / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
     if found != config.get("base_model_name_or_path"):
         config["revision"] = None  # it is a commit of another repository
@@ -186,12 +184,22 @@ def _pack_model(source: Path) -> Package:
     if damage and (source / MANIFEST).is_file():
         raise CheckpointError(f"{source} is damaged: {'; '.join(damage)}. Merge again into a new folder.")
     header = _card_header(source / _CARD)
-    files: dict[str, Content] = {
-        path.name: path for path in source.iterdir() if path.is_file() and path.name != MANIFEST
-    }
+    files = _files_of(source)
     if (source / _CARD).is_file():
         files[_CARD] = _with_certificate((source / _CARD).read_text(encoding="utf-8"), source).encode()
     return Package(form="model", base=_one(header.get("base_model")), files=files, licence=header.get("license"))
+
+
+def _files_of(folder: Path) -> dict[str, Content]:
+    """Return the files to send. A link could name a file of this machine that is not part of the model."""
+    files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
+    for path in files.values():
+        if path.is_symlink():
+            raise CheckpointError(
+                f"{path} is a link to {path.readlink()}. Only files of the folder itself are sent: put the file in the "
+                "place of the link, or remove the link. Nothing was sent."
+            )
+    return dict(files)
 
 
 def _with_certificate(card: str, folder: Path) -> str:

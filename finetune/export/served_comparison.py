@@ -134,9 +134,13 @@ def _ask_without_system(served: ServedModel, vectors: Vectors) -> str:
     if vectors.system is None or asked is None or not asked.turns:
         return ""
     without = asked.turns[1:]
-    answer = served.answer(served.render(without).token_ids, vectors.max_new_tokens)
-    same = "the same answer" if answer == asked.answer else "another answer"
-    return f"{describe_system(vectors.system)}. Without it, the model gives {same} to {quote(without[0]['content'])}"
+    described = describe_system(vectors.system)
+    try:
+        prompt = served.render(without).token_ids
+    except Exception as error:  # a template is a program: it can fail in any way
+        return f"{described}. Without it, the chat template refuses a conversation: {first_line(error)}"
+    same = "the same answer" if served.answer(prompt, vectors.max_new_tokens) == asked.answer else "another answer"
+    return f"{described}. Without it, the model gives {same} to {quote(without[0]['content'])}"
 
 
 def _of(vector: Vector, difference: str) -> str:

@@ -94,6 +94,52 @@ def test_logits_answers_tokens_and_stops_are_those_of_base_and_adapter(run, merg
     assert type_of(exported) == "f32"
 
 
+def with_options(options: dict[str, object], exported, folder):
+    """Copy an exported folder, without its digests, and set options of its sessions."""
+    shutil.copytree(exported, folder)
+    (folder / "manifest.json").unlink()
+    config = json.loads((folder / "genai_config.json").read_text())
+    config["model"]["decoder"]["session_options"] |= options
+    (folder / "genai_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@needs_runtime
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"custom_ops_library": "code.so"},
+        {"enable_profiling": "trace"},
+        {"provider_options": [{"QNN": {"backend_path": "code.so"}}]},
+    ],
+    ids=["library", "trace", "provider"],
+)
+def test_a_configuration_that_could_run_code_or_write_files_is_refused(exported, tmp_path, options):
+    folder = with_options(options, exported, tmp_path / "model")
+    (folder / "code.so").write_bytes(b"not a library")
+    done = run_finetune("verify", folder)
+    assert done.returncode == 2
+    assert f"sets session_options.{next(iter(options))}, which finetune export does not write" in done.errors
+    assert "code.so" not in done.errors.replace("model_path", ""), "the runtime tried to load it"
+
+
+@needs_runtime
+@pytest.mark.slow
+def test_a_template_without_end_and_a_missing_graph_end_verify_with_a_sentence(exported, tmp_path):
+    endless = with_options({}, exported, tmp_path / "endless")
+    loop = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+    (endless / "chat_template.jinja").write_text(f"{loop}{{{{ messages[0].content }}}}")
+    done = run_finetune("verify", endless)
+    assert done.returncode == 3
+    assert f"the chat template of {endless} took longer than 5 s" in done.errors
+    empty = with_options({}, exported, tmp_path / "empty")
+    (empty / "model.onnx").unlink()
+    done = run_finetune("verify", empty)
+    assert done.returncode == 3
+    assert "is damaged: it has no model.onnx" in done.errors
+
+
 @needs_runtime
 @pytest.mark.slow
 def test_the_folder_is_certified_and_verifies_again(exported):

@@ -237,6 +237,32 @@ def test_a_hub_that_is_not_there(hub, push, model):
     assert "Traceback" not in done.stdout
 
 
+@pytest.mark.parametrize("form", ["adapter", "model"])
+def test_a_link_in_the_folder_is_not_followed(hub, push, run, model, tmp_path, form):
+    secret = tmp_path / "secret"
+    secret.write_text("of this machine")
+    source = model if form == "model" else shutil.copytree(run, tmp_path / "run", symlinks=True)
+    link = (source if form == "model" else source / "adapter") / "notes.txt"
+    link.symlink_to(secret)
+    done = push(source, "me/orders", "--base", BASE) if form == "adapter" else push(source, "me/orders")
+    assert done.returncode == 2
+    assert f"{link} is a link to {secret}" in done.stdout
+    assert not any(repository.files for repository in hub.repositories.values())
+
+
+def test_a_card_quotes_untrusted_names_as_plain_text(hub, push, run, tmp_path):
+    name = "orders `x` <script>alert(1)</script> [here](https://evil.example) | \x1b[31m"
+    hostile = shutil.copytree(run, tmp_path / name.replace("/", "-"))
+    edit_json(hostile / "run.json", versions={"torch\n# Another title": "2\n\n<b>x"})
+    push(hostile, "me/orders", "--base", BASE)
+    card = hub.repositories["me/orders"].files["README.md"].decode()
+    assert "\x1b" not in card
+    assert "\\<script\\>" in card
+    assert "\\[here\\](" in card
+    assert "\n# Another title" not in card
+    assert not any(line.startswith("<b>") for line in card.splitlines())
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("spoil", ["local base", "full run", "damage", "nothing"])
 def test_what_nobody_could_use_is_not_sent(hub, push, run, model, tmp_path, spoil):
