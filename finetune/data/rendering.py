@@ -153,6 +153,7 @@ class _Renderer:
     def render(cls, request: bytes, answer: list[Rendered], count: int) -> str | None:
         """Append a text, or a refusal, for each of `count` conversations. Return how the template exceeds a limit."""
         for is_last in (False, True):
+            is_fresh = False
             try:
                 is_fresh = cls._ensure()
                 cls._connection.send_bytes(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import Any
 
 import psutil
 import pytest
@@ -83,6 +84,22 @@ def test_another_process_takes_the_place_of_one_that_was_killed() -> None:
     psutil.wait_procs([psutil.Process(before)], timeout=10)
     assert template.render([DIALOGUE])[0] == expected()
     assert child() != before
+
+
+@pytest.mark.process
+def test_another_process_takes_the_place_of_one_that_is_killed_while_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, start, started = ChatTemplate(tiny_tokenizer()), rendering.start_child, []
+
+    def start_badly_once(module: str, **variables: str) -> Any:
+        started.append(start(module, **variables))
+        if len(started) == 1:
+            started[0][0].kill()
+        return started[-1]
+
+    rendering._Renderer._end("")
+    monkeypatch.setattr(rendering, "start_child", start_badly_once)
+    assert template.render([DIALOGUE])[0] == expected()
+    assert len(started) == 2
 
 
 def test_a_signal_while_it_renders_leaves_no_answer_for_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:
