@@ -31,8 +31,8 @@ from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.memory.tracing import Allocations, _choices_on
-from finetune.training.objectives.preference_losses import PreferenceLoss
-from finetune.training.objectives.preferences import PreferenceMicrobatch, summed_preferences
+from finetune.training.preferences.losses import PreferenceLoss
+from finetune.training.preferences.microbatches import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from tests.tiny_models import LLAMA_KIN, PHI3_SIZES, build_tiny, tiny_phi3_config
