@@ -310,7 +310,7 @@ def _export_compressed(
 ) -> None:
     from finetune.export.certificate import write_certificate
     from finetune.export.compress import certify_in_vllm, export_compressed
-    from finetune.export.digests import VLLM_CERTIFICATE
+    from finetune.export.vectors import VLLM_CERTIFICATE
     from finetune.export.verifying import refuse_differences
     from finetune.export.vllm_served import limits_of_adapter
     from finetune.inference.finished_run import find_run

@@ -105,8 +105,9 @@ def verify(
 
     with importing():
         from finetune.export.certificate import write_certificate
-        from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
-        from finetune.export.verifying import InVllm, refuse_differences, verify_folder, verify_run
+        from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE
+        from finetune.export.verifying import refuse_differences, verify_folder, verify_run
+        from finetune.export.vllm_served import InVllm
 
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):
@@ -152,7 +153,7 @@ def _refuse_other_file(out: Path) -> None:
 
 def show_verified(found: Verified) -> None:
     """Print the table of checks, with what the comparison does not show."""
-    from finetune.export.checks import rows_of_checks
+    from finetune.export.served_comparison import rows_of_checks
 
     content = found.as_record()
     title = f"{shown_folder(found.folder)} in {found.comparison.runtime}, against {found.source}"

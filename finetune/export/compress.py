@@ -30,14 +30,21 @@ from finetune.export.compressed_folder import (
     load_compressed,
     refuse_no_compressed_tensors,
 )
-from finetune.export.digests import digest_files, digest_weight_files
 from finetune.export.logits import LogitDifference, compare_logits
 from finetune.export.merged_folder import write_merged
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.vectors import Vectors, make_vectors, read_vectors, write_vectors
-from finetune.export.verifying import InVllm, verify_folder
+from finetune.export.vectors import (
+    Vectors,
+    digest_files,
+    digest_weight_files,
+    make_vectors,
+    read_vectors,
+    write_vectors,
+)
+from finetune.export.verifying import verify_folder
+from finetune.export.vllm_served import InVllm
 from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
 from finetune.model.base import read_model_config
 from finetune.model.new_tokens import build_run_tokenizer
@@ -99,7 +106,7 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
 def certify_in_vllm(folder: Path) -> Verified | str:
     """Compare what vLLM serves with the compressed model. Returns why not, if vLLM is not here or cannot run it."""
     try:
-        return verify_folder(folder, vllm=InVllm(None))
+        return verify_folder(folder, vllm=InVllm())
     except (ConfigError, RunFailedError) as error:
         return str(error)
 

@@ -20,7 +20,6 @@ from finetune.config.hub import cached_file
 from finetune.data.templates import stop_ids
 from finetune.errors import ConfigError, ModelError
 from finetune.export.converters import ADAPTER_TO_GGUF
-from finetune.export.digests import digest_weight_files
 from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
 from finetune.export.gguf import Gguf, read_written
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
@@ -28,7 +27,7 @@ from finetune.export.merged_folder import load_tuned_model
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
 from finetune.export.rounding import measure_rounding
-from finetune.export.vectors import write_vectors
+from finetune.export.vectors import digest_weight_files, write_vectors
 from finetune.export.verifying import vectors_of_run
 from finetune.inference.finished_run import FinishedRun
 from finetune.model.base import locate_model

@@ -19,7 +19,7 @@ from finetune.data.rendering import render_template
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.export.gguf_file import read_header
 from finetune.export.gguf_tokens import OtherIds, Reading
-from finetune.export.served_model import Rendered, Turns
+from finetune.export.served_comparison import Rendered, Turns
 
 PACKAGE = "llama-cpp-python"
 MODEL_FILE, BASE_FILE, ADAPTER_FILE = "model.gguf", "base.gguf", "adapter.gguf"

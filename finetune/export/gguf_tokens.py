@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from finetune.data.rendering import render_prompt
 from finetune.errors import ModelError
-from finetune.export.served_comparison import first_difference
-from finetune.export.served_model import Turns
+from finetune.export.served_comparison import Turns, first_difference
 from finetune.export.vectors import CONVERSATIONS
 from finetune.units import name_first
 

@@ -19,14 +19,20 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
-from finetune.export.digests import digest_files, digest_weight_files
 from finetune.export.logits import compare_logits, refuse_far
 from finetune.export.merge import Merged, cast_weights, is_tied, merge_adapter
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.system_turn import usual_system, with_default_system
-from finetune.export.vectors import Vector, make_vectors, prompts_to_ask, write_vectors
+from finetune.export.vectors import (
+    Vector,
+    digest_files,
+    digest_weight_files,
+    make_vectors,
+    prompts_to_ask,
+    write_vectors,
+)
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
 from finetune.model.new_tokens import build_run_tokenizer

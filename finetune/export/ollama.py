@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.data.rendering import render_conversations
 from finetune.errors import ModelError
-from finetune.export.served_model import Turns
+from finetune.export.served_comparison import Turns
 
 _CHECKED: tuple[tuple[str, ...], ...] = (
     ("user",),

@@ -15,13 +15,12 @@ from pathlib import Path
 from finetune.errors import RunFailedError
 from finetune.export.certificate import Verified, write_certificate
 from finetune.export.converters import MODEL_TO_ONNX, files_of_model
-from finetune.export.digests import CERTIFICATE
 from finetune.export.exported_folder import refuse_no_model
 from finetune.export.onnx_served import OnnxType, load_onnx, onnx_bound, refuse_missing_packages
 from finetune.export.out_folder import new_folder, read_on
 from finetune.export.rounding import Q8_0, measure_folder
 from finetune.export.served_comparison import ServedComparison, compare
-from finetune.export.vectors import copy_vectors, read_vectors
+from finetune.export.vectors import CERTIFICATE, copy_vectors, read_vectors
 
 _BUILDER = "onnxruntime_genai.models.builder"
 _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}

@@ -12,7 +12,7 @@ import torch
 
 from finetune.data.rendering import render_template
 from finetune.errors import ConfigError, ModelError, RunFailedError, first_line
-from finetune.export.served_model import Rendered, ServedModel, Turns
+from finetune.export.served_comparison import Rendered, ServedModel, Turns
 
 GENAI_CONFIG = "genai_config.json"
 _WRITTEN_OPTIONS = {"log_id", "provider_options"}

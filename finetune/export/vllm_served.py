@@ -18,13 +18,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_line
 from finetune.export.compressed_folder import scheme_of
-from finetune.export.served_model import Rendered, Turns
+from finetune.export.served_comparison import Rendered, Turns
 from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
 from finetune.inference.vllm_server import ServerGoneError, ServerRefusalError, VllmServer
@@ -44,6 +44,17 @@ _REFUSED = {
 """What vLLM refuses, by the key in adapter_config.json."""
 _GIVEN_BY_DEFAULT = 20
 """The default of vLLM's --max-logprobs."""
+
+
+class InVllm(NamedTuple):
+    """Where to compare in vLLM, instead of in the runtime that the files are for."""
+
+    url: str | None = None
+    """Of a server that runs already, which serves the model or its base; None: one is started here, in fp32, and ended
+    after the comparison."""
+    served_as: str | None = None
+    """The name of the model or adapter in that server; None: the model without an adapter, or the adapter that was
+    loaded from the folder. If there is none, it is loaded for the comparison."""
 
 
 class ServedByVllm:
@@ -116,22 +127,14 @@ class ServedByVllm:
 
 @contextmanager
 def served_by_vllm(
-    folder: Path,
-    known: Vectors,
-    *,
-    url: str | None = None,
-    served_as: str | None = None,
-    base: Path | str | None = None,
+    folder: Path, known: Vectors, where: InVllm, *, base: Path | str | None = None
 ) -> Iterator[ServedByVllm]:
     """Serve a model folder, or an adapter on its base, by a vLLM server.
 
     Args:
         folder: of a model; with `base`, of an adapter.
         known: see `ServedByVllm`.
-        url: of a server that runs already, which serves the model or the base; None: one is started here, in fp32, and
-            ended after the block.
-        served_as: the name of the model or adapter in that server; None: the model without an adapter, or the adapter
-            that was loaded from `folder`. If there is none, it is loaded for the block.
+        where: the server.
         base: the base of an adapter, a folder or hub id; None for a whole model.
 
     Raises:
@@ -139,12 +142,12 @@ def served_by_vllm(
         RunFailedError: the server does not start, or refuses the adapter.
     """
     with ExitStack() as opened:
-        if url is not None:
-            server = VllmServer(url, patience_seconds=_PATIENCE_SECONDS)
+        if where.url is not None:
+            server = VllmServer(where.url, patience_seconds=_PATIENCE_SECONDS)
         else:
             server = opened.enter_context(_started(folder if base is None else base, None if base is None else folder))
         server.wait()
-        name = served_as or (server.base_model().id if base is None else server.name_of(folder))
+        name = where.served_as or (server.base_model().id if base is None else server.name_of(folder))
         if name is None:
             try:
                 name = opened.enter_context(server.loaded(folder))
