@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from finetune.errors import ConfigError
+from finetune.export.plain_reload import load_model
 from finetune.units import format_bytes
 
 SchemeName = Literal["fp8", "w8a8", "w4a16"]
@@ -82,8 +83,8 @@ def scheme_of(folder: Path) -> Scheme | None:
     """Return the scheme of a model folder; None if its weights are not compressed."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found = (config.get("quantization_config") or {}).get("format")
-    return next((scheme for scheme in SCHEMES.values() if scheme.format == found), None)
+    stored = (config.get("quantization_config") or {}).get("format")
+    return next((scheme for scheme in SCHEMES.values() if scheme.format == stored), None)
 
 
 def refuse_no_compressed_tensors() -> None:
@@ -108,14 +109,7 @@ def load_compressed(folder: Path) -> Any:
         OSError, ValueError: transformers cannot load the folder.
     """
     refuse_no_compressed_tensors()
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    auto: Any = AutoModelForCausalLM
     with redirect_stderr(io.StringIO()):  # compressed-tensors draws progress bars
-        model = auto.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
+        model = load_model(folder, dtype=torch.float32)
         model.hf_quantizer.compressor.decompress_model(model)
     return model.eval()

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from finetune.errors import RunFailedError
 from finetune.export.logits import relative_by_position
-from finetune.export.plain_reload import weights_in_fp32
+from finetune.export.plain_reload import load_model, weights_in_fp32
 from finetune.export.vectors import Vectors
 
 
@@ -41,7 +41,6 @@ ROUNDED: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
     7: _q8_0,
 }
 """By `general.file_type` of a GGUF file: f32, f16, bf16 and q8_0."""
-Q8_0 = 7
 
 
 class _Rounded(TorchFunctionMode):
@@ -99,10 +98,4 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
 
 def measure_folder(folder: Path, vectors: Vectors, file_type: int) -> float:
     """Load a merged folder with transformers and call `measure_rounding`."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    load: Any = AutoModelForCausalLM.from_pretrained
-    safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    return measure_rounding(load(folder, dtype="auto", **safe), vectors, file_type)
+    return measure_rounding(load_model(folder, dtype="auto"), vectors, file_type)

@@ -8,15 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +21,7 @@ import torch
 
 from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_line
 from finetune.export.compressed_folder import scheme_of
+from finetune.export.converters import python_with
 from finetune.export.served_comparison import Rendered, Turns
 from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
@@ -221,14 +219,12 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
 
 
 def _python() -> str:
+    if python := python_with("vllm", PYTHON):
+        return python
     named = os.environ.get(PYTHON)
-    if named is not None and shutil.which(named):
-        return named
-    if named is None and find_spec("vllm") is not None:
-        return sys.executable
     raise ConfigError(
-        f"vLLM is not installed here{'' if named is None else f', and {PYTHON}={named} is no Python'}. Set {PYTHON} to "
-        "the Python of an environment that has it, or give --server URL of a server that runs."
+        f"vLLM is not installed here{'' if named is None else f', nor in the environment of {PYTHON}={named}'}. Set "
+        f"{PYTHON} to the Python of an environment that has it, or give --server URL of a server that runs."
     )
 
 

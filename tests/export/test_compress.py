@@ -153,10 +153,10 @@ def test_what_cannot_be_compressed_leaves_nothing(rows, run, tmp_path):
 @pytest.mark.process
 def test_llm_compressor_is_asked_for(tmp_path):
     run = write_run(tmp_path / "run").folder.path
-    for variables, words in (({}, "is not installed here"), ({PYTHON: sys.executable}, "is not in the environment of")):
-        with pytest.raises(ConfigError, match=rf"llm-compressor {words}.*pip install torch llmcompressor"):
-            find_llm_compressor(variables)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PYTHON, sys.executable)
+        with pytest.raises(ConfigError, match=r"is not in the environment of .*pip install torch llmcompressor"):
+            find_llm_compressor()
         patch.delenv(PYTHON, raising=False)
         done = run_finetune("export", run, tmp_path / "out", "--compress", "fp8")
     assert done.returncode == 2

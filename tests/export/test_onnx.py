@@ -274,22 +274,5 @@ def test_a_pattern_that_the_runtime_knows_splits_like_phi_tinys():
         assert ours.encode(line).ids == theirs.encode(line).ids
 
 
-def test_white_space_that_the_tokenizer_drops_is_named_as_the_cause(tmp_path):
-    tokens = [{"content": "<|im_end|>", "lstrip": True}, {"content": "<|endoftext|>", "lstrip": False}]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    said = onnx._refusal(['prompt "line end": token 9 of the prompt is [198], expected [100265]'], tmp_path, "f32")
-    assert "drops white space before <|im_end|>, and the runtime keeps it" in said
-
-
-@pytest.mark.slow
-@pytest.mark.trains
-def test_a_type_that_is_too_coarse_names_one_that_is_not_with_its_measured_difference(merged):
-    said = onnx._refusal(['prompt "one turn": logits at position 9 differ by 0.6 of their norm'], merged, "int4")
-    assert "Export with --type f32, which rounds nothing." in said
-    found = re.search(r"--gguf --type q8_0 for llama\.cpp: .* by (\d\.\d+) of their norm", said)
-    assert found is not None
-    assert 0.001 < float(found[1]) < 0.5
-
-
 def _die(folder, bound):
     os._exit(134)
