@@ -72,7 +72,7 @@ def merge(
     with importing():
         import torch
 
-        from finetune.export.merged_folder import write_merged
+        from finetune.export.merge import write_merged
 
     stored_as = None if dtype == "base" else getattr(torch, dtype)
     with waiting("merging, and comparing the merged model with the run"):

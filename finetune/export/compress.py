@@ -27,7 +27,7 @@ from finetune.export.compressed_folder import (
 )
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.logits import LogitDifference, compare_logits
-from finetune.export.merged_folder import write_merged
+from finetune.export.merge import write_merged
 from finetune.export.model_card import merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32

@@ -23,7 +23,7 @@ from finetune.export.converters import ADAPTER_TO_GGUF
 from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
 from finetune.export.gguf import Gguf, read_written
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
-from finetune.export.merged_folder import load_tuned_model
+from finetune.export.merge import load_tuned_model
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
 from finetune.export.rounding import measure_rounding

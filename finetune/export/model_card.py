@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
 from finetune.export.compressed_folder import Compressed
-from finetune.export.merge import Merged
+from finetune.export.logits import LogitDifference
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
@@ -29,6 +30,28 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MARKUP = re.compile(r"[\\`*<>|\[\]]")
 _SETTINGS = ("training", "preference", "grpo", "rollout", "reward", "optim", "lora", "data")
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """A merged model on disk, and its difference from base and adapter."""
+
+    folder: Path
+    num_bytes: int
+    """The size of its weights."""
+    dtype: str
+    """The type that the weights are stored in."""
+    is_tied: bool
+    """Whether input embeddings and output head are one tensor."""
+    stop_ids: list[int]
+    """The tokens at which generation ends."""
+    difference: LogitDifference
+    vectors_sha256: str
+    """The digest of the test vectors beside the model."""
+    system: str | None = None
+    """The most frequent system turn of the training rows; None if they have none or cannot be read."""
+    adds_system: bool = False
+    """Whether the chat template adds it to conversations without a system turn."""
 
 
 def merged_card(run: FinishedRun, merged: Merged, compressed: Compressed | None = None) -> str:

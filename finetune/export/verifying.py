@@ -19,7 +19,7 @@ from finetune.engine.loss import before_head
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import Verified
 from finetune.export.compressed_folder import scheme_of
-from finetune.export.merged_folder import load_tuned_model
+from finetune.export.merge import load_tuned_model
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.runtimes import ServingRuntime, load_peft, load_transformers, runtime_of
 from finetune.export.served_comparison import Check, ServedComparison, ServedModel, check_digests, compare

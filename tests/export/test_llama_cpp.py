@@ -30,7 +30,7 @@ from finetune.export.gguf_file import read_header
 from finetune.export.gguf_lora import export_lora
 from finetune.export.gguf_served import MODEL_FILE, gguf_bound, load_gguf
 from finetune.export.gguf_tokens import TokenRules, find_rules
-from finetune.export.merged_folder import load_tuned_model, write_merged
+from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.served_comparison import compare
 from finetune.export.vectors import CONVERSATIONS, read_vectors
 from tests.docs.pages import DOCS

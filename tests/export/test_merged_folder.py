@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 
 from finetune.cli.export import merge
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
-from finetune.export import merged_folder, out_folder
-from finetune.export.merged_folder import load_tuned_model, write_merged
+from finetune.export import merge as merging
+from finetune.export import out_folder
+from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.model_card import adapter_card, hub_base
 from finetune.export.out_folder import new_folder
 from finetune.export.vectors import Vector
@@ -193,7 +194,7 @@ def test_relative_paths_of_the_training_are_no_hub_ids_elsewhere(tmp_path):
 @pytest.mark.slow
 @pytest.mark.warm
 def test_the_command_prints_the_difference_and_writes_a_large_model_in_parts(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(merged_folder, "MAX_SHARD_BYTES", 12_000)
+    monkeypatch.setattr(merging, "MAX_SHARD_BYTES", 12_000)
     done = run_finetune("merge", run.folder.path, tmp_path / "out", "--dtype", "float32")
     printed = done.stdout
     assert done.returncode == 0, printed
@@ -274,7 +275,7 @@ def test_a_full_disk_and_a_missing_source_are_told_apart(tmp_path):
 def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(run, tmp_path, monkeypatch):
     """The other process answers from the files: a tensor written wrongly shows in its logits."""
     (tmp_path / "out").mkdir()
-    reload = merged_folder._reload
+    reload = merging._reload
 
     def spoilt(folder, *rest):
         tensors = load_file(folder / "model.safetensors")
@@ -282,7 +283,7 @@ def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         return reload(folder, *rest)
 
-    monkeypatch.setattr(merged_folder, "_reload", spoilt)
+    monkeypatch.setattr(merging, "_reload", spoilt)
     done = run_finetune("merge", run.folder.path, tmp_path / "out")
     assert done.returncode == 3
     assert "does not answer like base and adapter" in done.stdout
@@ -295,7 +296,7 @@ def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
     torn = shutil.copytree(merged.folder, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 100)
     with pytest.raises(RunFailedError, match=r"transformers alone cannot load it: .+ It was removed again"):
-        merged_folder._reload(torn, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
+        merging._reload(torn, [Vector(name="random tokens", token_ids=[1, 2], positions=[1])])
 
 
 def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import onnx, onnx_served
 from finetune.export.converters import _with_known_splits, _with_layers_and_rope
-from finetune.export.merged_folder import load_tuned_model, write_merged
+from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.onnx import Onnx, export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
 from finetune.export.vectors import CERTIFICATE
