@@ -26,7 +26,7 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.export.compressed_folder import SchemeName
-    from finetune.export.exported_folder import Exported
+    from finetune.export.gguf import Exported
     from finetune.export.onnx_served import OnnxType
 
 _TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0"), "--onnx": ("f32", "int4")}
@@ -199,8 +199,7 @@ def export(
         _export_onnx(model_folder, out, int4_or_f32, max_difference, allow_differences)
         return
     with importing():
-        from finetune.export.exported_folder import export_model
-        from finetune.export.gguf import Gguf, find_converter
+        from finetune.export.gguf import Gguf, export_model, find_converter
         from finetune.export.gguf_lora import export_lora
         from finetune.inference.finished_run import find_run
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.engine.decoder import FAMILIES, SLIDING
-from finetune.errors import ModelError, last_line
+from finetune.errors import CheckpointError, ModelError, last_line
 
 Json = dict[str, Any]
 _SAME_SPLITS = {r"\p{L}+|\p{N}|[^\p{L}\p{N}]+": r"[\p{L}]+|[\p{N}]"}
@@ -83,6 +83,21 @@ def python_with(module: str, variable: str) -> str | None:
     # -I: neither the current folder nor PYTHONPATH may supply the module.
     looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return named if subprocess.run([named, "-I", "-c", looks]).returncode == 0 else None
+
+
+def refuse_no_model(model: Path) -> None:
+    """Refuse a folder that transformers cannot load as a model.
+
+    Raises:
+        CheckpointError: it is a run, an adapter, or something else.
+    """
+    if (model / "config.json").is_file() and any(model.glob("*.safetensors")):
+        return
+    if (model / "config.yaml").is_file() or (model / "adapter_config.json").is_file():
+        raise CheckpointError(f"{model} is a run or an adapter, not a model. Merge it first: finetune merge RUN OUT.")
+    raise CheckpointError(
+        f"{model} is not a model folder: it has no config.json with weights. Name a folder that finetune merge wrote."
+    )
 
 
 def files_of_model(model: Path) -> list[Path]:

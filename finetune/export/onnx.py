@@ -13,8 +13,7 @@ from pathlib import Path
 
 from finetune.errors import RunFailedError
 from finetune.export.certificate import Verified, write_certificate
-from finetune.export.converters import MODEL_TO_ONNX, files_of_model
-from finetune.export.exported_folder import refuse_no_model
+from finetune.export.converters import MODEL_TO_ONNX, files_of_model, refuse_no_model
 from finetune.export.onnx_served import OnnxType, refuse_missing_packages
 from finetune.export.out_folder import new_folder, read_on
 from finetune.export.served_comparison import ServedComparison

@@ -19,7 +19,7 @@ import yaml
 
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
-from finetune.export.exported_folder import refuse_no_model
+from finetune.export.converters import refuse_no_model
 from finetune.export.model_card import HUB_ID, adapter_card, hub_base
 from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run

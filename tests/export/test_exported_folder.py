@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import ModelError, RunFailedError
-from finetune.export.exported_folder import export_model
-from finetune.export.gguf import Gguf, copy_for_llama_cpp, find_converter
+from finetune.export.gguf import Gguf, copy_for_llama_cpp, export_model, find_converter
 from finetune.export.gguf_file import read_header
 from finetune.export.gguf_tokens import is_byte_level
 from tests.export.finished_runs import write_run
@@ -131,8 +130,8 @@ def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, mo
         keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id}
         return read_header(write_gguf(out, keys))
 
-    monkeypatch.setattr("finetune.export.exported_folder.convert", convert)
-    monkeypatch.setattr("finetune.export.exported_folder.installed_version", lambda: None)
+    monkeypatch.setattr("finetune.export.gguf.convert", convert)
+    monkeypatch.setattr("finetune.export.gguf.installed_version", lambda: None)
     export_model(model, tmp_path / "out", gguf=Gguf(converter=tmp_path, weight_type="f32"))
     assert f"may not stop at <|assistant|> ({stops[3]}). Give their texts as `stop` in each request" in caplog.text
 
