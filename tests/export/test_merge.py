@@ -128,14 +128,6 @@ def test_widened_weights_keep_what_rounding_would_lose():
     refuse_far(wide, "float32")
 
 
-def test_converted_weights_stay_tied_and_the_configuration_says_the_type():
-    model = build_base()
-    cast_weights(model, torch.bfloat16)
-    assert is_tied(model)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.config.dtype == torch.bfloat16
-
-
 def test_a_weight_out_of_range_is_refused_by_name():
     model = build_base(dtype=torch.bfloat16)
     with torch.no_grad():

@@ -250,12 +250,6 @@ def test_what_cannot_be_compared_is_the_user_s_to_mend(made, tmp_path, spoil, re
     assert (done.returncode, reason in done.errors) == (2, True), done.stdout
 
 
-def test_options_of_a_run_are_refused_for_a_model(made):
-    done = run_finetune("verify", made.merged, "--replay", "2")
-    assert done.returncode == 2
-    assert "--replay needs the folder of a run, which was not given" in done.errors
-
-
 @pytest.mark.parametrize("option", [{"base": "owner/base"}, {"checkpoint": "latest"}], ids=lambda it: next(iter(it)))
 def test_a_replay_refuses_options_that_it_would_ignore(tmp_path, option):
     (tmp_path / "config.yaml").touch()
