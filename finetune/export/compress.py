@@ -15,12 +15,10 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.distributed.launch import launch
-from finetune.errors import ConfigError, ModelError, RunFailedError
+from finetune.errors import ConfigError, ModelError
 from finetune.export import compressor
-from finetune.export.certificate import Verified
 from finetune.export.compressed_folder import (
     SCHEMES,
-    Compressed,
     SchemeName,
     load_compressed,
     refuse_no_compressed_tensors,
@@ -28,7 +26,7 @@ from finetune.export.compressed_folder import (
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.logits import LogitDifference, compare_logits
 from finetune.export.merge import write_merged
-from finetune.export.model_card import merged_card
+from finetune.export.model_card import Compressed, merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.vectors import (
@@ -39,8 +37,6 @@ from finetune.export.vectors import (
     read_vectors,
     write_vectors,
 )
-from finetune.export.verifying import verify_folder
-from finetune.export.vllm_served import InVllm
 from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
 from finetune.model.base import read_model_config
 from finetune.model.new_tokens import build_run_tokenizer
@@ -96,14 +92,6 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
             )
             writer.write("README.md", [merged_card(run, stored, compressed).encode()])
     return compressed
-
-
-def certify_in_vllm(folder: Path) -> Verified | str:
-    """Compare what vLLM serves with the compressed model. Returns why not, if vLLM is not here or cannot run it."""
-    try:
-        return verify_folder(folder, vllm=InVllm())
-    except (ConfigError, RunFailedError) as error:
-        return str(error)
 
 
 def find_llm_compressor() -> str:

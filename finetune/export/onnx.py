@@ -8,7 +8,6 @@ import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import RunFailedError
@@ -39,21 +38,23 @@ _ADVICE = {
 """What to do about a difference, by a part of its sentence; about logits and answers, by the type of the weights."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Onnx:
-    """The settings of an ONNX model."""
-
-    weight_type: OnnxType = "f32"
-    """The type of the weights. With int4, matrices are stored in blocks of 32 numbers with a scale each, and inputs of
-    their products are rounded to int8; embeddings and norms stay in fp32."""
-    most_difference: float | None = None
-    """The largest relative difference of a position's logits; None: a bound that fits the type."""
-    allows_differences: bool = False
-    """Keep a model that answers differently from base and adapter; its certificate says so."""
-
-
-def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:
+def export_onnx(
+    model: Path,
+    out: Path,
+    *,
+    weight_type: OnnxType = "f32",
+    most_difference: float | None = None,
+    allows_differences: bool = False,
+) -> Verified:
     """Write a folder that onnxruntime-genai serves, compared there with base and adapter; all of it or nothing.
+
+    Args:
+        model: a merged folder with test vectors.
+        out: a folder that does not exist or is empty.
+        weight_type: with int4, matrices are stored in blocks of 32 numbers with a scale each, and inputs of their
+            products are rounded to int8; embeddings and norms stay in fp32.
+        most_difference: the largest relative difference of a position's logits; None: a bound that fits the type.
+        allows_differences: keep a model that answers differently from base and adapter; its certificate says so.
 
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder with test vectors.
@@ -66,17 +67,17 @@ def export_onnx(model: Path, out: Path, onnx: Onnx) -> Verified:
     refuse_no_model(model)
     vectors = read_vectors(model)
     size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    with new_folder(out, (4 if onnx.weight_type == "f32" else 2) * size) as writer:
+    with new_folder(out, (4 if weight_type == "f32" else 2) * size) as writer:
         with tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
-            _build(model, Path(aside), onnx.weight_type)
+            _build(model, Path(aside), weight_type)
             for built in sorted(path for path in Path(aside).iterdir() if path.is_file()):
                 with built.open("rb") as file:
                     writer.write(built.name, read_on(file))
                 built.unlink()
         copy_vectors(model, writer)
-        comparison = _compare_elsewhere(writer.path, onnx.most_difference)
-        if comparison.mismatches and not onnx.allows_differences:
-            raise RunFailedError(_refusal(comparison.mismatches, onnx.weight_type))
+        comparison = _compare_elsewhere(writer.path, most_difference)
+        if comparison.mismatches and not allows_differences:
+            raise RunFailedError(_refusal(comparison.mismatches, weight_type))
     out = out.expanduser().absolute()
     verified = Verified(folder=out, source="base and adapter", vectors=vectors, comparison=comparison)
     write_certificate(out / CERTIFICATE, verified)

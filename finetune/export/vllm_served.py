@@ -84,10 +84,10 @@ class ServedByVllm:
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See `ServedModel.logits`."""
-        found = [self._logits_after(token_ids[: position + 1]) for position in positions]
-        width = max(self._vocabulary, *(max(by_token) + 1 for by_token in found))
-        logits = torch.full((len(found), width), -torch.inf)
-        for row, by_token in zip(logits, found, strict=True):
+        answers = [self._logits_after(token_ids[: position + 1]) for position in positions]
+        width = max(self._vocabulary, *(max(by_token) + 1 for by_token in answers))
+        logits = torch.full((len(answers), width), -torch.inf)
+        for row, by_token in zip(logits, answers, strict=True):
             row[list(by_token)] = torch.tensor(list(by_token.values()))
         return logits
 
@@ -100,9 +100,9 @@ class ServedByVllm:
 
     def _logits_after(self, prompt: Sequence[int]) -> dict[int, float]:
         """Return log p of tokens after a prompt: of all, or of as many as a server gives by default."""
-        wanted = -1 if self.most_tokens is None else self.most_tokens
+        num_logprobs = -1 if self.most_tokens is None else self.most_tokens
         try:
-            found = self._complete(prompt, 1, num_likely=self.most_tokens or self._vocabulary, logprobs=wanted)
+            choice = self._complete(prompt, 1, num_likely=self.most_tokens or self._vocabulary, logprobs=num_logprobs)
         except ServerRefusalError as error:
             if "logprobs" not in str(error):
                 raise
@@ -110,11 +110,11 @@ class ServedByVllm:
                 self.most_tokens = _GIVEN_BY_DEFAULT
                 return self._logits_after(prompt)
             raise ConfigError(
-                f"{error} A comparison needs the log-probabilities of {wanted} tokens or of all: start the server "
-                "without --max-logprobs, or with --max-logprobs -1."
+                f"{error} A comparison needs the log-probabilities of {num_logprobs} tokens or of all: start the "
+                "server without --max-logprobs, or with --max-logprobs -1."
             ) from error
-        assert found.logprobs is not None
-        return (found.logprobs.top_logprobs or [{}])[0]
+        assert choice.logprobs is not None
+        return (choice.logprobs.top_logprobs or [{}])[0]
 
     def _complete(
         self, prompt: Sequence[int], max_tokens: int, *, num_likely: int | None = None, **fields: Any
@@ -160,15 +160,15 @@ def limits_of_adapter(folder: Path) -> list[str]:
     Source: vLLM 0.32, `validate_legal` in vllm/lora/peft_helper.py.
     """
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    found = []
-    if refused := [what for key, what in _REFUSED.items() if config.get(key)]:
-        found.append(
+    limits = []
+    if refused := [part for key, part in _REFUSED.items() if config.get(key)]:
+        limits.append(
             f"vLLM does not serve this adapter on its base, because it has {' and '.join(refused)}: finetune merge "
             "writes a model that it serves"
         )
     if (rank := _rank_of(config)) > _DEFAULT_RANK:
-        found.append(f"vLLM needs --max-lora-rank {_rank_to_allow(rank)} to serve this adapter")
-    return found
+        limits.append(f"vLLM needs --max-lora-rank {_rank_to_allow(rank)} to serve this adapter")
+    return limits
 
 
 def _rank_of(adapter: Mapping[str, Any]) -> int:

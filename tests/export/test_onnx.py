@@ -17,7 +17,7 @@ from finetune.errors import CheckpointError, RunFailedError
 from finetune.export import onnx, onnx_served
 from finetune.export.converters import _with_known_splits, _with_layers_and_rope
 from finetune.export.merge import load_tuned_model, write_merged
-from finetune.export.onnx import Onnx, export_onnx
+from finetune.export.onnx import export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
 from finetune.export.vectors import CERTIFICATE
 from finetune.export.verifying import verify_folder
@@ -51,7 +51,7 @@ def merged(run, tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(merged, tmp_path_factory):
     out = tmp_path_factory.mktemp("onnx") / "out"
-    export_onnx(merged, out, Onnx())
+    export_onnx(merged, out)
     return out
 
 
@@ -209,7 +209,7 @@ def flip_weights(folder):
 def test_what_answers_otherwise_is_refused_and_nothing_stays(merged, built_before, tmp_path, spoil, reason):
     built_before.append(spoil)
     with pytest.raises(RunFailedError, match=reason):
-        export_onnx(merged, tmp_path / "out", Onnx())
+        export_onnx(merged, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -227,7 +227,7 @@ def test_a_folder_without_vectors_is_told_to_be_merged_again(merged, tmp_path, m
     older = shutil.copytree(merged, tmp_path / "older")
     (older / "test_vectors.json").unlink()
     with pytest.raises(CheckpointError, match="Write the model again with finetune merge RUN OUT"):
-        export_onnx(older, tmp_path / "out", Onnx())
+        export_onnx(older, tmp_path / "out")
 
 
 def test_a_missing_package_is_said_with_the_command_that_installs_it(tmp_path, monkeypatch):
