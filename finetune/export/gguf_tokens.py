@@ -8,19 +8,17 @@ Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`load`, `tokenizer_st_partition`
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
-from finetune.data.rendering import render_prompt
 from finetune.errors import ModelError
-from finetune.export.served_comparison import Turns, first_difference
-from finetune.export.vectors import CONVERSATIONS
+from finetune.export.served_comparison import first_difference
+from finetune.export.vectors import Vector, conversation_vectors
 
 _NEVER_STRIPS = {"<unk>", "<s>", "<|endoftext|>"}
 _NEEDED_TO_STRIP = {*_NEVER_STRIPS, "</s>"}
@@ -41,13 +39,6 @@ class TokenRules:
     in the file (`general.name`) contains `phi-3` or `phi3`."""
 
 
-class RenderedChat(NamedTuple):
-    """A conversation and its text with the header of the next answer."""
-
-    turns: Turns
-    text: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class OtherIds:
     """A text that llama.cpp encodes differently."""
@@ -55,6 +46,14 @@ class OtherIds:
     text: str
     trained: list[str]
     served: list[str]
+
+    @classmethod
+    def of(cls, vector: Vector, served_ids: Sequence[int], tokenizer: Any) -> OtherIds:
+        """Spell the ids of training and of llama.cpp as tokens."""
+        trained, served = (
+            list(map(str, tokenizer.convert_ids_to_tokens(list(ids)))) for ids in (vector.token_ids, served_ids)
+        )
+        return cls(text=str(vector.text), trained=trained, served=served)
 
     def __str__(self) -> str:
         index = first_difference(self.trained, self.served)
@@ -71,7 +70,7 @@ class Reading:
     """Chats with plain contents and other ids. llama.cpp would read the first request wrongly."""
     edges: list[OtherIds]
     """Chats with white space at the ends of turns, or unusual characters, and other ids."""
-    chats: list[RenderedChat]
+    chats: list[Vector]
     """All chats that were compared, the equal ones too."""
 
     @property
@@ -86,13 +85,14 @@ def find_rules(tokenizer: Any) -> Reading:
     Texts are encoded without added special tokens, as in training.
     """
     record = json.loads(tokenizer.backend_tokenizer.to_str())
-    plain = _render_chats(tokenizer, _PLAIN)
-    edges = _render_chats(tokenizer, CONVERSATIONS.keys() - set(_PLAIN))
+    chats = conversation_vectors(tokenizer)
+    plain = [vector for vector in chats if vector.name in _PLAIN]
+    edges = [vector for vector in chats if vector.name not in _PLAIN]
     readings = []
     for rules in _possible_rules(record):
         by_rules = Tokenizer.from_str(json.dumps(_with_rules(record, rules)))
         in_plain, in_edges = (_other_ids(tokenizer, by_rules, chats) for chats in (plain, edges))
-        readings.append(Reading(rules=rules, plain=in_plain, edges=in_edges, chats=[*plain, *edges]))
+        readings.append(Reading(rules=rules, plain=in_plain, edges=in_edges, chats=chats))
     return min(readings, key=lambda reading: (len(reading.plain), len(reading.edges)))
 
 
@@ -117,14 +117,6 @@ def is_byte_level(record: dict[str, Any]) -> bool:
     return record.get("model", {}).get("type") == "BPE" and "ByteLevel" in types
 
 
-def _render_chats(tokenizer: Any, names: Iterable[str]) -> list[RenderedChat]:
-    chats = []
-    for name in sorted(names):
-        with contextlib.suppress(Exception):  # a template may refuse roles, and fail in any way
-            chats.append(RenderedChat(CONVERSATIONS[name], render_prompt(tokenizer, CONVERSATIONS[name])[0]))
-    return chats
-
-
 def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:
     """List the rules that llama.cpp can follow for this tokenizer.
 
@@ -136,15 +128,13 @@ def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:
     return [TokenRules(puts_space=space, strips=strip) for space, strip in product(spaces, strips)]
 
 
-def _other_ids(tokenizer: Any, by_rules: Tokenizer, chats: Sequence[RenderedChat]) -> list[OtherIds]:
+def _other_ids(tokenizer: Any, by_rules: Tokenizer, chats: Sequence[Vector]) -> list[OtherIds]:
     """Return the chats that llama.cpp's rules encode differently from the run's tokenizer."""
     others = []
-    for _, text in chats:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        served_ids = by_rules.encode(text, add_special_tokens=False).ids
-        if ids != served_ids:
-            trained, served = (list(map(str, tokenizer.convert_ids_to_tokens(each))) for each in (ids, served_ids))
-            others.append(OtherIds(text=text, trained=trained, served=served))
+    for vector in chats:
+        served_ids = by_rules.encode(str(vector.text), add_special_tokens=False).ids
+        if served_ids != vector.token_ids:
+            others.append(OtherIds.of(vector, served_ids, tokenizer))
     return others
 
 

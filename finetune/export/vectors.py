@@ -140,15 +140,15 @@ class Vectors:
         return zip(self.vectors, rows, strict=True)
 
 
-def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:
-    """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
+def conversation_vectors(tokenizer: Any, system: str | None = None) -> list[Vector]:
+    """Render the conversations that this chat template does not refuse. They have no answers yet.
 
-    They have no answers yet. All token ids are below the number of the model's embedding rows. `system` is the system
-    turn of the training rows; None keeps the one in `CONVERSATIONS`.
+    `system` is the system turn of the training rows; None keeps the one in `CONVERSATIONS`.
+
+    Raises:
+        DataError: the chat template exceeds a limit, as it would with every conversation.
     """
-    room = max_context(model)
-    ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
-    asked = []
+    vectors = []
     for name, turns in CONVERSATIONS.items():
         if tokenizer.chat_template is None and len(turns) > 1:
             continue
@@ -157,13 +157,28 @@ def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vecto
             chat[0]["content"] = system
         try:
             text, ids = render_prompt(tokenizer, chat)
-        except DataError:  # a limit that every conversation would exceed
+        except DataError:
             raise
         except Exception as error:  # a template is a program: it can fail in any way
             _log.info("no test vector for %r: the chat template refuses it (%s)", name, error)
             continue
+        vectors.append(Vector(name=name, turns=chat, text=text, token_ids=ids, positions=_positions(ids)))
+    return vectors
+
+
+def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:
+    """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
+
+    They have no answers yet. All token ids are below the number of the model's embedding rows. See
+    `conversation_vectors` for `system`.
+    """
+    room = max_context(model)
+    ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
+    asked = []
+    for vector in conversation_vectors(tokenizer, system):
+        ids = vector.token_ids
         if ids and max(ids) < ceiling and (room is None or len(ids) + MAX_NEW_TOKENS <= room):
-            asked.append(Vector(name=name, turns=chat, text=text, token_ids=ids, positions=_positions(ids)))
+            asked.append(vector)
     rng = random.Random(0)
     for number in range(1, _RANDOM_PROMPTS + 1):
         ids = [rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)]

@@ -36,7 +36,7 @@ from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
 from tests.export.llama_cpp_build import add_to_path, build
 from tests.export.sentencepiece_models import Spacing, build_base, build_tokenizer, train
-from tests.export.test_exported_folder import write_model
+from tests.export.test_gguf import write_model
 from tests.launches import free_port
 
 pytestmark = [pytest.mark.llama_cpp, pytest.mark.launch]
