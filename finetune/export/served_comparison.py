@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from finetune.data.values import quote
-from finetune.errors import first_line
+from finetune.errors import DataError, first_line
 from finetune.export.logits import LogitDifference, centred, compare_logits, relative_by_position
 from finetune.export.system_turn import describe_system
 from finetune.export.vectors import SYSTEM_PROMPT, Digests, Vector, Vectors, digest_files, digest_weight_files
@@ -210,7 +210,7 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
         bound=bound,
         checks={
             "stop_ids": Check.of([other_stops]),
-            "rendered": Check.of(_of(vector, _compare_rendering(served, vector)) for vector in conversations),
+            "rendered": Check.of(_compare_renderings(served, conversations)),
             "positions": Check(len(known_logits), num_within, Check.of(differences).mismatches),
             "answers": Check.of(answers),
         },
@@ -279,10 +279,29 @@ def _compare_logits(
     )
 
 
+def _compare_renderings(served: ServedModel, conversations: Iterable[Vector]) -> Iterator[str]:
+    """Yield the difference of each conversation. A template that exceeds a limit is not rendered again."""
+    beyond_limit = ""
+    for vector in conversations:
+        difference = beyond_limit
+        if not beyond_limit:
+            try:
+                difference = _compare_rendering(served, vector)
+            except DataError as error:
+                difference = beyond_limit = f"its chat template refuses the conversation: {first_line(error)}"
+        yield _of(vector, difference)
+
+
 def _compare_rendering(served: ServedModel, vector: Vector) -> str:
-    """Return the first difference in the text or the tokens of a conversation, or an empty string."""
+    """Return the first difference in the text or the tokens of a conversation, or an empty string.
+
+    Raises:
+        DataError: the chat template exceeds a limit.
+    """
     try:
         text, token_ids = served.render(vector.turns or [])
+    except DataError:
+        raise
     except Exception as error:  # a template is a program: it can fail in any way
         return f"its chat template refuses the conversation: {first_line(error)}"
     expected = str(vector.text)

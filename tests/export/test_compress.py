@@ -107,13 +107,6 @@ def test_inputs_are_rounded_as_a_server_rounds_them(exports):
 
 
 @runs_llm_compressor
-def test_fewer_bits_take_less_room(exports):
-    sizes = {scheme: (exports(scheme)[0] / "model.safetensors").stat().st_size for scheme in SCHEMES}
-    assert sizes["w4a16"] < sizes["fp8"] < 2.3e6
-    assert sizes["w8a8"] == pytest.approx(sizes["fp8"], rel=0.01)
-
-
-@runs_llm_compressor
 @pytest.mark.launch
 @pytest.mark.skipif("FINETUNE_VLLM" not in os.environ, reason="vLLM: not installed; FINETUNE_VLLM names its Python")
 def test_vllm_serves_the_compressed_model(exports):

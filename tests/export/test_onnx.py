@@ -126,7 +126,7 @@ def test_a_configuration_that_could_run_code_or_write_files_is_refused(exported,
 
 @needs_runtime
 @pytest.mark.slow
-def test_a_template_without_end_and_a_missing_graph_end_verify_with_a_sentence(exported, tmp_path):
+def test_a_template_without_end_and_a_damaged_graph_end_verify_with_a_sentence(exported, tmp_path):
     endless = with_options({}, exported, tmp_path / "endless")
     loop = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
     (endless / "chat_template.jinja").write_text(f"{loop}{{{{ messages[0].content }}}}")
@@ -138,6 +138,10 @@ def test_a_template_without_end_and_a_missing_graph_end_verify_with_a_sentence(e
     done = run_finetune("verify", empty)
     assert done.returncode == 3
     assert "is damaged: it has no model.onnx" in done.errors
+    (empty / "model.onnx").write_bytes(b"not a graph")
+    done = run_finetune("verify", empty)
+    assert done.returncode == 3
+    assert "cannot be loaded by onnxruntime-genai" in done.errors
 
 
 @needs_runtime
@@ -180,11 +184,6 @@ def change_stops(folder):
     (folder / "genai_config.json").write_text(json.dumps(record))
 
 
-def change_template(folder):
-    text = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(text.replace("<|end|>", "<|end|>\n"))
-
-
 def flip_weights(folder):
     data = bytearray((folder / "model.onnx.data").read_bytes())
     data[3::4] = bytes(byte ^ 0x80 for byte in data[3::4])
@@ -201,9 +200,7 @@ def flip_weights(folder):
             r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Render and encode prompts',
         ),
         (change_stops, r"it stops at \[\d+\], expected \[\d+, \d+\]"),
-        (change_template, r'prompt "one turn": the rendered text differs from character'),
         (flip_weights, r"logits at position \d+ differ by .* serve the merged folder"),
-        (lambda folder: (folder / "model.onnx").write_bytes(b"not a graph"), "cannot be loaded by onnxruntime-genai"),
     ],
 )
 def test_what_answers_otherwise_is_refused_and_nothing_stays(merged, built_before, tmp_path, spoil, reason):
