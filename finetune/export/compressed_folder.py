@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from finetune.errors import ConfigError
-from finetune.export.plain_reload import load_model
+from finetune.export.plain_reload import load_plain_model
 
 SchemeName = Literal["fp8", "w8a8", "w4a16"]
 
@@ -73,6 +73,6 @@ def load_compressed(folder: Path) -> Any:
     """
     refuse_no_compressed_tensors()
     with redirect_stderr(io.StringIO()):  # compressed-tensors draws progress bars
-        model = load_model(folder, dtype=torch.float32)
+        model = load_plain_model(folder, dtype=torch.float32)
         model.hf_quantizer.compressor.decompress_model(model)
     return model.eval()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-def load_model(folder: Path | str, **options: Any) -> Any:
+def load_plain_model(folder: Path | str, **options: Any) -> Any:
     """Load a model with transformers, from safetensors files of this machine, and without code of the model."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -61,7 +61,7 @@ def _main(request_file: str) -> None:
     from transformers import AutoTokenizer
 
     folder = request["folder"]
-    model, info = load_model(folder, output_loading_info=True)
+    model, info = load_plain_model(folder, output_loading_info=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     report = {

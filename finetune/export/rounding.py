@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from finetune.errors import RunFailedError
 from finetune.export.logits import relative_by_position
-from finetune.export.plain_reload import load_model, weights_in_fp32
+from finetune.export.plain_reload import load_plain_model, weights_in_fp32
 from finetune.export.vectors import Vectors
 
 
@@ -98,4 +98,4 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
 
 def measure_folder(folder: Path, vectors: Vectors, file_type: int) -> float:
     """Load a merged folder with transformers and call `measure_rounding`."""
-    return measure_rounding(load_model(folder, dtype="auto"), vectors, file_type)
+    return measure_rounding(load_plain_model(folder, dtype="auto"), vectors, file_type)

@@ -15,7 +15,7 @@ from finetune.export.compressed_folder import load_compressed, refuse_no_compres
 from finetune.export.gguf_served import gguf_bound, load_gguf
 from finetune.export.logits import MOST_DIFFERENCE
 from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
-from finetune.export.plain_reload import load_model, logits_in_fp32
+from finetune.export.plain_reload import load_plain_model, logits_in_fp32
 from finetune.export.served_comparison import Rendered, ServedModel, Turns
 from finetune.export.vectors import Digests, Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
@@ -169,7 +169,7 @@ def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "mai
     if scheme_of(Path(model_folder)) is not None:
         model = load_compressed(Path(model_folder))
     else:
-        model = load_model(model_folder, revision=revision, dtype="auto")
+        model = load_plain_model(model_folder, revision=revision, dtype="auto")
     return model, AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True, trust_remote_code=False)
 
 
