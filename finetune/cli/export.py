@@ -26,7 +26,7 @@ from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.export.compressed_folder import SchemeName
-    from finetune.export.exported_folder import Exported
+    from finetune.export.gguf import Exported
     from finetune.export.onnx_served import OnnxType
 
 _TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0"), "--onnx": ("f32", "int4")}
@@ -72,7 +72,7 @@ def merge(
     with importing():
         import torch
 
-        from finetune.export.merged_folder import write_merged
+        from finetune.export.merge import write_merged
 
     stored_as = None if dtype == "base" else getattr(torch, dtype)
     with waiting("merging, and comparing the merged model with the run"):
@@ -199,21 +199,20 @@ def export(
         _export_onnx(model_folder, out, int4_or_f32, max_difference, allow_differences)
         return
     with importing():
-        from finetune.export.exported_folder import export_model
-        from finetune.export.gguf import Gguf, find_converter
+        from finetune.export.gguf import Gguf, export_model, find_converter
         from finetune.export.gguf_lora import export_lora
         from finetune.inference.finished_run import find_run
 
-    wanted = None
+    conversion = None
     if gguf:
         converter, gguf_type = find_converter(llama_cpp, os.environ), "auto" if weight_type == "int4" else weight_type
-        wanted = Gguf(converter=converter, weight_type=gguf_type, base=base, allows_differences=allow_differences)
+        conversion = Gguf(converter=converter, weight_type=gguf_type, base=base, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
-        if lora and wanted:
+        if lora and conversion:
             run = find_run(model_folder, settings or [], is_alone=True)
-            exported = export_lora(run, out, gguf=wanted, with_base=not adapter_only, with_modelfile=modelfile)
+            exported = export_lora(run, out, gguf=conversion, with_base=not adapter_only, with_modelfile=modelfile)
         else:
-            exported = export_model(model_folder, out, gguf=wanted, with_modelfile=modelfile)
+            exported = export_model(model_folder, out, gguf=conversion, with_modelfile=modelfile)
     _say_exported(exported, out, is_gguf=gguf)
 
 
@@ -292,11 +291,12 @@ def _export_onnx(
     model: Path, out: Path, weight_type: OnnxType, max_difference: float | None, allow_differences: bool
 ) -> None:
     from finetune.cli.verify import show_verified
-    from finetune.export.onnx import Onnx, export_onnx
+    from finetune.export.onnx import export_onnx
 
-    onnx = Onnx(weight_type=weight_type, most_difference=max_difference, allows_differences=allow_differences)
     with waiting("building an ONNX model, and comparing it with the run"):
-        verified = export_onnx(model, out, onnx)
+        verified = export_onnx(
+            model, out, weight_type=weight_type, most_difference=max_difference, allows_differences=allow_differences
+        )
     size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
     say(f"Written to {out}: an ONNX model of {format_bytes(size)}, matrices as {weight_type}")
     show_verified(verified)
@@ -308,24 +308,26 @@ def _export_onnx(
 def _export_compressed(
     model_folder: Path, out: Path, scheme: SchemeName, num_rows: int, settings: Sequence[str]
 ) -> None:
+    from finetune.errors import ConfigError, RunFailedError
     from finetune.export.certificate import write_certificate
-    from finetune.export.compress import certify_in_vllm, export_compressed
-    from finetune.export.digests import VLLM_CERTIFICATE
-    from finetune.export.verifying import refuse_differences
-    from finetune.export.vllm_served import limits_of_adapter
+    from finetune.export.compress import export_compressed
+    from finetune.export.vectors import VLLM_CERTIFICATE
+    from finetune.export.verifying import refuse_differences, verify_folder
+    from finetune.export.vllm_served import InVllm, limits_of_adapter
     from finetune.inference.finished_run import find_run
 
     run = find_run(model_folder, settings, is_alone=True)
     with waiting(f"compressing as {scheme}, and comparing the compressed model with the run"):
         compressed = export_compressed(run, out, scheme, num_rows)
-    with waiting("comparing in vLLM"):
-        verified = certify_in_vllm(out)
-    rows = compressed.rows()
-    if isinstance(verified, str):
-        rows.append(["certificate in vLLM", "", "not run here"])
+    verified, verdict = None, "not run here"
+    try:
+        with waiting("comparing in vLLM"):
+            verified = verify_folder(out, vllm=InVllm())
+    except (ConfigError, RunFailedError) as error:
+        reason = str(error)
     else:
-        write_certificate(verified.folder / VLLM_CERTIFICATE, verified)
-        rows.append(["certificate in vLLM", "", "differs" if verified.mismatches else "same"])
+        verdict = str(write_certificate(verified.folder / VLLM_CERTIFICATE, verified)["verdict"])
+    rows = [*compressed.rows(), ["certificate in vLLM", "", verdict]]
     calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
     print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
     _say_system(out, instead="")
@@ -334,8 +336,8 @@ def _export_compressed(
     say(f"Stored as before: {', '.join(compressed.kept)}, embeddings and norms.")
     if compressed.losses is None:
         say("Note: the run has no validation split, so losses and answers were not compared.")
-    if isinstance(verified, str):
-        say(f"Note: not run in vLLM: {verified}")
+    if verified is None:
+        say(f"Note: not run in vLLM: {reason}")
     else:
         refuse_differences(verified, verified.folder / VLLM_CERTIFICATE)
     say(f"Next: vllm serve {out}")

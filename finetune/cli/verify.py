@@ -105,13 +105,14 @@ def verify(
 
     with importing():
         from finetune.export.certificate import write_certificate
-        from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
-        from finetune.export.verifying import InVllm, refuse_differences, verify_folder, verify_run
+        from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE
+        from finetune.export.verifying import refuse_differences, verify_folder, verify_run
+        from finetune.export.vllm_served import InVllm
 
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):
         if is_run:
-            found = verify_run(
+            verified = verify_run(
                 source,
                 settings or [],
                 base=base,
@@ -121,19 +122,19 @@ def verify(
                 vllm=vllm,
             )
         else:
-            found = verify_folder(source, vectors=vectors, bound=max_difference, vllm=vllm)
+            verified = verify_folder(source, vectors=vectors, bound=max_difference, vllm=vllm)
     if replay:
         from finetune.replay.steps import replay_losses
 
-        found = replace(found, replay=replay_losses(source, replay, settings or []))
-    file = out or found.folder / (CERTIFICATE if vllm is None else VLLM_CERTIFICATE)
-    content = write_certificate(file, found)
+        verified = replace(verified, replay=replay_losses(source, replay, settings or []))
+    file = out or verified.folder / (CERTIFICATE if vllm is None else VLLM_CERTIFICATE)
+    content = write_certificate(file, verified)
     if as_json:
         print_json(content)
     else:
-        show_verified(found)
+        show_verified(verified)
         say(f"Written: {shown_folder(file)}")
-    refuse_differences(found, file)
+    refuse_differences(verified, file)
 
 
 def _refuse_other_file(out: Path) -> None:
@@ -150,15 +151,15 @@ def _refuse_other_file(out: Path) -> None:
         raise ConfigError(f"--out is {out}, which already exists and is not a certificate. Name a new file.")
 
 
-def show_verified(found: Verified) -> None:
+def show_verified(verified: Verified) -> None:
     """Print the table of checks, with what the comparison does not show."""
-    from finetune.export.checks import rows_of_checks
+    from finetune.export.served_comparison import rows_of_checks
 
-    content = found.as_record()
-    title = f"{shown_folder(found.folder)} in {found.comparison.runtime}, against {found.source}"
+    content = verified.as_record()
+    title = f"{shown_folder(verified.folder)} in {verified.comparison.runtime}, against {verified.source}"
     rows = [list(row) for row in rows_of_checks(content)]
     print_table(("compared", "equal", "apart by at most"), rows, right=("equal",), title=title)
     for note in content["notes"]:
         say(f"Note: {note}.")
-    if found.vectors.sha256:
-        say(f"The test vectors have SHA-256 {found.vectors.sha256}.")
+    if verified.vectors.sha256:
+        say(f"The test vectors have SHA-256 {verified.vectors.sha256}.")

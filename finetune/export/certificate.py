@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.errors import CheckpointError
-from finetune.export.checks import rows_of_checks
-from finetune.export.digests import CERTIFICATE, VLLM_CERTIFICATE
-from finetune.export.served_comparison import ServedComparison
-from finetune.export.vectors import Vectors
+from finetune.export.served_comparison import ServedComparison, rows_of_checks
+from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE, Vectors
 from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
 

@@ -5,13 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +15,28 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.distributed.launch import launch
-from finetune.errors import ConfigError, ModelError, RunFailedError, last_line
+from finetune.errors import ConfigError, ModelError
 from finetune.export import compressor
-from finetune.export.certificate import Verified
 from finetune.export.compressed_folder import (
     SCHEMES,
-    Compressed,
     SchemeName,
     load_compressed,
     refuse_no_compressed_tensors,
 )
-from finetune.export.digests import digest_files, digest_weight_files
+from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.logits import LogitDifference, compare_logits
-from finetune.export.merged_folder import write_merged
-from finetune.export.model_card import merged_card
+from finetune.export.merge import write_merged
+from finetune.export.model_card import Compressed, merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.vectors import Vectors, make_vectors, read_vectors, write_vectors
-from finetune.export.verifying import InVllm, verify_folder
+from finetune.export.vectors import (
+    Vectors,
+    digest_files,
+    digest_weight_files,
+    make_vectors,
+    read_vectors,
+    write_vectors,
+)
 from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
 from finetune.model.base import read_model_config
 from finetune.model.new_tokens import build_run_tokenizer
@@ -65,7 +64,7 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
     """
     out = refuse_taken(out)
     _refuse_unsupported(run)
-    python = find_llm_compressor(os.environ)
+    python = find_llm_compressor()
     refuse_no_compressed_tensors()
     # Before the merge, which takes longer: the rows may be gone.
     splits = encode_examples(load_examples(run.config.data), build_run_tokenizer(run.config), run.config.data)
@@ -77,14 +76,13 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
             kept = _run_llm_compressor(python, merged.folder, built, scheme, chosen)
             num_bytes = _fill(writer, merged.folder, built)
             vectors, difference = _own_vectors(writer, read_vectors(merged.folder))
-            found = _compare(run, writer.path, has_validation=splits.validation is not None)
             compressed = Compressed(
                 scheme=scheme,
                 kept=kept,
                 num_bytes=(merged.num_bytes, num_bytes),
                 num_rows=len(chosen),
                 apart=difference.relative,
-                **found,
+                **_measure(run, writer.path, has_validation=splits.validation is not None),
             )
             stored = replace(
                 merged,
@@ -96,32 +94,19 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
     return compressed
 
 
-def certify_in_vllm(folder: Path) -> Verified | str:
-    """Compare what vLLM serves with the compressed model. Returns why not, if vLLM is not here or cannot run it."""
-    try:
-        return verify_folder(folder, vllm=InVllm(None))
-    except (ConfigError, RunFailedError) as error:
-        return str(error)
-
-
-def find_llm_compressor(environment: Mapping[str, str]) -> str:
+def find_llm_compressor() -> str:
     """Return the Python of an environment that has llm-compressor.
 
     Raises:
         ConfigError: there is none.
     """
-    named = environment.get(PYTHON)
-    if named is None and find_spec("llmcompressor") is not None:
-        return sys.executable
-    if named is not None and shutil.which(named):
-        # -I: neither the current folder nor PYTHONPATH, which are this environment's.
-        looks = "import importlib.util, sys; sys.exit(importlib.util.find_spec('llmcompressor') is None)"
-        if subprocess.run([named, "-I", "-c", looks]).returncode == 0:
-            return named
-    found = "is not installed here" if named is None else f"is not in the environment of {PYTHON}={named}"
+    if python := python_with("llmcompressor", PYTHON):
+        return python
+    named = os.environ.get(PYTHON)
+    missing = "is not installed here" if named is None else f"is not in the environment of {PYTHON}={named}"
     raise ConfigError(
-        f"llm-compressor {found}. It needs other versions of packages than finetune, so give it an environment of its "
-        f"own: python3 -m venv compressor && compressor/bin/pip install torch llmcompressor. Then set {PYTHON} to "
+        f"llm-compressor {missing}. It needs other versions of packages than finetune, so give it an environment of "
+        f"its own: python3 -m venv compressor && compressor/bin/pip install torch llmcompressor. Then set {PYTHON} to "
         "compressor/bin/python."
     )
 
@@ -152,25 +137,18 @@ def _refuse_unsupported(run: FinishedRun) -> None:
 def _run_llm_compressor(python: str, model: Path, out: Path, scheme: str, rows: list[list[int]]) -> list[str]:
     """Compress a model in the environment of llm-compressor. Returns the linear layers that it keeps as they are."""
     request, report = (out.with_name(name) for name in ("request.json", "report.json"))
-    wanted = {"model": str(model), "out": str(out), "scheme": scheme, "rows": rows, "report": str(report)}
-    request.write_text(json.dumps(wanted), encoding="utf-8")
-    # -P, and no PYTHONPATH of this environment in another one: neither may supply modules.
-    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if python != sys.executable:
-        variables.pop("PYTHONPATH", None)
-    command = [python, "-P", str(compressor.__file__), str(request)]
-    done = subprocess.run(command, env=variables, cwd=out.parent, capture_output=True, text=True)
-    if done.returncode != 0:
-        reason = last_line(done.stderr) or f"exit code {done.returncode}"
-        raise ModelError(f"llm-compressor did not compress the model as {scheme}: {reason}. Nothing was written.")
+    asked = {"model": str(model), "out": str(out), "scheme": scheme, "rows": rows, "report": str(report)}
+    request.write_text(json.dumps(asked), encoding="utf-8")
+    # -P: a folder that happens to be the current one must not supply modules.
+    MODEL_TO_COMPRESSED.run([python, "-P", str(compressor.__file__), str(request)], model, inside=out.parent)
     kept: list[str] = json.loads(report.read_text(encoding="utf-8"))
     return kept
 
 
 def _fill(writer: FolderWriter, merged: Path, built: Path) -> int:
     """Write the compressed weights, and beside them the files of the merged folder. Returns the size of the weights."""
-    config, made = (json.loads((each / "config.json").read_text(encoding="utf-8")) for each in (merged, built))
-    config["quantization_config"] = made["quantization_config"]
+    config, compressed = (json.loads((folder / "config.json").read_text("utf-8")) for folder in (merged, built))
+    config["quantization_config"] = compressed["quantization_config"]
     writer.write("config.json", [(json.dumps(config, indent=2) + "\n").encode()])
     for name in digest_files(merged).keys() - {"config.json"}:
         if not name.endswith(".safetensors.index.json"):
@@ -200,7 +178,7 @@ def _own_vectors(writer: FolderWriter, known: Vectors) -> tuple[Vectors, LogitDi
     return own, compare_logits(own.logits, known.logits)
 
 
-def _compare(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[str, Any]:
+def _measure(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[str, Any]:
     """Measure the run and the compressed model on the validation split, as `finetune evaluate` does."""
     if not has_validation:
         return {}
@@ -218,6 +196,6 @@ def _compare(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[st
     return {
         "num_validated": before.num_rows,
         "losses": (before.tuned.loss, after.tuned.loss),
-        "changed": sum(one.answers["tuned"] != other.answers["tuned"] for one, other in pairs),
+        "changed": sum(answer.answers["tuned"] != other.answers["tuned"] for answer, other in pairs),
         "answered": len(before.answers),
     }

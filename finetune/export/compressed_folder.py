@@ -8,7 +8,6 @@ from __future__ import annotations
 import io
 import json
 from contextlib import redirect_stderr
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from finetune.errors import ConfigError
-from finetune.units import format_bytes
+from finetune.export.plain_reload import load_plain_model
 
 SchemeName = Literal["fp8", "w8a8", "w4a16"]
 
@@ -43,47 +42,12 @@ SCHEMES: dict[SchemeName, Scheme] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compressed:
-    """A compressed model on disk, and its differences from the run."""
-
-    scheme: SchemeName
-    """The way in which its linear layers are stored."""
-    kept: list[str]
-    """Linear layers that are stored as before."""
-    num_bytes: tuple[int, int]
-    """Sizes of the weights, merged and compressed."""
-    num_rows: int
-    """The number of training rows that calibrated it."""
-    num_validated: int = 0
-    """The number of validation rows; 0 if the run has none."""
-    losses: tuple[float, float] | None = None
-    """Validation losses of the run and of the compressed model; None without validation rows."""
-    changed: int = 0
-    """The number of validation prompts that the two models answer differently."""
-    answered: int = 0
-    """The number of validation prompts that both models answered."""
-    apart: float
-    """The relative difference of their logits, over the test vectors."""
-
-    def rows(self) -> list[list[str]]:
-        """Return the rows of the table: what was compared, of the run, of the compressed model."""
-        rows = [["size of the weights", *map(format_bytes, self.num_bytes)]]
-        if self.losses is not None:
-            rows.append([f"validation loss ({self.num_validated:,} rows)", *(f"{loss:.4f}" for loss in self.losses)])
-        if self.answered:
-            share = self.changed / self.answered
-            rows.append(["greedy answers that changed", "", f"{self.changed} of {self.answered} ({share:.1%})"])
-        rows.append(["logits of the test vectors apart by", "", f"{self.apart:.3g}"])
-        return rows
-
-
 def scheme_of(folder: Path) -> Scheme | None:
     """Return the scheme of a model folder; None if its weights are not compressed."""
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    found = (config.get("quantization_config") or {}).get("format")
-    return next((scheme for scheme in SCHEMES.values() if scheme.format == found), None)
+    stored = (config.get("quantization_config") or {}).get("format")
+    return next((scheme for scheme in SCHEMES.values() if scheme.format == stored), None)
 
 
 def refuse_no_compressed_tensors() -> None:
@@ -108,14 +72,7 @@ def load_compressed(folder: Path) -> Any:
         OSError, ValueError: transformers cannot load the folder.
     """
     refuse_no_compressed_tensors()
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    auto: Any = AutoModelForCausalLM
     with redirect_stderr(io.StringIO()):  # compressed-tensors draws progress bars
-        model = auto.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False, use_safetensors=True
-        )
+        model = load_plain_model(folder, dtype=torch.float32)
         model.hf_quantizer.compressor.decompress_model(model)
     return model.eval()

@@ -12,13 +12,16 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.engine.decoder import FAMILIES, SLIDING
-from finetune.errors import ModelError, last_line
+from finetune.errors import CheckpointError, ModelError, last_line
 
 Json = dict[str, Any]
 _SAME_SPLITS = {r"\p{L}+|\p{N}|[^\p{L}\p{N}]+": r"[\p{L}]+|[\p{N}]"}
@@ -60,12 +63,41 @@ class Converter(NamedTuple):
         Raises:
             ModelError: the converter refuses the model; the message repeats its reason, and says what to do.
         """
-        variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if command[0] != sys.executable:
+            variables.pop("PYTHONPATH", None)  # it is of this environment
         done = subprocess.run(command, cwd=inside, env=variables, capture_output=True, text=True)
         if done.returncode != 0:
             reason = (last_line(done.stderr) or "it gave no reason").replace(str(source), "the model")
             hint = next(hint for part, hint in self.hints.items() if part in reason)
             raise ModelError(f"{self.name} refused the model: {reason}. {hint}")
+
+
+def python_with(module: str, variable: str) -> str | None:
+    """Return the Python that an environment variable names, by default this one, if it has the module; else None."""
+    named = os.environ.get(variable)
+    if named is None:
+        return sys.executable if find_spec(module) else None
+    if shutil.which(named) is None:
+        return None
+    # -I: neither the current folder nor PYTHONPATH may supply the module.
+    looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return named if subprocess.run([named, "-I", "-c", looks]).returncode == 0 else None
+
+
+def refuse_no_model(model: Path) -> None:
+    """Refuse a folder that transformers cannot load as a model.
+
+    Raises:
+        CheckpointError: it is a run, an adapter, or something else.
+    """
+    if (model / "config.json").is_file() and any(model.glob("*.safetensors")):
+        return
+    if (model / "config.yaml").is_file() or (model / "adapter_config.json").is_file():
+        raise CheckpointError(f"{model} is a run or an adapter, not a model. Merge it first: finetune merge RUN OUT.")
+    raise CheckpointError(
+        f"{model} is not a model folder: it has no config.json with weights. Name a folder that finetune merge wrote."
+    )
 
 
 def files_of_model(model: Path) -> list[Path]:
@@ -105,8 +137,8 @@ def _with_layers_and_rope(config: Json) -> Json:
 
 def _with_known_splits(tokenizer: Json) -> Json:
     """Spell the patterns of tokenizer.json as in `_SAME_SPLITS`."""
-    whole = tokenizer.get("pre_tokenizer") or {}
-    for part in whole.get("pretokenizers", [whole]):
+    splitter = tokenizer.get("pre_tokenizer") or {}
+    for part in splitter.get("pretokenizers", [splitter]):
         pattern = part.get("pattern", {})
         if pattern.get("Regex") in _SAME_SPLITS:
             pattern["Regex"] = _SAME_SPLITS[pattern["Regex"]]
@@ -127,7 +159,6 @@ ADAPTER_TO_GGUF = Converter(_LLAMA_CPP, {"adapter_config.json": _with_scale_of_l
 MODEL_TO_ONNX = Converter(
     "onnxruntime-genai's builder",
     {"config.json": _with_layers_and_rope, "tokenizer.json": _with_known_splits},
-    {
-        "": "If the model is newer than your onnxruntime-genai, update it. The merged folder can be served without it.",
-    },
+    {"": "If the model is newer than your onnxruntime-genai, update it. The merged folder can be served without it."},
 )
+MODEL_TO_COMPRESSED = Converter("llm-compressor", {}, {"": "Nothing was written."})

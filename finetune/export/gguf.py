@@ -1,19 +1,22 @@
-"""Convert a model folder to a GGUF file with llama.cpp's own converter, and choose the keys that llama.cpp needs.
+"""Write a folder from which llama.cpp or Ollama serves a model: a GGUF file, a Modelfile, or both.
 
-The converter reads the tokenizer of a phi3 model as byte-level BPE only if tokenizer_config.json names the class
-GPT2Tokenizer, and otherwise from tokenizer.model (converters.py).
+llama.cpp's own converter writes the GGUF file. Keys that it does not write as the run needs them are set afterwards.
 Format of the file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+from transformers import AutoTokenizer
 
 from finetune.errors import ConfigError, ModelError, RunFailedError
 from finetune.export.converters import (
@@ -22,15 +25,24 @@ from finetune.export.converters import (
     SENTENCEPIECE_TO_GGUF,
     Converter,
     files_of_model,
+    refuse_no_model,
 )
-from finetune.export.gguf_file import Header, read_header
-from finetune.export.gguf_tokens import TokenRules, is_byte_level
+from finetune.export.gguf_file import Header, read_header, with_keys
+from finetune.export.gguf_served import MODEL_FILE, ROUNDING_KEY, GgufFiles, check_in_llama_cpp, installed_version
+from finetune.export.gguf_tokens import Reading, TokenRules, find_rules, is_byte_level, refuse_other_ids
+from finetune.export.ollama import modelfile
+from finetune.export.out_folder import new_folder
+from finetune.export.rounding import ROUNDED, measure_folder
+from finetune.export.vectors import VECTORS_FILE, copy_vectors, read_vectors
+from finetune.model.sizes import refuse_oversized_folder
+from finetune.runs.durable import FolderWriter
 
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"
 CONVERTER = "convert_hf_to_gguf.py"
 SENTENCEPIECE = "tokenizer.model"
 GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0"]
 _ENDS_BESIDE_EOS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +57,29 @@ class Gguf:
     """A folder with the base's tokenizer.model, which a sentencepiece tokenizer needs."""
     allows_differences: bool = False
     """Write the file even if llama.cpp reads chats as other tokens than the run trained on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """The result of an export."""
+
+    num_tensors: int | None = None
+    """The number of tensors in the GGUF file; None without a GGUF file."""
+    reading: Reading | None = None
+    """How llama.cpp reads chats, by its rules; None without a GGUF file of a model."""
+    runtime: str | None = None
+    """The llama.cpp that confirmed the reading; None if it is not installed."""
+
+    @property
+    def token_ids(self) -> str:
+        """Return a sentence: whether llama.cpp encodes chats as in training, and how this was found."""
+        if self.reading is None:
+            return "Token ids were not compared, because the base was not exported."
+        num_chats, num_others = len(self.reading.chats), len(self.reading.others)
+        same = f"{num_chats - num_others} of {num_chats} texts as the token ids of training"
+        if self.runtime is not None:
+            return f"{self.runtime} reads {same}, and stops where the run's model does."
+        return f"By its rules llama.cpp reads {same}. Install llama-cpp-python to have it checked in llama.cpp itself."
 
 
 def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
@@ -62,6 +97,96 @@ def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
     return script
 
 
+def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: bool = True) -> Exported:
+    """Write a folder with a GGUF file, a Modelfile, or both; all of it or nothing.
+
+    Without a GGUF file (`gguf` is None), the Modelfile names the merged folder, which Ollama imports itself.
+
+    Raises:
+        CheckpointError: `out` is taken, or `model` is not a merged folder.
+        ConfigError: there is nothing to write.
+        ModelError: llama.cpp or Ollama does not support the model, or llama.cpp would read chats as other tokens.
+        RunFailedError: the disk has too little room, or failed.
+    """
+    model = model.expanduser().absolute()
+    refuse_no_model(model)
+    if gguf is None and not with_modelfile:
+        raise ConfigError("there is nothing to export: add --gguf, or leave out --no-modelfile.")
+    refuse_oversized_folder(model)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    measure = partial(measure_folder, model, read_vectors(model)) if (model / VECTORS_FILE).is_file() else None
+    stops = stored_stop_ids(model)
+    if not stops and tokenizer.eos_token_id is not None:
+        stops = [tokenizer.eos_token_id]
+    text = modelfile(tokenizer, f"./{MODEL_FILE}" if gguf else str(model), stops) if with_modelfile else None
+    exported = Exported()
+    with new_folder(out, gguf_bytes(model, gguf.weight_type) if gguf else 0) as writer:
+        if gguf is not None:
+            exported = write_gguf(model, writer, MODEL_FILE, gguf, tokenizer, stops, measure)
+        if text is not None:
+            writer.write("Modelfile", [text.encode()])
+        copy_vectors(model, writer)
+    return exported
+
+
+def write_gguf(
+    model: Path,
+    writer: FolderWriter,
+    name: str,
+    gguf: Gguf,
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    measure: Callable[[int], float] | None,
+) -> Exported:
+    """Convert a model into a folder, so that llama.cpp reads chats as the tokenizer does.
+
+    If llama-cpp-python is installed, load the file there, and compare how it encodes the same chats. `measure` is
+    `measure_rounding` of what is served, by file type; None if it has no test vectors.
+
+    Raises:
+        ModelError: llama.cpp does not support the model, or would read chats as other tokens.
+        RunFailedError: numbers of the model are too large for the type.
+    """
+    reading = find_rules(tokenizer)
+    if not gguf.allows_differences:
+        refuse_other_ids(reading)
+    with tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
+        converted = Path(aside, name)
+        header = convert(model, converted, gguf, reading.rules)
+        refuse_other_tokens(header, tokenizer)
+        keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
+        file_type = header.keys.get("general.file_type", -1)
+        if measure is not None and file_type in ROUNDED:
+            keys[ROUNDING_KEY] = measure(file_type)
+        writer.write(name, with_keys(converted, header, keys))
+    if reading.others:
+        message = "llama.cpp reads %d of %d texts as other tokens than training did. The first: %s"
+        _log.warning(message, len(reading.others), len(reading.chats), reading.others[0])
+    files, runtime = GgufFiles(writer.path / name), None
+    if installed_version() is not None:
+        runtime = check_in_llama_cpp(files, reading, tokenizer, stop_ids)
+    elif unnamed := _stops_beside_eos(header, stop_ids)[len(_ENDS_BESIDE_EOS) :]:
+        _log.warning(
+            "a GGUF file names eos and two more ends of an answer, and the model stops at %d tokens: llama.cpp may not "
+            "stop at %s. Give their texts as `stop` in each request, and start llama-server with --special",
+            len(stop_ids),
+            ", ".join(f"{tokenizer.convert_ids_to_tokens(token_id)} ({token_id})" for token_id in unnamed),
+        )
+    return Exported(num_tensors=header.num_tensors, reading=reading, runtime=runtime)
+
+
+def gguf_bytes(model: Path, weight_type: GgufType) -> int:
+    """Estimate the size of a model's GGUF file in bytes. The model may be stored in 16 bits."""
+    return (4 if weight_type == "f32" else 2) * sum(path.stat().st_size for path in model.glob("*.safetensors"))
+
+
+def stored_stop_ids(model: Path) -> list[int]:
+    """Return the stop ids of generation_config.json; an empty list if the file names none."""
+    file = model / "generation_config.json"
+    stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return [stops] if isinstance(stops, int) else [int(token_id) for token_id in stops or []]
+
+
 def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
     """Run the converter on a merged folder. Returns the header of the file that it wrote.
 
@@ -72,9 +197,9 @@ def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
         RunFailedError: it wrote no complete file.
     """
     family = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
-    # `general.name` tells llama.cpp whether special tokens strip white space.
-    neutral_name = "phi" if family.startswith("phi3") else family
-    name = "phi-3" if rules.strips else neutral_name
+    # llama.cpp strips white space behind special tokens if `general.name` contains phi-3 or phi3.
+    other_name = "phi" if family.startswith("phi3") else family
+    name = "phi-3" if rules.strips else other_name
     with tempfile.TemporaryDirectory() as scratch:
         converter = copy_for_llama_cpp(model, Path(scratch), gguf.base)
         options = ["--outtype", gguf.weight_type, "--model-name", name, "--outfile", str(out)]
@@ -91,8 +216,8 @@ def read_written(out: Path) -> Header:
     try:
         return read_header(out)
     except RunFailedError as error:
-        why = str(error).replace(str(out), out.name)
-        raise RunFailedError(f"the converter reported success, but {why} It was removed.") from error
+        reason = str(error).replace(str(out), out.name)
+        raise RunFailedError(f"the converter reported success, but {reason} It was removed.") from error
 
 
 def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int]) -> dict[str, bool | int]:
@@ -105,9 +230,10 @@ def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int
     return {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
 
 
-def stops_left_out(header: Header, stop_ids: Sequence[int]) -> list[int]:
-    """Return the stop ids without a key in a GGUF file. llama.cpp stops there only if it knows the token's text."""
-    return _stops_beside_eos(header, stop_ids)[len(_ENDS_BESIDE_EOS) :]
+def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
+    """Return the stop ids but eos. A file has keys for two. At others, llama.cpp stops only if it knows their text."""
+    eos = header.keys.get("tokenizer.ggml.eos_token_id")
+    return [token_id for token_id in stop_ids if token_id != eos]
 
 
 def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
@@ -125,11 +251,6 @@ def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
                 f"token {token_id} is {token!r} in the model's tokenizer.json, but {other!r} in the GGUF file: "
                 "tokenizer.model belongs to another tokenizer. Take the base's file (--base). Nothing was written."
             )
-
-
-def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
-    eos = header.keys.get("tokenizer.ggml.eos_token_id")
-    return [token_id for token_id in stop_ids if token_id != eos]
 
 
 def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:

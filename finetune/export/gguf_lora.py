@@ -20,15 +20,13 @@ from finetune.config.hub import cached_file
 from finetune.data.templates import stop_ids
 from finetune.errors import ConfigError, ModelError
 from finetune.export.converters import ADAPTER_TO_GGUF
-from finetune.export.digests import digest_weight_files
-from finetune.export.exported_folder import Exported, gguf_bytes, stored_stop_ids, write_gguf
-from finetune.export.gguf import Gguf, read_written
+from finetune.export.gguf import Exported, Gguf, gguf_bytes, read_written, stored_stop_ids, write_gguf
 from finetune.export.gguf_served import ADAPTER_FILE, BASE_FILE, GgufFiles, check_in_llama_cpp
-from finetune.export.merged_folder import load_tuned_model
+from finetune.export.merge import load_tuned_model
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
 from finetune.export.rounding import measure_rounding
-from finetune.export.vectors import write_vectors
+from finetune.export.vectors import digest_weight_files, write_vectors
 from finetune.export.verifying import vectors_of_run
 from finetune.inference.finished_run import FinishedRun
 from finetune.model.base import locate_model
@@ -95,8 +93,8 @@ def _refuse_what_is_lost(adapter: Path) -> None:
         "trainable_tokens": "new tokens",
         "embed_tokens": "trained embeddings",
     }
-    what = [next((reason for part, reason in reasons.items() if part in name), "other weights") for name in other]
-    lost = ", ".join(dict.fromkeys([*what, *patterns]))
+    lost_parts = [next((reason for part, reason in reasons.items() if part in name), "other weights") for name in other]
+    lost = ", ".join(dict.fromkeys([*lost_parts, *patterns]))
     example = f" ({other[0]})" if other else ""
     raise ModelError(
         f"a GGUF LoRA holds lora_A and lora_B alone, and this adapter also has {lost}{example}. Merge it, and export "
@@ -106,14 +104,14 @@ def _refuse_what_is_lost(adapter: Path) -> None:
 
 def _write_adapter(adapter: Path, base: Path, writer: FolderWriter, aside: Path, gguf: Gguf) -> int:
     """Run llama.cpp's script on the adapter. Returns the number of tensors written."""
-    source, made = aside / "adapter", aside / ADAPTER_FILE
+    source, converted = aside / "adapter", aside / ADAPTER_FILE
     source.mkdir()
     ADAPTER_TO_GGUF.copy([adapter / _WEIGHTS, adapter / _CONFIG], source)
     script = gguf.converter.with_name(LORA_CONVERTER)
-    options = ["--base", str(base), "--outtype", "f32", "--outfile", str(made)]
+    options = ["--base", str(base), "--outtype", "f32", "--outfile", str(converted)]
     ADAPTER_TO_GGUF.run([sys.executable, str(script), str(source), *options], aside)
-    header = read_written(made)
-    writer.write(ADAPTER_FILE, [made.read_bytes()])
+    header = read_written(converted)
+    writer.write(ADAPTER_FILE, [converted.read_bytes()])
     return header.num_tensors
 
 

@@ -19,7 +19,7 @@ from finetune.data.rendering import render_template
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.export.gguf_file import read_header
 from finetune.export.gguf_tokens import OtherIds, Reading
-from finetune.export.served_model import Rendered, Turns
+from finetune.export.served_comparison import Rendered, Turns
 
 PACKAGE = "llama-cpp-python"
 MODEL_FILE, BASE_FILE, ADAPTER_FILE = "model.gguf", "base.gguf", "adapter.gguf"
@@ -114,15 +114,15 @@ def check_in_llama_cpp(files: GgufFiles, reading: Reading, tokenizer: Any, stop_
 
 
 def _find_surprises(served: LlamaCpp, reading: Reading, tokenizer: Any, stop_ids: Sequence[int]) -> Iterator[str]:
-    known = {other.text for other in [*reading.plain, *reading.edges]}
-    for turns, text in reading.chats:
-        if tokenizer.chat_template is not None and (rendered := served.render(turns).text) != text:
+    foreseen = {other.text for other in reading.others}
+    for vector in reading.chats:
+        text = str(vector.text)
+        if tokenizer.chat_template is not None and (rendered := served.render(vector.turns or []).text) != text:
             yield f"it renders a chat as {rendered!r}, and the chat template as {text!r}. Use another llama.cpp."
-        ids, read = tokenizer(text, add_special_tokens=False)["input_ids"], served.encode(text)
-        if text not in known and ids != read:
-            trained, other = (list(map(str, tokenizer.convert_ids_to_tokens(each))) for each in (ids, read))
+        served_ids = served.encode(text)
+        if text not in foreseen and served_ids != vector.token_ids:
             yield (
-                f"{OtherIds(text=text, trained=trained, served=other)}. Its rules are not those that were expected: "
+                f"{OtherIds.of(vector, served_ids, tokenizer)}. Its rules are not those that were expected: "
                 "tell the authors of finetune which tokenizer this is, and send token ids instead of text."
             )
     for token_id in stop_ids:

@@ -8,19 +8,17 @@ Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`load`, `tokenizer_st_partition`
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
-from finetune.data.rendering import render_prompt
+from tokenizers import Tokenizer
+
 from finetune.errors import ModelError
 from finetune.export.served_comparison import first_difference
-from finetune.export.served_model import Turns
-from finetune.export.vectors import CONVERSATIONS
-from finetune.units import name_first
+from finetune.export.vectors import Vector, conversation_vectors
 
 _NEVER_STRIPS = {"<unk>", "<s>", "<|endoftext|>"}
 _NEEDED_TO_STRIP = {*_NEVER_STRIPS, "</s>"}
@@ -41,13 +39,6 @@ class TokenRules:
     in the file (`general.name`) contains `phi-3` or `phi3`."""
 
 
-class RenderedChat(NamedTuple):
-    """A conversation and its text with the header of the next answer."""
-
-    turns: Turns
-    text: str
-
-
 @dataclass(frozen=True, kw_only=True)
 class OtherIds:
     """A text that llama.cpp encodes differently."""
@@ -56,12 +47,18 @@ class OtherIds:
     trained: list[str]
     served: list[str]
 
-    def __str__(self) -> str:
-        at = first_difference(self.trained, self.served)
-        return (
-            f"{self.text!r} is {_around(self.trained, at)} in training and {_around(self.served, at)} in llama.cpp, "
-            f"from token {at} on"
+    @classmethod
+    def of(cls, vector: Vector, served_ids: Sequence[int], tokenizer: Any) -> OtherIds:
+        """Spell the ids of training and of llama.cpp as tokens."""
+        trained, served = (
+            list(map(str, tokenizer.convert_ids_to_tokens(list(ids)))) for ids in (vector.token_ids, served_ids)
         )
+        return cls(text=str(vector.text), trained=trained, served=served)
+
+    def __str__(self) -> str:
+        index = first_difference(self.trained, self.served)
+        trained, served = (repr(" ".join(ids[max(index - 1, 0) : index + 2])) for ids in (self.trained, self.served))
+        return f"{self.text!r} is {trained} in training and {served} in llama.cpp, from token {index} on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +70,13 @@ class Reading:
     """Chats with plain contents and other ids. llama.cpp would read the first request wrongly."""
     edges: list[OtherIds]
     """Chats with white space at the ends of turns, or unusual characters, and other ids."""
-    causes: list[str]
-    """The properties of the tokenizer that cause the differences, as phrases."""
-    chats: list[RenderedChat]
+    chats: list[Vector]
     """All chats that were compared, the equal ones too."""
+
+    @property
+    def others(self) -> list[OtherIds]:
+        """Return all chats with other ids."""
+        return [*self.plain, *self.edges]
 
 
 def find_rules(tokenizer: Any) -> Reading:
@@ -85,42 +85,36 @@ def find_rules(tokenizer: Any) -> Reading:
     Texts are encoded without added special tokens, as in training.
     """
     record = json.loads(tokenizer.backend_tokenizer.to_str())
-    plain = list(_chats(tokenizer, _PLAIN))
-    edges = list(_chats(tokenizer, CONVERSATIONS.keys() - set(_PLAIN)))
-    compared = [
-        (rules, _different(tokenizer, record, rules, plain), _different(tokenizer, record, rules, edges))
-        for rules in _possible_rules(record)
-    ]
-    rules, in_plain, in_edges = min(compared, key=lambda it: (len(it[1]), len(it[2])))
-    texts = [other.text for other in [*in_plain, *in_edges]]
-    causes = list(_causes(record, rules, texts)) if texts else []
-    return Reading(rules=rules, plain=in_plain, edges=in_edges, causes=causes, chats=[*plain, *edges])
+    chats = conversation_vectors(tokenizer)
+    plain = [vector for vector in chats if vector.name in _PLAIN]
+    edges = [vector for vector in chats if vector.name not in _PLAIN]
+    readings = []
+    for rules in _possible_rules(record):
+        by_rules = Tokenizer.from_str(json.dumps(_with_rules(record, rules)))
+        in_plain, in_edges = (_other_ids(tokenizer, by_rules, chats) for chats in (plain, edges))
+        readings.append(Reading(rules=rules, plain=in_plain, edges=in_edges, chats=chats))
+    return min(readings, key=lambda reading: (len(reading.plain), len(reading.edges)))
 
 
 def refuse_other_ids(reading: Reading) -> None:
     """Refuse a model whose plain chats llama.cpp would read as other tokens.
 
     Raises:
-        ModelError: names the first text, the first token that differs, the cause and what to do.
+        ModelError: names the first text, the first token that differs and what to do.
     """
     if reading.plain:
         raise ModelError(
-            f"llama.cpp would read chats as other tokens than those the run trained on: {reading.plain[0]}. "
-            f"Cause: {'; '.join(reading.causes) or 'not known'}. Nothing was written. Train with a tokenizer without "
-            "this, or add --allow-differences and send token ids to llama.cpp instead of text (its /completion takes "
-            "them as `prompt`)."
+            f"llama.cpp would read chats as other tokens than those the run trained on: {reading.plain[0]}. No setting "
+            "of the file changes this. Nothing was written. Train with another tokenizer, or add --allow-differences "
+            "and send token ids to llama.cpp instead of text (its /completion takes them as `prompt`)."
         )
 
 
 def is_byte_level(record: dict[str, Any]) -> bool:
     """Tell whether a tokenizer.json is byte-level BPE, as for GPT-2, phi-2, phi-4 and Phi-4-mini."""
-    return record.get("model", {}).get("type") == "BPE" and "ByteLevel" in _types(record.get("decoder"))
-
-
-def _chats(tokenizer: Any, names: Iterable[str]) -> Iterator[RenderedChat]:
-    for name in sorted(names):
-        with contextlib.suppress(Exception):  # a template may refuse roles, and fail in any way
-            yield RenderedChat(CONVERSATIONS[name], render_prompt(tokenizer, CONVERSATIONS[name])[0])
+    decoder = record.get("decoder") or {}
+    types = {part["type"] for part in [decoder, *decoder.get("decoders", ())] if part}
+    return record.get("model", {}).get("type") == "BPE" and "ByteLevel" in types
 
 
 def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:
@@ -134,20 +128,14 @@ def _possible_rules(record: dict[str, Any]) -> list[TokenRules]:
     return [TokenRules(puts_space=space, strips=strip) for space, strip in product(spaces, strips)]
 
 
-def _different(
-    tokenizer: Any, record: dict[str, Any], rules: TokenRules, texts: Sequence[RenderedChat]
-) -> list[OtherIds]:
-    from tokenizers import Tokenizer
-
-    served = Tokenizer.from_str(json.dumps(_with_rules(record, rules)))
-    found = []
-    for _, text in texts:
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        other = served.encode(text, add_special_tokens=False).ids
-        if ids != other:
-            trained, read = (list(map(str, tokenizer.convert_ids_to_tokens(each))) for each in (ids, other))
-            found.append(OtherIds(text=text, trained=trained, served=read))
-    return found
+def _other_ids(tokenizer: Any, by_rules: Tokenizer, chats: Sequence[Vector]) -> list[OtherIds]:
+    """Return the chats that llama.cpp's rules encode differently from the run's tokenizer."""
+    others = []
+    for vector in chats:
+        served_ids = by_rules.encode(str(vector.text), add_special_tokens=False).ids
+        if served_ids != vector.token_ids:
+            others.append(OtherIds.of(vector, served_ids, tokenizer))
+    return others
 
 
 def _with_rules(record: dict[str, Any], rules: TokenRules) -> dict[str, Any]:
@@ -163,55 +151,3 @@ def _with_rules(record: dict[str, Any], rules: TokenRules) -> dict[str, Any]:
     before = [{"type": "Prepend", "prepend": "▁"}] if rules.puts_space else []
     normalizer = {"type": "Sequence", "normalizers": [*before, spell]}
     return {**record, "added_tokens": added, "normalizer": normalizer, "pre_tokenizer": None}
-
-
-def _causes(record: dict[str, Any], rules: TokenRules, texts: Sequence[str]) -> Iterator[str]:
-    """Name the properties of the tokenizer that these rules cannot express and that the texts depend on."""
-    tokens = [token for token in record["added_tokens"] if any(token["content"] in text for text in texts)]
-    rstrip = [token["content"] for token in tokens if token["rstrip"]]
-    kept = [it["content"] for it in tokens if not it["rstrip"] and it["content"] not in _NEVER_STRIPS]
-    if rstrip and not rules.strips:
-        named = name_first(rstrip, 3)
-        yield f"{named} swallow white space behind them in training, and in llama.cpp they do not (rstrip)"
-    if rules.strips and kept:
-        named = name_first(kept, 3)
-        yield f"{named} keep white space behind them in training, and in llama.cpp they swallow it (rstrip)"
-    for flag, does in (("lstrip", "swallow white space before them"), ("single_word", "count only as whole words")):
-        if found := [token["content"] for token in tokens if token[flag]]:
-            yield f"{name_first(found, 3)} {does} in training, and in llama.cpp they do not ({flag})"
-    if not is_byte_level(record):
-        yield from _causes_of_spaces(record, rules)
-        if record["model"]["type"] != "BPE":
-            yield f"its pieces are of the type {record['model']['type']}, which llama.cpp reads as BPE"
-    others = sorted(set(_types(record.get("normalizer"))) - {"Sequence", "Prepend", "Replace"})
-    if others:
-        yield f"it rewrites texts before it encodes them ({', '.join(others)}), and llama.cpp does not"
-
-
-def _causes_of_spaces(record: dict[str, Any], rules: TokenRules) -> Iterator[str]:
-    """Compare where the tokenizer and llama.cpp put a space before text (prepend_scheme, or a normalizer's Prepend)."""
-    scheme = next((part.get("prepend_scheme") for part in _parts(record.get("pre_tokenizer"))), None)
-    where = {"always": "each piece of text", "first": "the first piece of text only", "never": "no text"}.get(
-        scheme or ("always" if "Prepend" in _types(record.get("normalizer")) else "never")
-    )
-    there = "each piece of text" if rules.puts_space else "no text"
-    if where != there:
-        yield f"in training a space is put before {where}, in llama.cpp before {there} (add_space_prefix)"
-
-
-def _types(part: dict[str, Any] | None) -> list[str]:
-    return [each["type"] for each in _parts(part)]
-
-
-def _parts(part: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """Return a part of a tokenizer.json, followed by its inner parts if it is a sequence."""
-    if part is None:
-        return []
-    inner: list[dict[str, Any]] = next(
-        (part[key] for key in ("normalizers", "pretokenizers", "decoders") if key in part), []
-    )
-    return [part, *inner]
-
-
-def _around(tokens: Sequence[str], at: int) -> str:
-    return repr(" ".join(tokens[max(at - 1, 0) : at + 2]))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,74 @@ from finetune.config.schema import Config, as_list
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.data.compressed import suffix_of
 from finetune.data.readers import SUFFIXES
-from finetune.export.compressed_folder import Compressed
-from finetune.export.merge import Merged
+from finetune.export.compressed_folder import SchemeName
+from finetune.export.logits import LogitDifference
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
+from finetune.units import format_bytes
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MARKUP = re.compile(r"[\\`*<>|\[\]]")
 _SETTINGS = ("training", "preference", "grpo", "rollout", "reward", "optim", "lora", "data")
 _LEFT_OUT = {"device", "debug", "num_workers", "pin_memory", "prefetch_factor", "cache_dir", "log_every", "path"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """A merged model on disk, and its difference from base and adapter."""
+
+    folder: Path
+    num_bytes: int
+    """The size of its weights."""
+    dtype: str
+    """The type that the weights are stored in."""
+    is_tied: bool
+    """Whether input embeddings and output head are one tensor."""
+    stop_ids: list[int]
+    """The tokens at which generation ends."""
+    difference: LogitDifference
+    vectors_sha256: str
+    """The digest of the test vectors beside the model."""
+    system: str | None = None
+    """The most frequent system turn of the training rows; None if they have none or cannot be read."""
+    adds_system: bool = False
+    """Whether the chat template adds it to conversations without a system turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compressed:
+    """A compressed model on disk, and its differences from the run."""
+
+    scheme: SchemeName
+    """The way in which its linear layers are stored."""
+    kept: list[str]
+    """Linear layers that are stored as before."""
+    num_bytes: tuple[int, int]
+    """Sizes of the weights, merged and compressed."""
+    num_rows: int
+    """The number of training rows that calibrated it."""
+    num_validated: int = 0
+    """The number of validation rows; 0 if the run has none."""
+    losses: tuple[float, float] | None = None
+    """Validation losses of the run and of the compressed model; None without validation rows."""
+    changed: int = 0
+    """The number of validation prompts that the two models answer differently."""
+    answered: int = 0
+    """The number of validation prompts that both models answered."""
+    apart: float
+    """The relative difference of their logits, over the test vectors."""
+
+    def rows(self) -> list[list[str]]:
+        """Return the rows of the table: what was compared, of the run, of the compressed model."""
+        rows = [["size of the weights", *map(format_bytes, self.num_bytes)]]
+        if self.losses is not None:
+            rows.append([f"validation loss ({self.num_validated:,} rows)", *(f"{loss:.4f}" for loss in self.losses)])
+        if self.answered:
+            share = self.changed / self.answered
+            rows.append(["greedy answers that changed", "", f"{self.changed} of {self.answered} ({share:.1%})"])
+        rows.append(["logits of the test vectors apart by", "", f"{self.apart:.3g}"])
+        return rows
 
 
 def merged_card(run: FinishedRun, merged: Merged, compressed: Compressed | None = None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from finetune.data.rendering import render_conversations
 from finetune.errors import ModelError
-from finetune.export.served_model import Turns
+from finetune.export.served_comparison import Turns
 
 _CHECKED: tuple[tuple[str, ...], ...] = (
     ("user",),
@@ -71,7 +71,10 @@ def read_turn_pieces(tokenizer: Any) -> TurnPieces:
     except ValueError as error:
         with suppress(ValueError):
             return _checked(tokenizer, _take_apart(tokenizer, "system"))
-        raise ModelError(_refusal(str(error))) from error
+        raise ModelError(
+            f"the tokenizer's chat template cannot be written as a Modelfile: {error}. Export with --no-modelfile, and "
+            "serve the GGUF file with llama.cpp, which renders the chat template itself (--jinja)."
+        ) from error
 
 
 def modelfile(tokenizer: Any, model: str, stop_ids: Sequence[int]) -> str:
@@ -131,8 +134,8 @@ def _checked(tokenizer: Any, pieces: TurnPieces) -> TurnPieces:
     for roles in _CHECKED:
         # Ollama does not strip contents. The white space at their ends shows whether the template strips them.
         turns = [{"role": role, "content": f" {role} says {number}.\n"} for number, role in enumerate(roles)]
-        if (expected := _render(tokenizer, turns)) != (found := pieces.render(turns)):
-            raise ValueError(f"for {', '.join(roles)} it renders {expected!r}, its pieces give {found!r}")
+        if (expected := _render(tokenizer, turns)) != (rendered := pieces.render(turns)):
+            raise ValueError(f"for {', '.join(roles)} it renders {expected!r}, its pieces give {rendered!r}")
     return pieces
 
 
@@ -183,10 +186,3 @@ def _refuse_signs(text: str, *signs: str) -> str:
             f"the chat template contains {text!r}, which a Modelfile cannot hold. Write the Modelfile by hand."
         )
     return text
-
-
-def _refusal(why: str) -> str:
-    return (
-        f"the tokenizer's chat template cannot be written as a Modelfile: {why}. Export with --no-modelfile, and serve "
-        "the GGUF file with llama.cpp, which renders the chat template itself (--jinja)."
-    )

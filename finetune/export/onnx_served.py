@@ -12,7 +12,7 @@ import torch
 
 from finetune.data.rendering import render_template
 from finetune.errors import ConfigError, ModelError, RunFailedError, first_line
-from finetune.export.served_model import Rendered, ServedModel, Turns
+from finetune.export.served_comparison import Rendered, ServedModel, Turns
 
 GENAI_CONFIG = "genai_config.json"
 _WRITTEN_OPTIONS = {"log_id", "provider_options"}
@@ -131,8 +131,8 @@ class OnnxModel:
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See `ServedModel.logits`."""
-        found = torch.from_numpy(self._prompted(token_ids, max_new_tokens=1).get_output("logits")).float()[0]
-        return found[list(positions)]
+        logits = torch.from_numpy(self._prompted(token_ids, max_new_tokens=1).get_output("logits")).float()[0]
+        return logits[list(positions)]
 
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""

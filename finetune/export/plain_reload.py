@@ -1,7 +1,7 @@
 """Load a model folder with transformers alone, and record its logits. A merge starts this file as a process of its own.
 
 The process cannot import finetune or peft, so any user of transformers can load what it loads.
-Usage: `python plain_reload.py REQUEST.json`, see `main`.
+Usage: `python plain_reload.py REQUEST.json`, see `_main`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,17 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
+
+
+def load_plain_model(folder: Path | str, **options: Any) -> Any:
+    """Load a model with transformers, from safetensors files of this machine, and without code of the model."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    load: Any = AutoModelForCausalLM.from_pretrained
+    return load(folder, local_files_only=True, trust_remote_code=False, use_safetensors=True, **options)
 
 
 def logits_in_fp32(model: Any, prompts: Sequence[Sequence[int]]) -> Any:
@@ -48,14 +58,11 @@ def _main(request_file: str) -> None:
         sys.modules[name] = None  # type: ignore[assignment]  # importing it fails
     request = json.loads(Path(request_file).read_text(encoding="utf-8"))
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoTokenizer
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    folder, load = request["folder"], cast(Any, AutoModelForCausalLM.from_pretrained)
-    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    model, info = load(folder, output_loading_info=True, use_safetensors=True, **safe)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
+    folder = request["folder"]
+    model, info = load_plain_model(folder, output_loading_info=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     tied = model.get_input_embeddings().weight.data_ptr() == model.get_output_embeddings().weight.data_ptr()
     report = {
         "problems": {name: sorted(map(str, keys)) for name, keys in info.items() if keys},

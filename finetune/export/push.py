@@ -1,7 +1,7 @@
 """Push a run's adapter or a merged model to the hub: show what would be sent and where, then make one commit.
 
 huggingface_hub takes the token from HF_TOKEN or from a login; finetune never shows it. The commit consists of single
-operations instead of an `upload_folder`, because the card and the adapter's configuration exist only in memory.
+operations: `upload_folder` sends files of a folder, and the card and the adapter's configuration exist only in memory.
 API: https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 """
 
@@ -19,7 +19,7 @@ import yaml
 
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
-from finetune.export.exported_folder import refuse_no_model
+from finetune.export.converters import refuse_no_model
 from finetune.export.model_card import HUB_ID, adapter_card, hub_base
 from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run
@@ -29,12 +29,10 @@ from finetune.units import format_bytes
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-Content = Path | bytes
 _CARD = "README.md"
 _ADAPTER_CONFIG = "adapter_config.json"
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".gguf")
 _OF_A_MODEL = (*_WEIGHTS, ".onnx", ".onnx.data", ".pt", ".pth", ".h5", ".msgpack")
-_OF_EVERY_REPOSITORY = {".gitattributes", _CARD}
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +42,7 @@ class Package:
 
     form: Literal["adapter", "model"]
     base: str | None
-    files: Mapping[str, Content]
+    files: Mapping[str, Path | bytes]
     licence: str | None = None
 
 
@@ -65,7 +63,10 @@ class Upload:
 
     def __str__(self) -> str:
         place = f"{'a new' if self.is_new else 'the'} {'private' if self.private else 'PUBLIC'} repository"
-        sizes = {name: _size(content) for name, content in sorted(self.package.files.items())}
+        sizes = {
+            name: len(content) if isinstance(content, bytes) else content.stat().st_size
+            for name, content in sorted(self.package.files.items())
+        }
         base = f", base {self.package.base}" if self.package.base else ""
         size_of_all = format_bytes(sum(sizes.values()))
         lines = [f"To {self.endpoint}/{self.repository}, {place}: {self.package.form}{base}, {size_of_all}"]
@@ -117,20 +118,25 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
     if private and not info.private:
         raise ConfigError(f"{repository} is public: everybody could see what you send. If you want that, add --public.")
     ours = (package.form, package.base)
-    is_other = there is not None and there != ours
+    is_other = there not in (None, ours)
     if there is not None and is_other and not replace:
         raise ConfigError(
             f"{repository} holds {_describe(*there)}, but this is {_describe(*ours)}. Name another repository, or "
             "replace the model there with --replace. Nothing was sent."
         )
-    stale = (name for name in present if name not in package.files and _is_left_over(name, is_other))
+    # Loaders would mix other weights with the new ones. Of another model, every file goes.
+    leftovers = [name for name in present if name not in package.files]
+    if is_other:
+        removed = [name for name in leftovers if name not in (".gitattributes", _CARD)]
+    else:
+        removed = [name for name in leftovers if name.endswith(_WEIGHTS)]
     return Upload(
         package=package,
         repository=repository,
         endpoint=api.endpoint,
         is_new=False,
         private=bool(info.private),
-        removed=tuple(stale),
+        removed=tuple(removed),
         parent=info.sha,
     )
 
@@ -153,28 +159,28 @@ def upload_package(upload: Upload, message: str) -> str:
     with _hub_errors(f"sending to {upload.repository}"):
         if upload.is_new:
             api.create_repo(upload.repository, private=upload.private)
-        done = api.create_commit(upload.repository, operations, commit_message=message, parent_commit=upload.parent)
-    return str(done.commit_url)
+        commit = api.create_commit(upload.repository, operations, commit_message=message, parent_commit=upload.parent)
+    return str(commit.commit_url)
 
 
 def _pack_adapter(source: Path, base: str | None) -> Package:
     run = find_run(source, ["model.trust_remote_code=false"], is_alone=True)  # no model is loaded
     if run.is_full:
         raise CheckpointError(f"{source} trained every weight. Write its model first: finetune merge {source} OUT.")
-    found = base or hub_base(run)
-    if found is None:
+    base = base or hub_base(run)
+    if base is None:
         raise ConfigError(
             "the adapter's base is a local folder, which nobody else could load. Name the base's hub id with --base, "
             f"or push the whole model: finetune merge {source} OUT."
         )
     files = _files_of(run.weights)
     config = json.loads((run.weights / _ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    if found != config.get("base_model_name_or_path"):
+    if base != config.get("base_model_name_or_path"):
         config["revision"] = None  # it is a commit of another repository
-    config["base_model_name_or_path"] = found
+    config["base_model_name_or_path"] = base
     files[_ADAPTER_CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-    files[_CARD] = _with_certificate(adapter_card(run, found, usual_system(run.config)), run.weights).encode()
-    return Package(form="adapter", base=found, files=files)
+    files[_CARD] = _with_certificate(adapter_card(run, base, usual_system(run.config)), run.weights).encode()
+    return Package(form="adapter", base=base, files=files)
 
 
 def _pack_model(source: Path) -> Package:
@@ -187,10 +193,10 @@ def _pack_model(source: Path) -> Package:
     files = _files_of(source)
     if (source / _CARD).is_file():
         files[_CARD] = _with_certificate((source / _CARD).read_text(encoding="utf-8"), source).encode()
-    return Package(form="model", base=_one(header.get("base_model")), files=files, licence=header.get("license"))
+    return Package(form="model", base=_first_base(header.get("base_model")), files=files, licence=header.get("license"))
 
 
-def _files_of(folder: Path) -> dict[str, Content]:
+def _files_of(folder: Path) -> dict[str, Path | bytes]:
     """Return the files to send. A link could name a file of this machine that is not part of the model."""
     files = {path.name: path for path in sorted(folder.iterdir()) if path.is_file() and path.name != MANIFEST}
     for path in files.values():
@@ -239,24 +245,18 @@ def _find_model(api: HfApi, repository: str, present: list[str], card: Any) -> t
         path = api.hf_hub_download(repository, _ADAPTER_CONFIG)
         config = json.loads(Path(path).read_text(encoding="utf-8"))
         return "adapter", config.get("base_model_name_or_path")
-    return "model", _one(getattr(card, "base_model", None))
+    return "model", _first_base(getattr(card, "base_model", None))
 
 
-def _is_left_over(name: str, is_other: bool) -> bool:
-    """Tell whether a file of the repository must be deleted, because loaders would mix it with the new weights."""
-    return name not in _OF_EVERY_REPOSITORY if is_other else name.endswith(_WEIGHTS)
-
-
-def _one(base: object) -> str | None:
-    return _one(base[0]) if isinstance(base, list) and base else base if isinstance(base, str) else None
+def _first_base(base: object) -> str | None:
+    """Return the base that a card names, or the first of several; None if it names none."""
+    if isinstance(base, list) and base:
+        return _first_base(base[0])
+    return base if isinstance(base, str) else None
 
 
 def _describe(form: str, base: str | None) -> str:
     return f"{'an adapter' if form == 'adapter' else 'a model'} of {base or 'a base that it does not name'}"
-
-
-def _size(content: Content) -> int:
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 @contextmanager

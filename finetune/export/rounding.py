@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from finetune.errors import RunFailedError
 from finetune.export.logits import relative_by_position
-from finetune.export.plain_reload import weights_in_fp32
+from finetune.export.plain_reload import load_plain_model, weights_in_fp32
 from finetune.export.vectors import Vectors
 
 
@@ -41,7 +41,6 @@ ROUNDED: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = {
     7: _q8_0,
 }
 """By `general.file_type` of a GGUF file: f32, f16, bf16 and q8_0."""
-Q8_0 = 7
 
 
 class _Rounded(TorchFunctionMode):
@@ -61,8 +60,8 @@ class _Rounded(TorchFunctionMode):
             args = (self._round(args[0]), self._round(args[1]), *args[2:])
         elif func is scaled_dot_product_attention:
             args = (*map(_float16, args[:3]), *args[3:])
-        found = func(*args, **(kwargs or {}))
-        return self._round(found) if func is embedding else found
+        result = func(*args, **(kwargs or {}))
+        return self._round(result) if func is embedding else result
 
 
 def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
@@ -77,13 +76,13 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
     prompts = pad_sequence([torch.tensor(vector.token_ids) for vector in vectors.vectors], batch_first=True)
     places = [(row, place) for row, vector in enumerate(vectors.vectors) for place in vector.positions]
     exact = {id(weight) for name, weight in model.named_parameters() if "lora_" in name}
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    whole.set_experts_implementation("eager")  # other implementations do not call `linear`
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    bare.set_experts_implementation("eager")  # other implementations do not call `linear`
     model.eval()
 
     def logits() -> torch.Tensor:  # attention is causal, so the padding at the ends changes nothing
-        found: torch.Tensor = model(input_ids=prompts, use_cache=False).logits
-        return found[tuple(zip(*places, strict=True))]
+        all_positions: torch.Tensor = model(input_ids=prompts, use_cache=False).logits
+        return all_positions[tuple(zip(*places, strict=True))]
 
     with torch.no_grad(), weights_in_fp32(model):
         own = logits()
@@ -99,10 +98,4 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
 
 def measure_folder(folder: Path, vectors: Vectors, file_type: int) -> float:
     """Load a merged folder with transformers and call `measure_rounding`."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    load: Any = AutoModelForCausalLM.from_pretrained
-    safe = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
-    return measure_rounding(load(folder, dtype="auto", **safe), vectors, file_type)
+    return measure_rounding(load_plain_model(folder, dtype="auto"), vectors, file_type)

@@ -15,9 +15,9 @@ from finetune.export.compressed_folder import load_compressed, refuse_no_compres
 from finetune.export.gguf_served import gguf_bound, load_gguf
 from finetune.export.logits import MOST_DIFFERENCE
 from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
-from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.served_model import Rendered, ServedModel, Turns
-from finetune.export.vectors import Vectors, answer_in_fp32
+from finetune.export.plain_reload import load_plain_model, logits_in_fp32
+from finetune.export.served_comparison import Rendered, ServedModel, Turns
+from finetune.export.vectors import Digests, Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
 from finetune.model.sizes import refuse_oversized_folder
 
@@ -35,8 +35,8 @@ class ServingRuntime(NamedTuple):
     """Returns the largest relative difference of a position's logits that the runtime's arithmetic explains."""
     is_merged: bool = True
     """Whether the folder's weights went through a merge, which rounded them."""
-    has_written_weights: bool = False
-    """Whether finetune wrote the folder's safetensors files, so that their bytes can be compared."""
+    digests: Callable[[Vectors], Digests] = lambda _: Digests()
+    """Returns the digests of the folder's files in test vectors; empty for converted weights."""
 
     def bound(self, vectors: Vectors, folder: Path) -> float:
         """Return the largest relative difference of a position's logits that counts as equal."""
@@ -131,9 +131,13 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
 
 RUNTIMES = (
     ServingRuntime("llama.cpp", ("*.gguf",), load_gguf, gguf_bound),
-    ServingRuntime("PEFT", (ADAPTER_CONFIG,), load_peft, _fp32_bound, is_merged=False, has_written_weights=True),
+    ServingRuntime("PEFT", (ADAPTER_CONFIG,), load_peft, _fp32_bound, False, lambda known: Digests(known.trained)),
     ServingRuntime(
-        "transformers", ("config.json", "*.safetensors"), load_transformers, _fp32_bound, has_written_weights=True
+        "transformers",
+        ("config.json", "*.safetensors"),
+        load_transformers,
+        _fp32_bound,
+        digests=lambda known: Digests(known.written, known.files),
     ),
     ServingRuntime("onnxruntime-genai", (GENAI_CONFIG,), load_onnx, onnx_bound),
 )
@@ -158,20 +162,15 @@ def runtime_of(folder: Path) -> ServingRuntime:
 
 
 def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "main") -> tuple[Any, Any]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers import AutoTokenizer
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    auto: Any = AutoModelForCausalLM
-    # A folder that is to be verified may be hostile.
-    for folder in (model_folder, tokenizer_folder):
+    for folder in (model_folder, tokenizer_folder):  # a folder that is to be verified is not trusted
         refuse_oversized_folder(folder)
-    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     if scheme_of(Path(model_folder)) is not None:
         model = load_compressed(Path(model_folder))
     else:
-        model = auto.from_pretrained(model_folder, revision=revision, use_safetensors=True, dtype="auto", **safe)
-    return model, AutoTokenizer.from_pretrained(tokenizer_folder, **safe)
+        model = load_plain_model(model_folder, revision=revision, dtype="auto")
+    return model, AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True, trust_remote_code=False)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +26,22 @@ from finetune.errors import CheckpointError, DataError
 from finetune.export.plain_reload import weights_in_fp32
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import max_context
-from finetune.runs.durable import FolderWriter, describe_os_error
+from finetune.runs.durable import MANIFEST, FolderWriter, describe_os_error
+from finetune.runs.tensors import digest_tensor, each_tensor
+from finetune.runs.verification import OPTIMIZER_FILE
 
-VECTORS_FILE = "test_vectors.json"
-LOGITS_FILE = "test_vectors.npy"
+VECTORS_FILE, LOGITS_FILE = "test_vectors.json", "test_vectors.npy"
+CERTIFICATE, VLLM_CERTIFICATE = "certificate.json", "certificate-vllm.json"
+"""Of the runtime that the folder's files are for, and of vLLM."""
+_DECIDES_NO_ANSWER = {
+    "README.md",
+    "Modelfile",
+    VECTORS_FILE,
+    LOGITS_FILE,
+    CERTIFICATE,
+    VLLM_CERTIFICATE,
+    MANIFEST,
+}
 MAX_NEW_TOKENS = 16
 _SCHEMA = 1
 _MOST_POSITIONS = 32
@@ -80,6 +92,13 @@ class Vector:
     """The tokens of a greedy answer, including the stop token if there was one; None without turns."""
 
 
+class Digests(NamedTuple):
+    """Digests of the tensors and the other files of a folder, by name; empty if none are known."""
+
+    tensors: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Vectors:
     """All test vectors of a model."""
@@ -121,30 +140,45 @@ class Vectors:
         return zip(self.vectors, rows, strict=True)
 
 
-def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:
-    """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
+def conversation_vectors(tokenizer: Any, system: str | None = None) -> list[Vector]:
+    """Render the conversations that this chat template does not refuse. They have no answers yet.
 
-    They have no answers yet. All token ids are below the number of the model's embedding rows. `system` is the system
-    turn of the training rows; None keeps the one in `CONVERSATIONS`.
+    `system` is the system turn of the training rows; None keeps the one in `CONVERSATIONS`.
+
+    Raises:
+        DataError: the chat template exceeds a limit, as it would with every conversation.
     """
-    room = max_context(model)
-    ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
-    asked = []
+    vectors = []
     for name, turns in CONVERSATIONS.items():
         if tokenizer.chat_template is None and len(turns) > 1:
             continue
-        own = [dict(turn) for turn in turns]
+        chat = [dict(turn) for turn in turns]
         if name == SYSTEM_PROMPT and system is not None:
-            own[0]["content"] = system
+            chat[0]["content"] = system
         try:
-            text, ids = render_prompt(tokenizer, own)
-        except DataError:  # a limit that every conversation would exceed
+            text, ids = render_prompt(tokenizer, chat)
+        except DataError:
             raise
         except Exception as error:  # a template is a program: it can fail in any way
             _log.info("no test vector for %r: the chat template refuses it (%s)", name, error)
             continue
+        vectors.append(Vector(name=name, turns=chat, text=text, token_ids=ids, positions=_positions(ids)))
+    return vectors
+
+
+def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:
+    """Make the prompts that this chat template renders and this model has room for, then prompts of random tokens.
+
+    They have no answers yet. All token ids are below the number of the model's embedding rows. See
+    `conversation_vectors` for `system`.
+    """
+    room = max_context(model)
+    ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
+    asked = []
+    for vector in conversation_vectors(tokenizer, system):
+        ids = vector.token_ids
         if ids and max(ids) < ceiling and (room is None or len(ids) + MAX_NEW_TOKENS <= room):
-            asked.append(Vector(name=name, turns=own, text=text, token_ids=ids, positions=_positions(ids)))
+            asked.append(vector)
     rng = random.Random(0)
     for number in range(1, _RANDOM_PROMPTS + 1):
         ids = [rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)]
@@ -172,12 +206,12 @@ def make_vectors(
     model: Any, asked: Sequence[Vector], logits: torch.Tensor, *, stop_ids: list[int], has_template: bool
 ) -> Vectors:
     """Make the test vectors of a tuned model, on the CPU, from its logits at every position of all prompts, in fp32."""
-    prompts = [one.token_ids for one in asked if one.turns is not None]
-    answers = iter(answer_in_fp32(model, prompts, stop_ids=stop_ids, max_new_tokens=MAX_NEW_TOKENS))
-    whole = torch.split(logits, [len(one.token_ids) for one in asked])
+    chats = [vector.token_ids for vector in asked if vector.turns is not None]
+    answers = iter(answer_in_fp32(model, chats, stop_ids=stop_ids, max_new_tokens=MAX_NEW_TOKENS))
+    by_prompt = torch.split(logits, [len(vector.token_ids) for vector in asked])
     return Vectors(
-        vectors=tuple(one if one.turns is None else replace(one, answer=next(answers)) for one in asked),
-        logits=torch.cat([rows[one.positions] for one, rows in zip(asked, whole, strict=True)]),
+        vectors=tuple(vector if vector.turns is None else replace(vector, answer=next(answers)) for vector in asked),
+        logits=torch.cat([rows[vector.positions] for vector, rows in zip(asked, by_prompt, strict=True)]),
         stop_ids=stop_ids,
         has_template=has_template,
     )
@@ -192,17 +226,16 @@ def write_vectors(writer: FolderWriter, vectors: Vectors) -> str:
     raw = io.BytesIO()
     np.save(raw, vectors.logits.numpy(), allow_pickle=False)
     logits = writer.write(LOGITS_FILE, [raw.getvalue()])
-    known = ("vectors", "logits", "sha256")
-    values = {item.name: getattr(vectors, item.name) for item in fields(vectors) if item.name not in known}
+    names = [item.name for item in fields(vectors) if item.name not in ("vectors", "logits", "sha256")]
     record = {
         "schema_version": _SCHEMA,
-        **{name: dict(value) if isinstance(value, Mapping) else value for name, value in values.items()},
+        **{name: getattr(vectors, name) for name in names},
         "logits": {"file": LOGITS_FILE, "shape": list(vectors.logits.shape), "sha256": logits["sha256"]},
         "vectors": [asdict(vector) for vector in vectors.vectors],
     }
     text = json.dumps(record, indent=2, ensure_ascii=False)
     # One line for a list of numbers. No text is changed: a line end inside a text is written as \n.
-    text = re.sub(r"\[\n\s+(-?\d+(?:,\n\s+-?\d+)*)\n\s+\]", lambda found: f"[{' '.join(found[1].split())}]", text)
+    text = re.sub(r"\[\n\s+(-?\d+(?:,\n\s+-?\d+)*)\n\s+\]", lambda match: f"[{' '.join(match[1].split())}]", text)
     return str(writer.write(VECTORS_FILE, [text.encode() + b"\n"])["sha256"])
 
 
@@ -231,14 +264,14 @@ def read_vectors(place: Path) -> Vectors:
             )
         rows = torch.from_numpy(np.load(io.BytesIO(values), allow_pickle=False))
         known = {name: record[name] for name in record.keys() & {item.name for item in fields(Vectors)}}
-        found = Vectors(**known, vectors=vectors, logits=rows, sha256=hashlib.sha256(raw).hexdigest())
+        read = Vectors(**known, vectors=vectors, logits=rows, sha256=hashlib.sha256(raw).hexdigest())
     except OSError as error:
         raise CheckpointError(f"{error.filename} cannot be read: {describe_os_error(error)}.") from error
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is not a file of test vectors: {error}.") from error
     if rows.ndim != 2 or len(rows) != sum(len(vector.positions) for vector in vectors):
         raise CheckpointError(f"{file} and {LOGITS_FILE} do not belong together: their positions differ.")
-    return found
+    return read
 
 
 def copy_vectors(model: Path, writer: FolderWriter) -> None:
@@ -255,3 +288,26 @@ def copy_vectors(model: Path, writer: FolderWriter) -> None:
     read_vectors(model)  # refuses damaged ones
     for name in (LOGITS_FILE, VECTORS_FILE):
         writer.write(name, [(model / name).read_bytes()])
+
+
+def digest_weight_files(folder: Path) -> dict[str, str]:
+    """Return the dtype, the shape and the SHA-256 of each weight in a folder's safetensors files, by name.
+
+    Raises:
+        CheckpointError: a file is not a safetensors file.
+    """
+    digests = {}
+    for path in sorted(set(folder.glob("*.safetensors")) - {folder / OPTIMIZER_FILE}):
+        for name, tensor in each_tensor(path):
+            digests[name] = digest_tensor(tensor)
+    return dict(sorted(digests.items()))
+
+
+def digest_files(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file, except weights, that decides what a model folder answers, by name."""
+    digests = {}
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and path.name not in _DECIDES_NO_ANSWER and path.suffix != ".safetensors":
+            with path.open("rb") as file:
+                digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return digests

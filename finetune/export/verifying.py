@@ -6,8 +6,9 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,17 +18,22 @@ from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import before_head
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import Verified
-from finetune.export.checks import Check
 from finetune.export.compressed_folder import scheme_of
-from finetune.export.digests import RecordedDigests, digest_files, digest_weight_files
-from finetune.export.merged_folder import load_tuned_model
+from finetune.export.merge import load_tuned_model
 from finetune.export.plain_reload import logits_in_fp32
-from finetune.export.runtimes import ADAPTER_CONFIG, ServingRuntime, load_peft, load_transformers, runtime_of
-from finetune.export.served_comparison import ServedComparison, compare
-from finetune.export.served_model import ServedModel
+from finetune.export.runtimes import ServingRuntime, load_peft, load_transformers, runtime_of
+from finetune.export.served_comparison import Check, ServedComparison, ServedModel, check_digests, compare
 from finetune.export.system_turn import usual_system
-from finetune.export.vectors import Vectors, make_vectors, prompts_to_ask, read_vectors
-from finetune.export.vllm_served import limits_of_adapter, served_by_vllm
+from finetune.export.vectors import (
+    Digests,
+    Vectors,
+    digest_files,
+    digest_weight_files,
+    make_vectors,
+    prompts_to_ask,
+    read_vectors,
+)
+from finetune.export.vllm_served import InVllm, limits_of_adapter, served_by_vllm
 from finetune.inference.finished_run import FinishedRun, find_run, other_base
 from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
@@ -40,15 +46,6 @@ from finetune.training.forward import choose_forward
 from finetune.units import name_first
 
 _MOST_SHOWN = 3
-
-
-class InVllm(NamedTuple):
-    """A comparison in vLLM, instead of the runtime that the files are for."""
-
-    url: str | None
-    """Of a server that runs already; None: one is started."""
-    served_as: str | None = None
-    """The name of the model or adapter in that server, see `served_by_vllm`."""
 
 
 def verify_folder(
@@ -69,12 +66,9 @@ def verify_folder(
     """
     folder = folder.expanduser().absolute()
     runtime, known = runtime_of(folder), read_vectors(vectors or folder)
-    recorded = RecordedDigests()
-    if runtime.has_written_weights:
-        is_adapter = (folder / ADAPTER_CONFIG).is_file()
-        recorded = RecordedDigests(known.trained) if is_adapter else RecordedDigests(known.written, known.files)
+    recorded = runtime.digests(known)
     bound = runtime.bound(known, folder) if bound is None else bound
-    comparison = _compare(_opener(runtime, known, vllm), folder, known, bound, recorded)
+    comparison = _compare(partial(_load, folder, runtime, known, vllm), folder, known, bound, recorded)
     notes = []
     if not recorded.tensors:
         notes.append(f"{runtime.name} has converted weights, so their bytes were compared with nothing")
@@ -82,13 +76,8 @@ def verify_folder(
         notes.append("the test vectors are of the compressed model; its README.md compares it with the run")
     if not (folder / MANIFEST).is_file():
         notes.append(f"the folder has no {MANIFEST}, so the certificate does not say of which files it is")
-    return Verified(
-        folder=folder,
-        source=str(vectors or "its test vectors"),
-        vectors=known,
-        comparison=comparison,
-        notes=tuple(notes),
-    )
+    source = str(vectors or "its test vectors")
+    return Verified(folder=folder, source=source, vectors=known, comparison=comparison, notes=tuple(notes))
 
 
 def verify_run(
@@ -116,36 +105,36 @@ def verify_run(
         run = find_run(path, overrides, base=base, checkpoint=checkpoint, is_alone=True)
     except CheckpointError as error:
         folder = RunFolder(path)
-        recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else RecordedDigests()
-        if changed := _differences(recorded.check(folder.adapter)):
+        recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else Digests()
+        if changed := _mismatches(check_digests(folder.adapter, recorded)):
             raise RunFailedError(f"{path} is not what was trained: {summarize_mismatches(changed)}.") from error
         raise
     _refuse_other_template(run)
     if vectors is not None:
         known = read_vectors(vectors)
-        recorded = RecordedDigests(known.trained)
+        recorded = Digests(known.trained)
     else:
         known = vectors_of_run(run)
-        recorded = _published_from(run.folder) if checkpoint is None else RecordedDigests()
+        recorded = _published_from(run.folder) if checkpoint is None else Digests()
+    runtime = runtime_of(run.weights)
+    bound = runtime.bound(known, run.weights) if bound is None else bound
 
-    def open_run(folder: Path) -> AbstractContextManager[ServedModel]:
+    def load() -> AbstractContextManager[ServedModel]:
         if run.is_full:
-            return _opener(runtime_of(folder), known, vllm)(folder)
-        base = locate_model(run.config.model)
+            return _load(run.weights, runtime, known, vllm)
+        base_model = locate_model(run.config.model)
         if vllm is not None:
-            return served_by_vllm(folder, known, url=vllm.url, served_as=vllm.served_as, base=base)
-        return nullcontext(load_peft(folder, base, run.config.model.revision))
+            return served_by_vllm(run.weights, known, vllm, base=base_model)
+        return nullcontext(load_peft(run.weights, base_model, run.config.model.revision))
 
-    bound = runtime_of(run.weights).bound(known, run.weights) if bound is None else bound
-    found = _compare(open_run, run.weights, known, bound, recorded)
-    unknown = "no intact checkpoint holds another copy of these weights, so their bytes were compared with nothing"
-    return Verified(
-        folder=run.weights,
-        source=str(vectors) if vectors else "the forward pass that trained it",
-        vectors=known,
-        comparison=found,
-        notes=(*(() if recorded.tensors else (unknown,)), *(() if run.is_full else limits_of_adapter(run.weights))),
-    )
+    comparison = _compare(load, run.weights, known, bound, recorded)
+    notes = [] if run.is_full else limits_of_adapter(run.weights)
+    if not recorded.tensors:
+        notes.insert(
+            0, "no intact checkpoint holds another copy of these weights, so their bytes were compared with nothing"
+        )
+    source = str(vectors or "the forward pass that trained it")
+    return Verified(folder=run.weights, source=source, vectors=known, comparison=comparison, notes=tuple(notes))
 
 
 def vectors_of_run(run: FinishedRun) -> Vectors:
@@ -161,9 +150,9 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
     system = usual_system(run.config)
     asked = prompts_to_ask(tokenizer, model, system)
     stops = set_stop_and_pad_ids(model, tokenizer)
-    logits = engine_logits(run.config.training, model.float(), [one.token_ids for one in asked])
-    found = make_vectors(model, asked, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
-    return replace(found, system=system)
+    logits = engine_logits(run.config.training, model.float(), [vector.token_ids for vector in asked])
+    vectors = make_vectors(model, asked, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
+    return replace(vectors, system=system)
 
 
 def engine_logits(section: TrainingSection, model: Any, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -204,60 +193,58 @@ def summarize_mismatches(mismatches: Sequence[str]) -> str:
     return name_first(mismatches, _MOST_SHOWN, separator="; ")
 
 
-def _opener(
-    runtime: ServingRuntime, known: Vectors, vllm: InVllm | None
-) -> Callable[[Path], AbstractContextManager[ServedModel]]:
-    """Return the function that loads a folder in its runtime or in vLLM, and unloads it after the block."""
+def _load(
+    folder: Path, runtime: ServingRuntime, known: Vectors, vllm: InVllm | None
+) -> AbstractContextManager[ServedModel]:
+    """Load a model folder in its runtime or in vLLM."""
     if vllm is None:
-        return lambda folder: nullcontext(runtime.load(folder))
+        return nullcontext(runtime.load(folder))
     if runtime.load is not load_transformers:
         raise ConfigError(
             f"this folder is for {runtime.name}, and vLLM serves runs and the folders that finetune merge wrote. Name "
             "one of those, or leave out --runtime and --server."
         )
-    return lambda folder: served_by_vllm(folder, known, url=vllm.url, served_as=vllm.served_as)
+    return served_by_vllm(folder, known, vllm)
 
 
 def _compare(
-    open_folder: Callable[[Path], AbstractContextManager[ServedModel]],
+    load: Callable[[], AbstractContextManager[ServedModel]],
     folder: Path,
     known: Vectors,
     bound: float,
-    recorded: RecordedDigests,
+    recorded: Digests,
 ) -> ServedComparison:
     """Compare bytes, then load and compare answers. If the folder cannot be loaded, the error names changed bytes."""
-    of_bytes = recorded.check(folder)
+    checks = check_digests(folder, recorded)
     with ExitStack() as loaded:
         try:
-            served = loaded.enter_context(open_folder(folder))
+            served = loaded.enter_context(load())
         except RunFailedError as error:
-            raise RunFailedError("; ".join([str(error), *_differences(of_bytes)[:_MOST_SHOWN]])) from error
-        found = compare(served, known, bound=bound)
-    return replace(found, checks={**of_bytes, **found.checks})
+            raise RunFailedError("; ".join([str(error), *_mismatches(checks)[:_MOST_SHOWN]])) from error
+        comparison = compare(served, known, bound=bound)
+    return replace(comparison, checks={**checks, **comparison.checks})
 
 
-def _differences(checks: Mapping[str, Check]) -> list[str]:
+def _mismatches(checks: Mapping[str, Check]) -> list[str]:
     return [line for check in checks.values() for line in check.mismatches]
 
 
 def _refuse_other_template(run: FinishedRun) -> None:
     """Compare the chat template beside the weights, which the run's own vectors are rendered with, with run.json."""
     recorded = run.fingerprints.get("chat_template")
-    found = hashlib.sha256(str(build_run_tokenizer(run.config).chat_template).encode()).hexdigest()
-    if recorded is not None and recorded != found:
+    digest = hashlib.sha256(str(build_run_tokenizer(run.config).chat_template).encode()).hexdigest()
+    if recorded is not None and recorded != digest:
         raise RunFailedError(
-            f"{run.weights} is not what was trained: its chat template has SHA-256 {found[:12]}, and run.json has "
+            f"{run.weights} is not what was trained: its chat template has SHA-256 {digest[:12]}, and run.json has "
             f"{str(recorded)[:12]} of the training."
         )
 
 
-def _published_from(folder: RunFolder) -> RecordedDigests:
+def _published_from(folder: RunFolder) -> Digests:
     """Digest the checkpoint that `adapter/` was published from, if that checkpoint is kept and intact."""
     best = whole(RecordedRun(folder.path).result.get("best_step"))
-    if best is None or best not in folder.checkpoint_steps():
-        return RecordedDigests()
+    if best is None or best not in folder.checkpoint_steps() or verify_checkpoint(folder.checkpoint(best)):
+        return Digests()
     checkpoint = folder.checkpoint(best)
-    if verify_checkpoint(checkpoint):
-        return RecordedDigests()
     files = {name: digest for name, digest in digest_files(checkpoint).items() if name != STATE_FILE}
-    return RecordedDigests(digest_weight_files(checkpoint), files)
+    return Digests(digest_weight_files(checkpoint), files)

@@ -8,23 +8,21 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_line
 from finetune.export.compressed_folder import scheme_of
-from finetune.export.served_model import Rendered, Turns
+from finetune.export.converters import python_with
+from finetune.export.served_comparison import Rendered, Turns
 from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
 from finetune.inference.vllm_server import ServerGoneError, ServerRefusalError, VllmServer
@@ -44,6 +42,17 @@ _REFUSED = {
 """What vLLM refuses, by the key in adapter_config.json."""
 _GIVEN_BY_DEFAULT = 20
 """The default of vLLM's --max-logprobs."""
+
+
+class InVllm(NamedTuple):
+    """Where to compare in vLLM, instead of in the runtime that the files are for."""
+
+    url: str | None = None
+    """Of a server that runs already, which serves the model or its base; None: one is started here, in fp32, and ended
+    after the comparison."""
+    served_as: str | None = None
+    """The name of the model or adapter in that server; None: the model without an adapter, or the adapter that was
+    loaded from the folder. If there is none, it is loaded for the comparison."""
 
 
 class ServedByVllm:
@@ -75,10 +84,10 @@ class ServedByVllm:
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
         """See `ServedModel.logits`."""
-        found = [self._logits_after(token_ids[: position + 1]) for position in positions]
-        width = max(self._vocabulary, *(max(by_token) + 1 for by_token in found))
-        logits = torch.full((len(found), width), -torch.inf)
-        for row, by_token in zip(logits, found, strict=True):
+        answers = [self._logits_after(token_ids[: position + 1]) for position in positions]
+        width = max(self._vocabulary, *(max(by_token) + 1 for by_token in answers))
+        logits = torch.full((len(answers), width), -torch.inf)
+        for row, by_token in zip(logits, answers, strict=True):
             row[list(by_token)] = torch.tensor(list(by_token.values()))
         return logits
 
@@ -91,9 +100,9 @@ class ServedByVllm:
 
     def _logits_after(self, prompt: Sequence[int]) -> dict[int, float]:
         """Return log p of tokens after a prompt: of all, or of as many as a server gives by default."""
-        wanted = -1 if self.most_tokens is None else self.most_tokens
+        num_logprobs = -1 if self.most_tokens is None else self.most_tokens
         try:
-            found = self._complete(prompt, 1, num_likely=self.most_tokens or self._vocabulary, logprobs=wanted)
+            choice = self._complete(prompt, 1, num_likely=self.most_tokens or self._vocabulary, logprobs=num_logprobs)
         except ServerRefusalError as error:
             if "logprobs" not in str(error):
                 raise
@@ -101,11 +110,11 @@ class ServedByVllm:
                 self.most_tokens = _GIVEN_BY_DEFAULT
                 return self._logits_after(prompt)
             raise ConfigError(
-                f"{error} A comparison needs the log-probabilities of {wanted} tokens or of all: start the server "
-                "without --max-logprobs, or with --max-logprobs -1."
+                f"{error} A comparison needs the log-probabilities of {num_logprobs} tokens or of all: start the "
+                "server without --max-logprobs, or with --max-logprobs -1."
             ) from error
-        assert found.logprobs is not None
-        return (found.logprobs.top_logprobs or [{}])[0]
+        assert choice.logprobs is not None
+        return (choice.logprobs.top_logprobs or [{}])[0]
 
     def _complete(
         self, prompt: Sequence[int], max_tokens: int, *, num_likely: int | None = None, **fields: Any
@@ -116,22 +125,14 @@ class ServedByVllm:
 
 @contextmanager
 def served_by_vllm(
-    folder: Path,
-    known: Vectors,
-    *,
-    url: str | None = None,
-    served_as: str | None = None,
-    base: Path | str | None = None,
+    folder: Path, known: Vectors, where: InVllm, *, base: Path | str | None = None
 ) -> Iterator[ServedByVllm]:
     """Serve a model folder, or an adapter on its base, by a vLLM server.
 
     Args:
         folder: of a model; with `base`, of an adapter.
         known: see `ServedByVllm`.
-        url: of a server that runs already, which serves the model or the base; None: one is started here, in fp32, and
-            ended after the block.
-        served_as: the name of the model or adapter in that server; None: the model without an adapter, or the adapter
-            that was loaded from `folder`. If there is none, it is loaded for the block.
+        where: the server.
         base: the base of an adapter, a folder or hub id; None for a whole model.
 
     Raises:
@@ -139,12 +140,12 @@ def served_by_vllm(
         RunFailedError: the server does not start, or refuses the adapter.
     """
     with ExitStack() as opened:
-        if url is not None:
-            server = VllmServer(url, patience_seconds=_PATIENCE_SECONDS)
+        if where.url is not None:
+            server = VllmServer(where.url, patience_seconds=_PATIENCE_SECONDS)
         else:
             server = opened.enter_context(_started(folder if base is None else base, None if base is None else folder))
         server.wait()
-        name = served_as or (server.base_model().id if base is None else server.name_of(folder))
+        name = where.served_as or (server.base_model().id if base is None else server.name_of(folder))
         if name is None:
             try:
                 name = opened.enter_context(server.loaded(folder))
@@ -159,15 +160,15 @@ def limits_of_adapter(folder: Path) -> list[str]:
     Source: vLLM 0.32, `validate_legal` in vllm/lora/peft_helper.py.
     """
     config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    found = []
-    if refused := [what for key, what in _REFUSED.items() if config.get(key)]:
-        found.append(
+    limits = []
+    if refused := [part for key, part in _REFUSED.items() if config.get(key)]:
+        limits.append(
             f"vLLM does not serve this adapter on its base, because it has {' and '.join(refused)}: finetune merge "
             "writes a model that it serves"
         )
     if (rank := _rank_of(config)) > _DEFAULT_RANK:
-        found.append(f"vLLM needs --max-lora-rank {_rank_to_allow(rank)} to serve this adapter")
-    return found
+        limits.append(f"vLLM needs --max-lora-rank {_rank_to_allow(rank)} to serve this adapter")
+    return limits
 
 
 def _rank_of(adapter: Mapping[str, Any]) -> int:
@@ -218,14 +219,12 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
 
 
 def _python() -> str:
+    if python := python_with("vllm", PYTHON):
+        return python
     named = os.environ.get(PYTHON)
-    if named is not None and shutil.which(named):
-        return named
-    if named is None and find_spec("vllm") is not None:
-        return sys.executable
     raise ConfigError(
-        f"vLLM is not installed here{'' if named is None else f', and {PYTHON}={named} is no Python'}. Set {PYTHON} to "
-        "the Python of an environment that has it, or give --server URL of a server that runs."
+        f"vLLM is not installed here{'' if named is None else f', nor in the environment of {PYTHON}={named}'}. Set "
+        f"{PYTHON} to the Python of an environment that has it, or give --server URL of a server that runs."
     )
 
 

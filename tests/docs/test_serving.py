@@ -16,7 +16,7 @@ from urllib.request import urlopen
 import pytest
 from transformers import AutoTokenizer
 
-from finetune.export.merged_folder import write_merged
+from finetune.export.merge import write_merged
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.export.merged_folder import write_merged
+from finetune.export.merge import write_merged
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
 from tests.export.llama_cpp_build import add_to_path, build

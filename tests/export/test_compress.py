@@ -107,13 +107,6 @@ def test_inputs_are_rounded_as_a_server_rounds_them(exports):
 
 
 @runs_llm_compressor
-def test_fewer_bits_take_less_room(exports):
-    sizes = {scheme: (exports(scheme)[0] / "model.safetensors").stat().st_size for scheme in SCHEMES}
-    assert sizes["w4a16"] < sizes["fp8"] < 2.3e6
-    assert sizes["w8a8"] == pytest.approx(sizes["fp8"], rel=0.01)
-
-
-@runs_llm_compressor
 @pytest.mark.launch
 @pytest.mark.skipif("FINETUNE_VLLM" not in os.environ, reason="vLLM: not installed; FINETUNE_VLLM names its Python")
 def test_vllm_serves_the_compressed_model(exports):
@@ -153,10 +146,10 @@ def test_what_cannot_be_compressed_leaves_nothing(rows, run, tmp_path):
 @pytest.mark.process
 def test_llm_compressor_is_asked_for(tmp_path):
     run = write_run(tmp_path / "run").folder.path
-    for variables, words in (({}, "is not installed here"), ({PYTHON: sys.executable}, "is not in the environment of")):
-        with pytest.raises(ConfigError, match=rf"llm-compressor {words}.*pip install torch llmcompressor"):
-            find_llm_compressor(variables)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(PYTHON, sys.executable)
+        with pytest.raises(ConfigError, match=r"is not in the environment of .*pip install torch llmcompressor"):
+            find_llm_compressor()
         patch.delenv(PYTHON, raising=False)
         done = run_finetune("export", run, tmp_path / "out", "--compress", "fp8")
     assert done.returncode == 2

@@ -23,21 +23,20 @@ import pytest
 import torch
 
 from finetune.errors import ModelError
-from finetune.export import exported_folder
-from finetune.export.exported_folder import export_model
-from finetune.export.gguf import Gguf
+from finetune.export import gguf as exporting
+from finetune.export.gguf import Gguf, export_model
 from finetune.export.gguf_file import read_header
 from finetune.export.gguf_lora import export_lora
 from finetune.export.gguf_served import MODEL_FILE, gguf_bound, load_gguf
 from finetune.export.gguf_tokens import TokenRules, find_rules
-from finetune.export.merged_folder import load_tuned_model, write_merged
+from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.served_comparison import compare
 from finetune.export.vectors import CONVERSATIONS, read_vectors
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
 from tests.export.llama_cpp_build import add_to_path, build
 from tests.export.sentencepiece_models import Spacing, build_base, build_tokenizer, train
-from tests.export.test_exported_folder import write_model
+from tests.export.test_gguf import write_model
 from tests.launches import free_port
 
 pytestmark = [pytest.mark.llama_cpp, pytest.mark.launch]
@@ -218,7 +217,7 @@ def test_a_space_before_the_first_piece_only_is_read_so_in_llama_cpp(llama_cpp, 
     record("merged, a space before the first piece only", served, model)
     served.close()
     by_default = replace(find_rules(model.tokenizer), rules=TokenRules(puts_space=True, strips=True))
-    monkeypatch.setattr(exported_folder, "find_rules", lambda tokenizer: by_default)
+    monkeypatch.setattr(exporting, "find_rules", lambda tokenizer: by_default)
     with pytest.raises(ModelError, match=r"is '.*' in training and '.*▁.*' in llama\.cpp, from token 1 on"):
         export_model(model.merged, tmp_path / "other", gguf=settings(llama_cpp, model))
     assert not (tmp_path / "other").exists()
@@ -250,7 +249,7 @@ def test_a_name_with_phi_3_needs_the_tokens_of_llama(llama_cpp, model, tmp_path,
     allowed = settings(llama_cpp, model, allows_differences=True)
     assert not export_model(model.merged, tmp_path / "out", gguf=allowed).reading.rules.strips
     rules = replace(find_rules(model.tokenizer), rules=TokenRules(puts_space=True, strips=True))
-    monkeypatch.setattr(exported_folder, "find_rules", lambda tokenizer: rules)
+    monkeypatch.setattr(exporting, "find_rules", lambda tokenizer: rules)
     with pytest.raises(ModelError, match=r"llama\.cpp does not load model\.gguf"):
         export_model(model.merged, tmp_path / "other", gguf=allowed)
 

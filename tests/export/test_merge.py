@@ -9,8 +9,8 @@ import torch
 
 from finetune.config.schema import LoraSection
 from finetune.errors import ModelError, RunFailedError
-from finetune.export.logits import compare_logits, refuse_far
-from finetune.export.merge import cast_weights, is_tied, merge_adapter
+from finetune.export.logits import compare_logits
+from finetune.export.merge import cast_weights, is_tied, merge_adapter, refuse_far
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.model.lora import add_lora
 from tests.export.finished_runs import TARGETS, add_drawn_adapter, build_base, draw_trained
@@ -126,14 +126,6 @@ def test_widened_weights_keep_what_rounding_would_lose():
     with pytest.raises(RunFailedError, match="takes away most of what the adapter learned"):
         refuse_far(rounded, "bfloat16")
     refuse_far(wide, "float32")
-
-
-def test_converted_weights_stay_tied_and_the_configuration_says_the_type():
-    model = build_base()
-    cast_weights(model, torch.bfloat16)
-    assert is_tied(model)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert model.config.dtype == torch.bfloat16
 
 
 def test_a_weight_out_of_range_is_refused_by_name():

@@ -10,7 +10,6 @@ import subprocess
 
 import pytest
 
-from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import ModelError
 from finetune.export.ollama import modelfile, read_turn_pieces
 from finetune.export.system_turn import with_default_system
@@ -101,12 +100,13 @@ def turns(conversation):
     return [{"role": role, "content": content} for role, content in conversation]
 
 
-@pytest.mark.parametrize("conversation", CONVERSATIONS, ids=lambda talk: "-".join(role[0] for role, _ in talk))
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_go_template_renders_what_the_chat_template_does(name, conversation):
+def test_the_go_template_renders_what_the_chat_template_does(name):
     tokenizer = tokenizer_with(TEMPLATES[name])
-    meant = tokenizer.apply_chat_template(turns(conversation), tokenize=False, add_generation_prompt=True)
-    assert render_go(read_turn_pieces(tokenizer).as_go_template(), turns(conversation)) == meant
+    template = read_turn_pieces(tokenizer).as_go_template()
+    for conversation in CONVERSATIONS:
+        meant = tokenizer.apply_chat_template(turns(conversation), tokenize=False, add_generation_prompt=True)
+        assert render_go(template, turns(conversation)) == meant
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
@@ -157,14 +157,6 @@ def test_go_itself_renders_the_same(tmp_path):
     assert json.loads(done.stdout) == ours
 
 
-def test_the_pieces_are_those_that_one_would_write():
-    pieces = read_turn_pieces(tokenizer_with(TEMPLATES["Phi-3-mini-4k"]))
-    assert pieces.opening == ""
-    assert pieces.before == {"system": "<|system|>\n", "user": "<|user|>\n", "assistant": "<|assistant|>\n"}
-    assert set(pieces.after.values()) == {"<|end|>\n"}
-    assert pieces.answer == "<|assistant|>\n"
-
-
 def test_a_modelfile_names_the_model_the_template_and_every_stop():
     tokenizer = tokenizer_with(TEMPLATES["phi-4"])
     ids = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
@@ -186,13 +178,6 @@ def test_a_line_end_before_the_answer_is_spelled_out():
     assert template.endswith('<|assistant|>{{ "\\n" }}')
 
 
-def test_the_shipped_model_s_template_can_be_said():
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(resolve_shipped("shipped:phi_tiny"))
-    assert "<|assistant|>" in read_turn_pieces(tokenizer).as_go_template()
-
-
 def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
     text = modelfile(tiny_tokenizer("none"), "./model.gguf", [1])
     assert 'TEMPLATE """{{ .Prompt }}"""' in text
@@ -207,7 +192,6 @@ def test_a_tokenizer_without_a_template_takes_prompts_as_they_stand():
         ("{{ messages[-1].content }}", "leaves out or repeats one"),
         ("{{ raise_exception('no') }}", "refuses the turns user"),
         (CHATML.replace("message['content']", "message['content'] | trim"), r"it renders '.*user\\nuser says 0\.<"),
-        (CHATML.replace("message['content']", "message['content'].strip()"), r"it renders '.*user\\nuser says 0\.<"),
         (SMOLLM2.replace("message['content']", "message['content'] | trim"), r"it renders '.*user\\nuser says 0\.<"),
         (SMOLLM2.replace("SmolLM", "' ~ messages | length ~ '"), "it renders .*named [13],"),
     ],

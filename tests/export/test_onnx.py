@@ -13,13 +13,13 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from finetune.errors import CheckpointError, ConfigError, RunFailedError
+from finetune.errors import CheckpointError, RunFailedError
 from finetune.export import onnx, onnx_served
 from finetune.export.converters import _with_known_splits, _with_layers_and_rope
-from finetune.export.digests import CERTIFICATE
-from finetune.export.merged_folder import load_tuned_model, write_merged
-from finetune.export.onnx import Onnx, export_onnx
+from finetune.export.merge import load_tuned_model, write_merged
+from finetune.export.onnx import export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
+from finetune.export.vectors import CERTIFICATE
 from finetune.export.verifying import verify_folder
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.new_tokens import build_run_tokenizer
@@ -51,7 +51,7 @@ def merged(run, tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(merged, tmp_path_factory):
     out = tmp_path_factory.mktemp("onnx") / "out"
-    export_onnx(merged, out, Onnx())
+    export_onnx(merged, out)
     return out
 
 
@@ -126,7 +126,7 @@ def test_a_configuration_that_could_run_code_or_write_files_is_refused(exported,
 
 @needs_runtime
 @pytest.mark.slow
-def test_a_template_without_end_and_a_missing_graph_end_verify_with_a_sentence(exported, tmp_path):
+def test_a_template_without_end_and_a_damaged_graph_end_verify_with_a_sentence(exported, tmp_path):
     endless = with_options({}, exported, tmp_path / "endless")
     loop = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
     (endless / "chat_template.jinja").write_text(f"{loop}{{{{ messages[0].content }}}}")
@@ -138,6 +138,10 @@ def test_a_template_without_end_and_a_missing_graph_end_verify_with_a_sentence(e
     done = run_finetune("verify", empty)
     assert done.returncode == 3
     assert "is damaged: it has no model.onnx" in done.errors
+    (empty / "model.onnx").write_bytes(b"not a graph")
+    done = run_finetune("verify", empty)
+    assert done.returncode == 3
+    assert "cannot be loaded by onnxruntime-genai" in done.errors
 
 
 @needs_runtime
@@ -180,11 +184,6 @@ def change_stops(folder):
     (folder / "genai_config.json").write_text(json.dumps(record))
 
 
-def change_template(folder):
-    text = (folder / "chat_template.jinja").read_text()
-    (folder / "chat_template.jinja").write_text(text.replace("<|end|>", "<|end|>\n"))
-
-
 def flip_weights(folder):
     data = bytearray((folder / "model.onnx.data").read_bytes())
     data[3::4] = bytes(byte ^ 0x80 for byte in data[3::4])
@@ -201,15 +200,13 @@ def flip_weights(folder):
             r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Render and encode prompts',
         ),
         (change_stops, r"it stops at \[\d+\], expected \[\d+, \d+\]"),
-        (change_template, r'prompt "one turn": the rendered text differs from character'),
         (flip_weights, r"logits at position \d+ differ by .* serve the merged folder"),
-        (lambda folder: (folder / "model.onnx").write_bytes(b"not a graph"), "cannot be loaded by onnxruntime-genai"),
     ],
 )
 def test_what_answers_otherwise_is_refused_and_nothing_stays(merged, built_before, tmp_path, spoil, reason):
     built_before.append(spoil)
     with pytest.raises(RunFailedError, match=reason):
-        export_onnx(merged, tmp_path / "out", Onnx())
+        export_onnx(merged, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -227,20 +224,16 @@ def test_a_folder_without_vectors_is_told_to_be_merged_again(merged, tmp_path, m
     older = shutil.copytree(merged, tmp_path / "older")
     (older / "test_vectors.json").unlink()
     with pytest.raises(CheckpointError, match="Write the model again with finetune merge RUN OUT"):
-        export_onnx(older, tmp_path / "out", Onnx())
+        export_onnx(older, tmp_path / "out")
 
 
-def test_a_missing_runtime_is_said_with_the_command_that_installs_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(onnx_served, "find_spec", lambda name: None)
-    done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx")
-    assert (done.returncode, "pip install 'finetune[onnx]'" in done.errors) == (2, True)
-
-
-def test_what_the_builder_imports_is_needed_to_build_and_not_to_serve(monkeypatch):
+def test_a_missing_package_is_said_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    """The builder imports onnx-ir, which is not needed to serve."""
     monkeypatch.setattr(onnx_served, "find_spec", lambda name: None if name == "onnx_ir" else object())
     onnx_served.refuse_missing_packages(builds=False)
-    with pytest.raises(ConfigError, match="needs onnx-ir, not installed here"):
-        onnx_served.refuse_missing_packages(builds=True)
+    done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx")
+    assert (done.returncode, "needs onnx-ir, not installed here" in done.errors) == (2, True)
+    assert "pip install 'finetune[onnx]'" in done.errors
 
 
 def test_the_builder_is_told_which_layers_have_a_window():
@@ -272,23 +265,6 @@ def test_a_pattern_that_the_runtime_knows_splits_like_phi_tinys():
         "<|end|>\n<|user|> x ",
     ):
         assert ours.encode(line).ids == theirs.encode(line).ids
-
-
-def test_white_space_that_the_tokenizer_drops_is_named_as_the_cause(tmp_path):
-    tokens = [{"content": "<|im_end|>", "lstrip": True}, {"content": "<|endoftext|>", "lstrip": False}]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
-    said = onnx._refusal(['prompt "line end": token 9 of the prompt is [198], expected [100265]'], tmp_path, "f32")
-    assert "drops white space before <|im_end|>, and the runtime keeps it" in said
-
-
-@pytest.mark.slow
-@pytest.mark.trains
-def test_a_type_that_is_too_coarse_names_one_that_is_not_with_its_measured_difference(merged):
-    said = onnx._refusal(['prompt "one turn": logits at position 9 differ by 0.6 of their norm'], merged, "int4")
-    assert "Export with --type f32, which rounds nothing." in said
-    found = re.search(r"--gguf --type q8_0 for llama\.cpp: .* by (\d\.\d+) of their norm", said)
-    assert found is not None
-    assert 0.001 < float(found[1]) < 0.5
 
 
 def _die(folder, bound):

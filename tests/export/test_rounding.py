@@ -14,11 +14,11 @@ import torch
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.export.gguf_served import _LEAST_BOUND, MODEL_FILE, ROUNDING_KEY, gguf_bound
 from finetune.export.logits import relative_by_position
-from finetune.export.rounding import Q8_0, ROUNDED, measure_rounding
+from finetune.export.rounding import ROUNDED, measure_rounding
 from tests.export.finished_runs import add_drawn_adapter, build_base
 from tests.export.gguf_files import write_gguf
 
-F32, F16, BF16 = 0, 1, 32
+F32, F16, BF16, Q8_0 = 0, 1, 32, 7
 PROMPTS = [list(range(3, 27)), [9, 8, 7]]
 VECTORS = SimpleNamespace(
     vectors=[

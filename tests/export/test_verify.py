@@ -21,13 +21,10 @@ from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import verifying
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
-from finetune.export.checks import rows_of_checks
-from finetune.export.digests import digest_weight_files
 from finetune.export.push import build_package
 from finetune.export.runtimes import load_peft
-from finetune.export.served_comparison import ServedComparison, compare
-from finetune.export.served_model import Rendered
-from finetune.export.vectors import Vector, Vectors, read_vectors
+from finetune.export.served_comparison import Rendered, ServedComparison, compare, rows_of_checks
+from finetune.export.vectors import Vector, Vectors, digest_weight_files, read_vectors
 from finetune.export.verifying import verify_run
 from finetune.export.vllm_served import limits_of_adapter
 from finetune.runs.durable import MANIFEST, find_damage
@@ -251,12 +248,6 @@ def test_what_cannot_be_compared_is_the_user_s_to_mend(made, tmp_path, spoil, re
     spoil(folder)
     done = run_finetune("verify", folder)
     assert (done.returncode, reason in done.errors) == (2, True), done.stdout
-
-
-def test_options_of_a_run_are_refused_for_a_model(made):
-    done = run_finetune("verify", made.merged, "--replay", "2")
-    assert done.returncode == 2
-    assert "--replay needs the folder of a run, which was not given" in done.errors
 
 
 @pytest.mark.parametrize("option", [{"base": "owner/base"}, {"checkpoint": "latest"}], ids=lambda it: next(iter(it)))

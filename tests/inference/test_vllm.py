@@ -19,11 +19,10 @@ import pytest
 
 from finetune.cli.train import train_from_overrides
 from finetune.errors import ConfigError, RunFailedError
-from finetune.export.checks import CHECKS
-from finetune.export.served_comparison import compare
+from finetune.export.served_comparison import CHECKS, compare
 from finetune.export.vectors import read_vectors
-from finetune.export.verifying import InVllm, vectors_of_run, verify_run
-from finetune.export.vllm_served import served_by_vllm
+from finetune.export.verifying import vectors_of_run, verify_run
+from finetune.export.vllm_served import InVllm, served_by_vllm
 from finetune.inference.finished_run import find_run
 from finetune.inference.vllm_server import VllmServer
 from finetune.training.rewards import rollout_server
@@ -199,9 +198,9 @@ def test_an_adapter_that_the_server_has_is_compared_as_it_is(server, trained, tm
     asked.post("/v1/load_lora_adapter", lora_name="orders", lora_path=str(old))
     shutil.copytree(trained / "adapter", old, dirs_exist_ok=True)
     for served_as in (None, "orders"):
-        with served_by_vllm(old, known, url=server.url, base=BASE, served_as=served_as) as served:
+        with served_by_vllm(old, known, InVllm(server.url, served_as), base=BASE) as served:
             assert compare(served, known, bound=ROUNDING).checks["positions"].equal == 0
-    with served_by_vllm(trained / "adapter", known, url=server.url, base=BASE) as served:
+    with served_by_vllm(trained / "adapter", known, InVllm(server.url), base=BASE) as served:
         assert compare(served, known, bound=ROUNDING).mismatches == ()
     asked.post("/v1/unload_lora_adapter", lora_name="orders")
 
@@ -213,7 +212,7 @@ def test_another_adapter_in_vllm_is_not_what_was_trained(server, trained, tmp_pa
     shutil.copytree(trained, run)
     config = run / "adapter/adapter_config.json"
     edit_json(config, lora_alpha=1.05 * json.loads(config.read_text())["lora_alpha"])
-    with served_by_vllm(run / "adapter", read_vectors(known), url=server.url, base=BASE) as served:
+    with served_by_vllm(run / "adapter", read_vectors(known), InVllm(server.url), base=BASE) as served:
         found = compare(served, read_vectors(known), bound=ROUNDING)
     assert found.checks["positions"].equal < found.checks["positions"].compared
     assert found.checks["rendered"].equal == found.checks["rendered"].compared
