@@ -11,9 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from finetune.config.older_spelling import RENAMED
-from finetune.config.on_resume import OnResume
 from finetune.config.other_libraries import OUR_NAME
-from finetune.config.schema import Config, RunsCode, Section
+from finetune.config.schema import Config, OnResume, RunsCode, Section
 
 
 @cache

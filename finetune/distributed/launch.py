@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetune.config.checks import refuse_missing_trackers
 from finetune.config.schema import DataSection
-from finetune.config.tracker_packages import refuse_missing_trackers
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import (

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
+from finetune.config.checks import is_tracker_installed, refuse_missing_trackers
 from finetune.config.compose import load_config
-from finetune.config.tracker_packages import is_installed, refuse_missing_trackers
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder
@@ -69,8 +69,8 @@ def test_a_mere_folder_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "left_by_a_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert is_there("left_by_a_tracker")
-    assert not is_installed("left_by_a_tracker")
-    assert is_installed("json")
+    assert not is_tracker_installed("left_by_a_tracker")
+    assert is_tracker_installed("json")
 
 
 def test_every_missing_one_is_named_with_the_key_that_asks(monkeypatch):
