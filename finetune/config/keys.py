@@ -18,25 +18,25 @@ from finetune.config.schema import Config, OnResume, RunsCode, Section
 @cache
 def fields() -> dict[str, FieldInfo]:
     """Map every dotted key that takes a value to its field: `seed`, `training.max_steps`, ..."""
-    found: dict[str, FieldInfo] = {}
+    by_key: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         section = section_class(name)
         if section is None:
-            found[name] = field
+            by_key[name] = field
         else:
-            found |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
-    return found
+            by_key |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+    return by_key
 
 
 def values(config: Config, *, only_set: bool = False) -> dict[str, Any]:
     """Map every dotted key to its value, in the order of the schema; with `only_set`, only keys that were given one."""
-    found = {}
+    by_key = {}
     for key in fields():
         section, _, name = key.rpartition(".")
         holder = getattr(config, section) if section else config
         if not only_set or name in holder.model_fields_set:
-            found[key] = getattr(holder, name)
-    return found
+            by_key[key] = getattr(holder, name)
+    return by_key
 
 
 def on_resume(dotted: str) -> OnResume:

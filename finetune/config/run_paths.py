@@ -33,25 +33,25 @@ def resolved_paths(config: Config) -> dict[str, str]:
 
     What is not on this machine is left out. The run's own folder is always there.
     """
-    found = {"output_dir": absolute(config.output_dir)}
+    paths = {"output_dir": absolute(config.output_dir)}
     for key, path in named_paths(config):
         name = _ITEM.sub("", key).rpartition(".")[2]
         if absolute(path) != path and is_there(path, is_file=name not in _MAY_BE_FOLDER):
-            found[key] = absolute(path)
-    return found
+            paths[key] = absolute(path)
+    return paths
 
 
 def named_paths(config: Config) -> list[tuple[str, str]]:
     """Return the key and the text of everything that the configuration names by a path, an address or a hub id."""
-    found: list[tuple[str, str]] = []
+    paths: list[tuple[str, str]] = []
 
     def record(key: str, path: str) -> str:
-        found.append((key, path))
+        paths.append((key, path))
         return path
 
     for key, value in values(config).items():
         _change(key, value, record)
-    return found
+    return paths
 
 
 def recorded_paths(folder: Path) -> dict[str, str]:
@@ -113,10 +113,10 @@ def _change(key: str, value: object, change: Callable[[str, str], str]) -> objec
 def is_there(path: str, *, is_file: bool = False) -> bool:
     """Return whether a file or a folder, or one that a glob matches, is on this machine."""
     try:
-        found = Path(absolute(path))
+        place = Path(absolute(path))
         if is_list_or_glob(path):
-            return any(iglob(str(found), recursive=True))  # noqa: PTH207 (the pattern is absolute)
-        return found.is_file() and bool(found.suffix) if is_file else found.exists()
+            return any(iglob(str(place), recursive=True))  # noqa: PTH207 (the pattern is absolute)
+        return place.is_file() and bool(place.suffix) if is_file else place.exists()
     except OSError:  # longer than a name may be
         return False
 

@@ -29,10 +29,10 @@ def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted:
     Raises:
         ConfigError: names the key, its place and the argument to add.
     """
-    found = values(config)
+    given = values(config)
     ignored: dict[str, tuple[object, str]] = {}
     for key, mark in code_keys().items():
-        value, origin = found[key], config.origin(key)
+        value, origin = given[key], config.origin(key)
         text = ",".join(value) if isinstance(value, list) else json.dumps(value)
         if value and mark.needed_by in needed_by and origin in (COMMAND_LINE, trusted):
             warn_once(f"{key}={text} ({origin}): {mark.what} will run here")

@@ -178,12 +178,8 @@ def test_a_choice_in_a_run_file_is_named_by_its_line(write):
     [
         ("orders", "expected key=value"),
         ("quickstart", "For the run file write run=quickstart."),
-        ("my/run.yaml", "For the run file write run=my/run.yaml."),
         ("--seed=3", "an override has no dashes but an equals sign: seed=VALUE"),
-        ("-v", "v=VALUE"),
-        ("=3", "expected key=value"),
         ("seed=", "seed: has no value. Write seed=VALUE. It takes a whole number of at least 0"),
-        ("model= ", "model: has no value"),
         ("data.path=", "Write data.path=VALUE. It takes text or a list ([a, b]), each text or null."),
         ("seed=#3", "has no value but a comment"),
         ("optim.args=[1", "not valid YAML"),
@@ -218,19 +214,13 @@ def test_devices_are_normalised(word, device):
     ("word", "problem"),
     [
         ("training.max_steps=eight", "training.max_steps: expected a whole number above 0 or null, got 'eight'"),
-        ("training.max_steps=0", "training.max_steps: expected a whole number above 0 or null, got 0"),
-        ("training.num_epochs=1.5", "training.num_epochs: expected a whole number above 0, got 1.5"),
         ("training.num_epochs=true", "training.num_epochs: expected a whole number above 0, got true"),
-        ("training.num_epochs=null", "training.num_epochs: expected a whole number above 0, got null"),
         ("lora.dropout=1", "lora.dropout: expected a number of at least 0 and below 1, got 1"),
         ("optim.learning_rate=.nan", "optim.learning_rate: expected a number of at least 0, got .nan"),
-        ("optim.learning_rate=.inf", "optim.learning_rate: expected a number of at least 0, got .inf"),
-        ("optim.learning_rate=-1", "optim.learning_rate: expected a number of at least 0, got -1"),
         (
             "parallel.master_port=99999",
             "parallel.master_port: expected a whole number from 1 to 65535 or null, got 99999",
         ),
-        ("ddp=maybe", "ddp: expected true or false or null, got 'maybe'"),
         ("resume=true", "resume: expected one of never, auto, got 'true'"),
         ("lora.target_modules=[1]", "lora.target_modules: expected 'auto' or a list ([a, b]), each text, got [1]"),
         (
@@ -278,9 +268,7 @@ def test_values_that_are_refused_with_a_reason(word, part):
     [
         ("optim.learning_rat=1", "Did you mean optim.learning_rate?"),
         ("batch_size=1", "Did you mean training.batch_size or rollout.batch_size or validation.batch_size"),
-        ("sed=1", "Did you mean seed?"),
         ("xyz.abc=1", "There is: ddp, seed, output_dir,"),
-        ("seed.x=1", "seed has no keys of its own: it takes a whole number"),
         ("lora={r: {a: 1}}", "lora.r has no keys of its own: it takes a whole number above 0."),
         ("lora=5", "is a section with keys (lora.r, lora.alpha, lora.dropout, ...), got 5."),
         ("task.name=x", "the command line or a run file chooses configs/task/NAME.yaml with it"),
