@@ -24,7 +24,8 @@ from finetune.data.examples import load_examples
 from finetune.errors import DataError, ModelError
 from finetune.export.system_turn import usual_system
 from finetune.model import from_hub
-from finetune.model.base import build_base_model, build_tokenizer, read_model_config
+from finetune.model.base import build_base_model, read_model_config
+from finetune.model.tokens import build_tokenizer
 from tests import readable_hub
 from tests.in_process import run_finetune
 from tests.launches import LAUNCHERS, free_port, run_command

@@ -313,9 +313,12 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
-    if not isinstance(value, type):
-        return value
+    return _dotted_name(value) if isinstance(value, type) else value
+
+
+def _dotted_name(kind: type) -> DottedName:
+    """Name a class by the allowed module that exports it: ``torch.optim.AdamW``."""
     for module in ALLOWED_OBJECT_MODULES:
-        if getattr(sys.modules.get(module), value.__name__, None) is value:  # nothing is imported for this
-            return DottedName(f"{module}.{value.__name__}")
-    return DottedName(f"{value.__module__}.{value.__qualname__}")
+        if getattr(sys.modules.get(module), kind.__name__, None) is kind:  # nothing is imported for this
+            return DottedName(f"{module}.{kind.__name__}")
+    return DottedName(f"{kind.__module__}.{kind.__qualname__}")

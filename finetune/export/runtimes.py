@@ -19,7 +19,7 @@ from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.served_model import Rendered, ServedModel, Turns
 from finetune.export.vectors import Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
-from finetune.model.sizes import refuse_oversized_folder
+from finetune.model.unsupported import refuse_oversized_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.errors import ModelError
-from finetune.model.variants import explain_foreign_targets
+from finetune.model.unsupported import explain_foreign_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -17,9 +17,10 @@ import torch
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.errors import ModelError
 from finetune.export.runtimes import load_transformers
-from finetune.model.base import build_base_model, build_tokenizer, count_parameters, read_model_config
+from finetune.model.base import build_base_model, count_parameters, read_model_config
 from finetune.model.lora import add_lora, load_adapter
-from finetune.model.sizes import MOST_LAYERS, estimate_parameters, refuse_oversized
+from finetune.model.tokens import build_tokenizer
+from finetune.model.unsupported import MOST_LAYERS, estimate_parameters, refuse_oversized
 from tests.launches import REPOSITORY
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_phi3_config, tiny_phi_config

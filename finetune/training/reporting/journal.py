@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune.config.compose import resolved_yaml
 from finetune.config.run_paths import resolved_paths
@@ -18,15 +18,15 @@ from finetune.inference.scores import Evaluation
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import MetricsWriter, iterate_events, subset_key
+from finetune.runs.metrics import Event, MetricsWriter, iterate_events, subset_key
 from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
 from finetune.terminal import shown_folder
 from finetune.training.profiling import Profile
-from finetune.training.reporting.curve_warnings import CurveWarnings
 from finetune.training.reporting.interval import Interval
 from finetune.training.reporting.progress import TRACE_VIEWER, TrainingProgress, show_what_next
+from finetune.training.reporting.run_warnings import RunWarnings
 from finetune.training.reporting.trackers import Trackers
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from finetune.runs.checkpoints import Snapshot
 
 _log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Something that shows or passes on the events of a run."""
+
+    def write(self, event: Event) -> None:
+        """Take an event as metrics.jsonl has it."""
 
 
 class Journal:
@@ -83,8 +90,9 @@ class Journal:
         self._progress: TrainingProgress | None = None
         self._num_steps = 0
         self._interval = Interval()
-        self._warnings = CurveWarnings()
+        self._warnings = RunWarnings()
         self._trackers = Trackers(config, self.folder, fallbacks)
+        self._sinks: list[Sink] = [self._trackers]
         self._last_step_at = time.monotonic()
         self._metrics = MetricsWriter(
             self.folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue"
@@ -145,6 +153,7 @@ class Journal:
             self._warnings.take(event)
             self._progress.recall(event)
         self._progress.__enter__()
+        self._sinks = [self._progress, self._trackers]
         self._last_step_at = time.monotonic()
 
     def step(self, state: TrainerState, result: StepResult, *, data_wait_seconds: float | None = None) -> None:
@@ -193,11 +202,10 @@ class Journal:
             self._emit("resources", step=state.step, **interval.metrics())
 
     def _emit(self, name: str, /, **values: Any) -> None:
-        """Write an event to metrics.jsonl, pass it to the listeners, and log the warnings that follow from it."""
+        """Write an event to metrics.jsonl and to all sinks, and log the warnings that follow from it."""
         event = self._metrics.write(name, **values)
-        for listener in (self._progress, self._trackers):
-            if listener is not None:
-                listener.take(event)
+        for sink in self._sinks:
+            sink.write(event)
         if warning := self._warnings.take(event):
             _log.warning("step %d: %s", event["step"], warning.text, extra={"is_on_view": True})
             self._emit("warning", step=event["step"], kind=warning.name, text=warning.text)
@@ -250,6 +258,7 @@ class Journal:
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None
+            self._sinks = [self._trackers]
 
     def test(self, evaluation: Evaluation) -> None:
         """Record the result of the test phase: the scores of both models, and their answers in run.json."""
@@ -285,20 +294,20 @@ class Journal:
             self._note_saved(self._saver.close(error))
             self.end_training()
             self._trackers.close()
-            status, why = _status(error), f"{type(error).__name__}: {error}"
+            status, reason = _status(error), f"{type(error).__name__}: {error}"
             self._record.update(fallbacks=self._fallbacks.as_records())
             if status == "preempted":
                 self.result["why"] = str(error)
             elif error is not None:
-                self.result["error"] = why
+                self.result["error"] = reason
             self._record.finish(status, self.result)
             if error is None:
                 self._say_what_was_written()
                 step = self.result.get("best_step")
                 show_what_next(self.folder.path, self._example_prompt, step=step, profile=self._profile_summary)
             else:  # the command prints it on the screen
-                said = "from the keyboard" if isinstance(error, KeyboardInterrupt) else why
-                log_only_to(self._log_file, __name__, f"the run {status}: {said}")
+                cause = "from the keyboard" if isinstance(error, KeyboardInterrupt) else reason
+                log_only_to(self._log_file, __name__, f"the run {status}: {cause}")
         except RunFailedError:
             if error is None:
                 raise  # else report the first error: a full disk refuses run.json too
@@ -317,18 +326,18 @@ class Journal:
         self.folder.close()
 
     def _note_saved(self, saved: list[Saved]) -> None:
-        for one in saved:
+        for checkpoint in saved:
             self._emit(
                 "checkpoint",
-                step=one.step,
-                path=one.path.relative_to(self.folder.path).as_posix(),
-                num_bytes=one.num_bytes,
-                blocked_seconds=round(one.blocked_seconds, 6),
-                write_seconds=round(one.write_seconds, 6),
+                step=checkpoint.step,
+                path=checkpoint.path.relative_to(self.folder.path).as_posix(),
+                num_bytes=checkpoint.num_bytes,
+                blocked_seconds=round(checkpoint.blocked_seconds, 6),
+                write_seconds=round(checkpoint.write_seconds, 6),
             )
             self._saving["checkpoints"] += 1
-            self._saving["blocked_seconds"] += one.blocked_seconds
-            self._saving["write_seconds"] += one.write_seconds
+            self._saving["blocked_seconds"] += checkpoint.blocked_seconds
+            self._saving["write_seconds"] += checkpoint.write_seconds
 
     def _say_what_was_written(self) -> None:
         taken = [f"{record['what']}: {record['used']}" for record in self._fallbacks.as_records()]

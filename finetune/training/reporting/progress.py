@@ -50,7 +50,7 @@ class TrainingProgress:
         """Add an event of an earlier start to the view of a resumed run."""
         self._view.take(event)
 
-    def take(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         """Show an event of metrics.jsonl."""
         self._view.take(event)
         if event["event"] == "step":
