@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -183,6 +184,12 @@ def log_python_warnings() -> None:
         logger.warning("%s: %s (%s:%d)", *said, extra={"short": str(message)})
 
     warnings.showwarning = show
+
+
+@cache
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning, unless it was logged before."""
+    logger.warning("%s", text)
 
 
 def hear_libraries() -> None:

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from glob import iglob
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from finetune.config.config_files import is_list_or_glob
 from finetune.config.keys import values
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting
+from finetune.logs import warn_once
 
 _KEYS = (
     *("output_dir", "model.path", "model.tokenizer", "model.chat_template", "lora.start_from"),
@@ -95,7 +95,7 @@ def _find(key: str, path: str, recorded: str) -> str:
     if is_there(recorded):
         return path if absolute(path) == recorded else recorded
     if absolute(path) != recorded and is_there(path):
-        warn_once(f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
+        warn_once(_log, f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
         return path
     return recorded  # not the relative path, which might be taken for the id of a repository at the hub
 
@@ -119,9 +119,3 @@ def is_there(path: str, *, is_file: bool = False) -> bool:
         return place.is_file() and bool(place.suffix) if is_file else place.exists()
     except OSError:  # longer than a name may be
         return False
-
-
-@cache
-def warn_once(text: str) -> None:
-    """Log a warning, unless it was logged before."""
-    _log.warning("%s", text)

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from finetune.config.config_files import is_address
 from finetune.config.keys import code_keys, values
-from finetune.config.run_paths import is_there, named_paths, warn_once
+from finetune.config.run_paths import is_there, named_paths
 from finetune.config.schema import Config, DataSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
+from finetune.logs import warn_once
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted:
         value, origin = given[key], config.origin(key)
         text = ",".join(value) if isinstance(value, list) else json.dumps(value)
         if value and mark.needed_by in needed_by and origin in (COMMAND_LINE, trusted):
-            warn_once(f"{key}={text} ({origin}): {mark.what} will run here")
+            warn_once(_log, f"{key}={text} ({origin}): {mark.what} will run here")
         elif value and mark.needed_by in needed_by:
             raise ConfigError(
                 f"{key} is {text} ({origin}): {mark.what} would run here, so only the command line may allow it. If "

@@ -15,7 +15,7 @@ import yaml
 from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, fault_of, find_fault
 from finetune.config.shipped_files import resolve_shipped
 from finetune.errors import ModelError, first_line
-from finetune.logs import hear_libraries, waiting
+from finetune.logs import hear_libraries, waiting, warn_once
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -143,7 +143,8 @@ def has_to_use_cache(repository: Repository, part: Part, key: str) -> bool:
     if lacking is not None or fault.reason in ("missing", "revision"):
         raise hub_error(fault, repository, key)
     if fault.reason != "offline":
-        _warn_once(f"{repository.name}: {fault.text}; the copy in the hub's cache is used, which may not be the newest")
+        text = f"{repository.name}: {fault.text}; the copy in the hub's cache is used, which may not be the newest"
+        warn_once(_log, text)
     return True
 
 
@@ -228,8 +229,3 @@ def _files_in(index: Path) -> list[str]:
 def _all_published() -> dict[str, Published]:
     models = yaml.safe_load(_PUBLISHED.read_text(encoding="utf-8"))
     return {name: Published(facts["source"], facts["config"]) for name, facts in models.items()}
-
-
-@cache
-def _warn_once(text: str) -> None:
-    _log.warning("%s", text)
