@@ -227,14 +227,14 @@ def _note_time(_: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def waiting(what: str, *, is_on_view: bool = False) -> Iterator[None]:
+def waiting(name: str, *, is_on_view: bool = False) -> Iterator[None]:
     """Within the block, show that a slow task is running, and how far it has come (`report_progress`).
 
     On an interactive terminal, this is a line with the time so far, which disappears at the end. Elsewhere, rank 0 logs
     a line when nothing else was logged for 10 seconds. Inside another `waiting`, the line of that one tells of both.
     With `is_on_view`, a live view shows the task, see `task_on_view`.
     """
-    task = [what, ""]
+    task = [name, ""]
     _tasks.append(task)
     is_outermost = _is_main and _one_line.acquire(blocking=False)
     shown = nullcontext if is_on_view else _waiting_line if speaks_to_a_person() else _lines_in_silence

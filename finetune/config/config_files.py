@@ -65,8 +65,8 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         path = Path(name).expanduser()
         if path.is_file():
             return path
-        what = "is not a file" if path.exists() else "does not exist"
-        problems.append(f"{choice}: the file {what} (looked in {Path.cwd()})")
+        problem = "is not a file" if path.exists() else "does not exist"
+        problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
         return None
     files = _named_files(group)
     if name in files:

@@ -71,8 +71,8 @@ CutKey = Annotated[T, OnResume("noise", "the cut of a global batch, and with it 
 class RunsCode:
     """Marks a key that lets code of others run. It counts only on the command line or in a recipe's own code."""
 
-    what: str
-    """The code, for messages."""
+    code: str
+    """A description of the code, for messages."""
     needed_by: Literal["model", "training"]
     """Every command that loads the model, or only those that train or prepare a training."""
 

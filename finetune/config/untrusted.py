@@ -36,10 +36,10 @@ def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted:
         value, origin = given[key], config.origin(key)
         text = ",".join(value) if isinstance(value, list) else json.dumps(value)
         if value and mark.needed_by in needed_by and origin in (COMMAND_LINE, trusted):
-            warn_once(_log, f"{key}={text} ({origin}): {mark.what} will run here")
+            warn_once(_log, f"{key}={text} ({origin}): {mark.code} will run here")
         elif value and mark.needed_by in needed_by:
             raise ConfigError(
-                f"{key} is {text} ({origin}): {mark.what} would run here, so only the command line may allow it. If "
+                f"{key} is {text} ({origin}): {mark.code} would run here, so only the command line may allow it. If "
                 f"you trust it, add {'' if 'training' in needed_by else '--set '}{shlex.quote(f'{key}={text}')} to the "
                 "command."
             )

@@ -111,14 +111,14 @@ def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: b
 
     With `as_text`, the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
     """
-    found: list[str] = []
-    settings = _Reading(COMMAND_LINE, found, at=tuple(key)).settings(text)
+    own_problems: list[str] = []
+    settings = _Reading(COMMAND_LINE, own_problems, at=tuple(key)).settings(text)
     # A tag is never taken for text: `!!python/...` must be refused and `!pyobject ...` checked.
-    if as_text and not text.startswith("!") and (found or [s.key for s in settings] != [tuple(key)]):
+    if as_text and not text.startswith("!") and (own_problems or [s.key for s in settings] != [tuple(key)]):
         return [Setting(key=tuple(key), value=text, origin=COMMAND_LINE, text=text)]
-    if not settings and not found:
-        found.append(f"{COMMAND_LINE}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")
-    problems.extend(found)
+    if not settings and not own_problems:
+        own_problems.append(f"{COMMAND_LINE}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")
+    problems.extend(own_problems)
     return settings
 
 

@@ -233,10 +233,10 @@ def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> 
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
     """Refuse weights that transformers would replace with random numbers and only a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
-    found = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
-    if found:
+    problems = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
+    if problems:
         raise ModelError(
-            f"the weights at {where} do not fit its config.json: {'; '.join(found)}."
+            f"the weights at {where} do not fit its config.json: {'; '.join(problems)}."
             + (explain_missing(wrong["missing"], info.get("unexpected_keys", ())) or " Is the folder complete?")
         )
     if info.get("unexpected_keys"):

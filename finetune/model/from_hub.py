@@ -89,10 +89,10 @@ def locate(path: str, key: str) -> str:
             "like microsoft/phi-4."
         )
     if key == "model.path" and not (folder / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = " This is an adapter: name its base model in model.path." if is_adapter else ""
-        raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {found}).{hint}")
+        raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {names}).{hint}")
     return str(folder.resolve())
 
 
@@ -217,8 +217,8 @@ def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
     fault = find_fault(repository)
     if fault is None:
         return section, None
-    why = f"{fault.text}, so the sizes of {section.path} are those shipped with finetune ({published.source})"
-    return section.model_copy(update={"config": published.as_config()}), why
+    reason = f"{fault.text}, so the sizes of {section.path} are those shipped with finetune ({published.source})"
+    return section.model_copy(update={"config": published.as_config()}), reason
 
 
 def _files_in(index: Path) -> list[str]:

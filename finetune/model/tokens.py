@@ -134,19 +134,19 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -
     if own is not None and own not in ends:
         return
     special = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    made = [text for text in special if text in _MADE_TO_PAD]
+    known = [text for text in special if text in _MADE_TO_PAD]
     free = [text for text in special if _KEPT_FREE.fullmatch(text)]
     unknown = [str(tokenizer.unk_token)] if tokenizer.unk_token_id not in {None, *ends} else []
     # The last of the free ones, as in Microsoft's later uploads.
-    found = next(iter([*made, *free[::-1], *unknown]), None)
-    if found is None and num_rows is not None and len(tokenizer) < num_rows:
-        found = _NEW_PAD
-    if found is None:
+    pad = next(iter([*known, *free[::-1], *unknown]), None)
+    if pad is None and num_rows is not None and len(tokenizer) < num_rows:
+        pad = _NEW_PAD
+    if pad is None:
         _log.info("%s stays the padding token, though it also ends text: no other is free", tokenizer.pad_token)
         return
     was = tokenizer.pad_token
-    tokenizer.add_special_tokens({"pad_token": found})
-    _log.info("padding token: %s, in place of %s", found, f"{was}, which also ends text" if was else "none")
+    tokenizer.add_special_tokens({"pad_token": pad})
+    _log.info("padding token: %s, in place of %s", pad, f"{was}, which also ends text" if was else "none")
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:

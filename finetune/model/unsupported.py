@@ -82,10 +82,10 @@ def refuse_unsupported(config: Mapping[str, Any], name: str) -> None:
         ModelError: names a model to use instead.
     """
     code = " ".join(map(str, (config.get("auto_map") or {}).values()))
-    by_code = (why for part, why in _REFUSED_CODE.items() if part in code)
-    why = _REFUSED_TYPES.get(str(config.get("model_type"))) or next(by_code, None)
-    if why is not None:
-        raise ModelError(f"model.path is {name}: {why}.")
+    by_code = (reason for part, reason in _REFUSED_CODE.items() if part in code)
+    reason = _REFUSED_TYPES.get(str(config.get("model_type"))) or next(by_code, None)
+    if reason is not None:
+        raise ModelError(f"model.path is {name}: {reason}.")
 
 
 def describe_split_copy(config: Mapping[str, Any], name: str) -> str | None:
@@ -121,8 +121,8 @@ def explain_foreign_targets(targets: Iterable[str], there: Iterable[str]) -> str
 
 
 def _any_layer(names: Iterable[str], layers: Iterable[str]) -> bool:
-    wanted = tuple(f".{layer}." for layer in layers)
-    return any(part in name for name in names for part in wanted)
+    parts = tuple(f".{layer}." for layer in layers)
+    return any(part in name for name in names for part in parts)
 
 
 def refuse_oversized(keys: Mapping[str, Any], name: str) -> None:
