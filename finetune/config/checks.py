@@ -237,6 +237,6 @@ def refuse_missing_trackers(config: Config) -> None:
 
 
 def is_tracker_installed(name: str) -> bool:
-    """Whether a tracker's module is installed. A plain folder of that name, which wandb creates, does not count."""
+    """Return whether a tracker is installed. A plain folder of its name, which wandb creates, does not count."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None

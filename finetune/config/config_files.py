@@ -31,7 +31,7 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def is_path(group: str, name: str) -> bool:
-    """Whether ``model=NAME`` or ``data=NAME`` names a model or rows themselves: a path or a hub id.
+    """Return whether ``model=NAME`` or ``data=NAME`` names a model or rows themselves: a path or a hub id.
 
     A name in configs/<group>/ wins over a file or folder of the same name; ``./NAME`` is always a path.
     """
@@ -42,17 +42,17 @@ def is_path(group: str, name: str) -> bool:
 
 
 def is_list_or_glob(name: str) -> bool:
-    """Whether a name is several files of rows, ``[a.jsonl, b.jsonl]`` or ``*.jsonl``, and not an address."""
+    """Return whether a name is several files of rows, ``[a.jsonl, b.jsonl]`` or ``*.jsonl``, and not an address."""
     return name.startswith("[") or ("://" not in name and ("*" in name or "?" in name))
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is an address, and not a file or folder of this machine."""
+    """Return whether a path is an address, and not a file or folder of this machine."""
     return "://" in path and not path.startswith(LOCAL)
 
 
 def is_file_of_rows(argument: str) -> bool:
-    """Whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
+    """Return whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
     if argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES):
         return False
     return is_list_or_glob(argument) or (is_here(argument) and Path(argument).expanduser().is_file())
@@ -100,7 +100,7 @@ def shown_path(path: Path) -> str:
 
 
 def is_here(name: str | Path) -> bool:
-    """Whether there is a file or folder of this name."""
+    """Return whether there is a file or folder of this name."""
     try:
         return Path(name).expanduser().exists()
     except (OSError, RuntimeError):  # longer than a name may be, or of a user who is not there

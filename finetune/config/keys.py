@@ -11,7 +11,6 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from finetune.config.older_spelling import RENAMED
-from finetune.config.other_libraries import OUR_NAME
 from finetune.config.schema import Config, OnResume, RunsCode, Section
 
 
@@ -57,13 +56,13 @@ def section_class(name: str) -> type[Section] | None:
 
 
 def takes_text(dotted: str) -> bool:
-    """Whether a key takes only text, or text, a list of texts and null."""
+    """Return whether a key takes only text, or text, a list of texts and null."""
     field = fields().get(dotted)
     return field is not None and _is_text(field.annotation)
 
 
 def takes_mapping(dotted: str) -> bool:
-    """Whether a key takes free keys and values of its own, as optim.args does."""
+    """Return whether a key takes free keys and values of its own, as optim.args does."""
     field = fields().get(dotted)
     return field is not None and any(get_origin(kind) is dict for kind in _alternatives(field.annotation))
 
@@ -87,6 +86,8 @@ def did_you_mean_key(dotted: str) -> str:
     A renamed key comes first, then a key with the same last part in another section, then the name's meaning in
     Transformers, PEFT and TRL.
     """
+    from finetune.config.other_libraries import OUR_NAME  # a long table that only this message needs
+
     if dotted in RENAMED:
         return f"Did you mean {RENAMED[dotted]}?"
     last = dotted.rpartition(".")[2]

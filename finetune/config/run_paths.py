@@ -77,7 +77,7 @@ def find_again(settings: Iterable[Setting], folder: Path) -> list[Setting]:
 
 
 def is_same_path(key: str, both: Sequence[object], recorded: Mapping[str, str]) -> bool:
-    """Whether two values of a key name the same place, given the recorded paths of the first one's run."""
+    """Return whether two values of a key name the same place, given the recorded paths of the first one's run."""
     before, now = both
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return all(is_same_path(f"{key}[{k}]", pair, recorded) for k, pair in enumerate(zip(before, now, strict=True)))

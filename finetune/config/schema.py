@@ -82,7 +82,7 @@ ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandby
 
 
 def is_allowed_object(name: str) -> bool:
-    """Whether a dotted name is directly in one of `ALLOWED_OBJECT_MODULES`. Imports nothing."""
+    """Return whether a dotted name is directly in one of `ALLOWED_OBJECT_MODULES`. Imports nothing."""
     module, _, attribute = name.rpartition(".")
     return module in ALLOWED_OBJECT_MODULES and attribute.isidentifier()
 
@@ -318,7 +318,7 @@ class DataSection(Section):
 
     @property
     def label(self) -> str:
-        """The rows as messages name them. Empty if no key names them."""
+        """Return the name of the rows for messages. Empty if no key names them."""
         return "mixture" if self.mixture else name_files(self.path or self.train)
 
 
@@ -750,5 +750,5 @@ class Config(Section):
         return changed
 
     def __eq__(self, other: object) -> bool:
-        """Whether the values are equal, wherever they came from."""
+        """Return whether the values are equal, wherever they came from."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()

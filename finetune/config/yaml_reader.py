@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def dotted(self) -> str:
-        """The key as an override names it: `training.max_steps`."""
+        """Return the key as an override names it: `training.max_steps`."""
         return ".".join(self.key)
 
 

@@ -64,7 +64,6 @@ def test_a_padding_token_that_ends_nothing_stays() -> None:
     [
         (["<|placeholder1|>", "<|placeholder6|>"], "<|placeholder6|>"),
         (["<|dummy_85|>", "<pad>"], "<pad>"),
-        (["<|reserved_200002|>"], "<|reserved_200002|>"),
         ([], "<|pad|>"),
     ],
 )
