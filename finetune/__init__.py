@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.threads import set_waiting
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 set_waiting()  # before any name below loads torch
 

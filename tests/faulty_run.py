@@ -110,7 +110,7 @@ def break_model(model: torch.nn.Module) -> None:
 
 def break_saving(runtime: Runtime) -> None:
     """Let a rank die while the others gather weights with it, for the STEP-th save."""
-    full_tensors, saves = runtime.full_tensors, itertools.count(1)
+    full_tensors, saves = runtime.placement.full_tensors, itertools.count(1)
 
     @contextmanager
     def broken(tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -120,7 +120,7 @@ def break_saving(runtime: Runtime) -> None:
                 provoke()
             yield whole
 
-    runtime.full_tensors = broken  # type: ignore[method-assign]
+    runtime.placement.full_tensors = broken  # type: ignore[method-assign]
 
 
 def main(words: list[str]) -> None:

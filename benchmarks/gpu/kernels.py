@@ -147,8 +147,8 @@ def synchronisations(session: Session) -> dict[str, Any]:
         config = load_config([*words, f"training.device={session.device}"], task="finetune_lora")
         with launch(config, trains=False) as runtime:
             model = add_lora(_shallow(session), config.lora)
-            runtime.place(model)
-            optimizer = runtime.prepare_optimizer(build_optimizer(model.train(), config.optim))
+            runtime.placement.place(model)
+            optimizer = runtime.placement.prepare_optimizer(build_optimizer(model.train(), config.optim))
             collate = agree_on_forward(runtime, config.training, model).collate
             lock = (lambda rows: rows.pin_memory()) if session.device == "cuda" else (lambda rows: rows)
 

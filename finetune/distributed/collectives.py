@@ -7,9 +7,10 @@ each returns at once.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import islice
 from typing import TypeVar
 
 import torch
@@ -82,22 +83,29 @@ class Collectives:
         summed: list[float] = numbers.tolist()
         return summed
 
-    def sum_and_read(self, values: torch.Tensor, own: torch.Tensor) -> tuple[list[float], list[float]]:
-        """Add a vector over ranks, and read it and this rank's own values, for which the host waits only once.
+    def sum_and_read(
+        self, summed: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[float]]:
+        """Add vectors over ranks, and read them and this rank's own vectors, for which the host waits only once.
 
         Collective: every rank, with equally many values, after `let_device_finish` or `sync_gradients`.
 
         Args:
-            values: float64, on this rank's device; a new tensor.
+            summed: the vectors to add, by name; float64, on this rank's device.
             own: like them, but not added over ranks.
+
+        Returns:
+            The numbers of all vectors, by name.
         """
+        sums, others = torch.cat([*summed.values()]), [*own.values()]
         if not self.context.distributed:
-            read: list[float] = torch.cat([values, own]).tolist()
+            numbers: list[float] = torch.cat([sums, *others]).tolist()
         else:
             with self._liveness.collective("sum", waits_before=False, waits_after=False):
-                dist.all_reduce(values)
-                read = torch.cat([values, own]).tolist()  # waits, inside the block, for this and for the gradients
-        return read[: len(values)], read[len(values) :]
+                dist.all_reduce(sums)
+                numbers = torch.cat([sums, *others]).tolist()  # waits, inside the block, for this and for the gradients
+        rest = iter(numbers)
+        return {name: list(islice(rest, len(vector))) for name, vector in {**summed, **own}.items()}
 
     def least(self, value: float) -> float:
         """Return the smallest of the values that the ranks give. Collective: every rank."""

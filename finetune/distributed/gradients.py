@@ -69,7 +69,7 @@ class Reducer:
     Collective: every rank makes one for the same model.
 
     Args:
-        model: placed (`Runtime.place`), so that all ranks have rank 0's trained weights already.
+        model: placed (`Placement.place`), so that all ranks have rank 0's trained weights already.
         loss: the summed loss of a micro-batch.
         device: of this rank.
         output_device: index of the GPU for the outputs; None: the model's own.

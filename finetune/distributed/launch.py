@@ -73,7 +73,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     that many times, waits, and leaves with their exit code.
 
     Collective: every process of the launch enters and leaves. Once the guardians are connected, an error before
-    `Runtime.agree_set_up` is raised on all ranks, so that none is left waiting; before, the others may wait for
+    `Collectives.agree_set_up` is raised on all ranks, so that none is left waiting; before, the others may wait for
     `parallel.timeout_minutes`.
 
     Args:
@@ -133,7 +133,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         except BaseException as error:
             # A launcher sends SIGTERM to the ranks that outlive another: it must not interrupt their last writes.
             signals.enter_context(ignore_stop_signals())
-            named = runtime.explain(error)
+            named = runtime.liveness.explain(error)
             runtime.close(named)
             if was_stopped_in_set_up(named):
                 named = _stopped_in_set_up()
@@ -193,8 +193,8 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
         mode="json", exclude={"parallel": {"rank", "output_device"}, "data": {"cache_dir"}}
     )
     digest = hashlib.sha256(json.dumps(must_be_equal, sort_keys=True).encode()).hexdigest()
-    runtime.refuse_differences("the configuration", digest)
-    runtime.refuse_differences(
+    runtime.collectives.refuse_differences("the configuration", digest)
+    runtime.collectives.refuse_differences(
         "the precision that training.precision=auto means on the device",
         runtime.precision,
         remedy="Set training.precision=fp32, or start all ranks on GPUs that compute in bf16.",
@@ -215,7 +215,7 @@ def _check_sharding(config: Config, runtime: Runtime) -> None:
     if config.parallel.sharding != "none" and not runtime.context.distributed:
         why = "one process has no other to shard the weights with; start several, or drop the key"
         runtime.fallbacks.take(Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why))
-    elif runtime.shard_size is not None:
+    elif runtime.placement.shard_size is not None:
         refuse_uneven_shards(config, runtime.world_size)
 
 
@@ -268,7 +268,7 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
     index = config.parallel.output_device
     if index is None:
         return
-    if runtime.device.type != "cuda" or not runtime.uses_reducer:
+    if runtime.device.type != "cuda" or not runtime.placement.uses_reducer:
         why = "only parallel.gradient_sync=ddp with several processes on GPUs uses it; drop the key"
         used = str(runtime.device)
         runtime.fallbacks.take(Fallback(what="parallel.output_device", wanted=str(index), used=used, why=why))

@@ -59,7 +59,7 @@ class Liveness:
             last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
         )
 
-    def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
+    def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is: a fault names it, and `parallel.step_timeout_minutes` starts anew.
 
         Args:
@@ -69,7 +69,7 @@ class Liveness:
         """
         self.is_timed = timed
         if self.watchdog is not None:
-            self.watchdog.at(phase, step, timed=timed)
+            self.watchdog.enter_phase(phase, step, timed=timed)
         self._phase.close()
         self._phase.enter_context(self.range(phase if step is None else f"step {step}: {phase}"))
 

@@ -43,9 +43,7 @@ _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.M
 
 
 class Runtime:
-    """What a training step needs from the world of processes.
-
-    Each method belongs to one of the four parts and is described there.
+    """What a training step needs from the world of processes: four parts, and this process's place.
 
     Attributes:
         environment: this process's place in the launch.
@@ -92,7 +90,6 @@ class Runtime:
             collectives=self.collectives,
             stop_requests=self.stop_requests,
         )
-        self._offer_methods()
         if context.distributed:
             # Before a group is made: making it waits for all ranks, and the watchdog names a rank that is gone.
             self.liveness.start_watchdog(
@@ -105,45 +102,6 @@ class Runtime:
             except BaseException as error:
                 self.close(error)
                 raise
-
-    def _offer_methods(self) -> None:
-        """Offer the methods of the parts under the names that scripts, recipes and the trainer call on a runtime."""
-        liveness, collectives, placement = self.liveness, self.collectives, self.placement
-        self.at = liveness.at
-        self.name_ranges = liveness.name_ranges
-        self.let_device_finish = liveness.let_device_finish
-        self.on_close = liveness.on_close
-        self.explain = liveness.explain
-
-        self.sum = collectives.sum
-        self.sum_and_read = collectives.sum_and_read
-        self.least = collectives.least
-        self.broadcast_from_main = collectives.broadcast_from_main
-        self.barrier = collectives.barrier
-        self.synchronize = collectives.synchronize
-        self.agree = collectives.agree
-        self.agree_set_up = collectives.agree_set_up
-        self.failing_together = collectives.failing_together
-        self.fail_in_next_step = collectives.fail_in_next_step
-        self.agree_on_failure_beside = collectives.agree_on_failure_beside
-        self.refuse_differences = collectives.refuse_differences
-
-        self.stop_requested_on_any_rank = self.stop_requests.is_on_any_rank
-        self.stopping_together = self.stop_requests.stopping_together
-
-        self.fit_threads = placement.fit_threads
-        self.place = placement.place
-        self.shard = placement.shard
-        self.prepare_optimizer = placement.prepare_optimizer
-        self.autocast = placement.autocast
-        self.forward = placement.forward
-        self.apply = placement.apply
-        self.backward = placement.backward
-        self.loss = placement.loss
-        self.sync_gradients = placement.sync_gradients
-        self.unscale_gradients = placement.unscale_gradients
-        self.clip_grad_norm = placement.clip_grad_norm
-        self.full_tensors = placement.full_tensors
 
     @property
     def context(self) -> ProcessContext:
@@ -175,11 +133,6 @@ class Runtime:
         return self.context.rank == 0
 
     @property
-    def backend(self) -> str:
-        """``nccl``, ``gloo``, or ``none`` in a world of one."""
-        return self.collectives.backend
-
-    @property
     def threads(self) -> dict[str, Any]:
         """How many threads compute on the CPU in this process, and how they wait, for run.json."""
         return {"count": torch.get_num_threads(), **set_waiting()._asdict()}
@@ -187,36 +140,6 @@ class Runtime:
     def with_launcher_values(self, config: Config) -> Config:
         """Return the configuration with the values that the launcher gives, see `settings_of_accelerate`."""
         return config.with_values(self._given)
-
-    @property
-    def shard_size(self) -> int | None:
-        """Number of processes that share one copy of the weights; None: each has a copy of its own."""
-        return self.placement.shard_size
-
-    @property
-    def shards_trained(self) -> bool:
-        """Whether the trained weights are sharded, with their gradients and optimizer state."""
-        return self.placement.shards_trained
-
-    @property
-    def uses_reducer(self) -> bool:
-        """Whether torch's reducer sums the gradients (`parallel.gradient_sync=ddp`)."""
-        return self.placement.uses_reducer
-
-    @property
-    def needs_equal_microbatches(self) -> bool:
-        """Whether every rank needs the same number of micro-batches: torch's reducer and sharded weights do."""
-        return self.placement.needs_equal_microbatches
-
-    @property
-    def has_failed_beside(self) -> bool:
-        """Whether `fail_in_next_step` was called on this rank; `train_step` lets all ranks know."""
-        return self.collectives.has_failed_beside
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether a signal asked this process to stop after its step; `train_step` lets all ranks know."""
-        return self.stop_requests.is_on_this_rank
 
     def close(self, error: BaseException | None) -> None:
         """Leave the world: end what was opened, and report an error to the other ranks. Not a collective."""

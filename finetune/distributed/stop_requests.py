@@ -83,7 +83,7 @@ class StopRequests:
             Terminated: a rank was asked to stop.
         """
         if self._stops_in is not None:
-            self._liveness.at(self._stops_in)
+            self._liveness.enter_phase(self._stops_in)
             if self.is_on_any_rank():
                 raise Terminated
         self.synchronize_between_phases()

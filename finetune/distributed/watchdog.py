@@ -102,8 +102,8 @@ class Watchdog:
             self.close()
             raise
 
-    def at(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
-        """Report where this rank is, see `Liveness.at`. Takes a few microseconds."""
+    def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
+        """Report where this rank is, see `Liveness.enter_phase`. Takes a few microseconds."""
         self._move_to(Position(phase, step, timed, moves=self._position.moves + 1))
 
     @contextmanager

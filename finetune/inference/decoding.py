@@ -134,7 +134,7 @@ def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> It
     world_size = runtime.world_size
     mine = batches[runtime.rank :: world_size]
     yield from ((rows, True) for rows in mine)
-    if runtime.shard_size is not None:
+    if runtime.placement.shard_size is not None:
         num_rounds = ceil_div(len(batches), world_size)
         yield from ((rows, False) for rows in batches[: num_rounds - len(mine)])
 
@@ -150,7 +150,7 @@ def _shared(runtime: Runtime, answers: Sequence[SampledAnswer], limit: int) -> l
     padded = (
         [*(it + 1 for it in ids), *[0] * (limit - len(ids)), *nats, *[0] * (limit - len(nats))] for ids, nats in answers
     )
-    whole = runtime.sum(float(number) for numbers in padded for number in numbers)
+    whole = runtime.collectives.sum(float(number) for numbers in padded for number in numbers)
     found = []
     for start in range(0, len(whole), 2 * limit):
         ids = [int(token) - 1 for token in whole[start : start + limit] if token]
@@ -221,7 +221,7 @@ def _generate(
 
     What follows a stop id has no meaning. If the batch has one prompt, `on_token` is called with each of its tokens.
     """
-    is_sharded = runtime is not None and runtime.shard_size is not None
+    is_sharded = runtime is not None and runtime.placement.shard_size is not None
     uses_engine = not (decoding.by_transformers or is_sharded) and _engine_continues(model)
     batch = [prompts[row] for row in rows]
     draw = None if decoding.sampling is None else Draw(decoding.sampling, rows)
@@ -231,7 +231,7 @@ def _generate(
             tokens = _continue_by_engine(model, batch, room, decoding.stop_ids, draw, on_token)
         else:
             generate = partial(_continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
-            tokens = generate(model) if runtime is None else runtime.apply(generate, model)
+            tokens = generate(model) if runtime is None else runtime.placement.apply(generate, model)
     nats = [[] for _ in rows] if draw is None else draw.nats()
     return [SampledAnswer(*both) for both in zip(tokens, nats, strict=True)]
 

@@ -47,7 +47,7 @@ def run_test_phase(
     this is collective (every rank), and `loader` has this rank's rows.
     """
     metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
-    is_alone = runtime.shard_size is None
+    is_alone = runtime.placement.shard_size is None
     found = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
     return replace(found, answers=found.answers[: section.num_samples])
 
@@ -137,7 +137,7 @@ def measure_answers(
     if ids is None:
         return None
     found: dict[str, float] = {}
-    with runtime.failing_together("measuring answers"):
+    with runtime.collectives.failing_together("measuring answers"):
         if runtime.is_main_process:
             answers = [dialogue.reader.read(row).text for row in ids]
             measured = _measure(metrics, answers, dialogue.expected)
@@ -145,7 +145,7 @@ def measure_answers(
             for subset in dict.fromkeys(dialogue.subsets):
                 means = _means(_in_subset(measured, dialogue.subsets, subset))
                 found |= {subset_key(name, subset): mean for name, mean in means.items()}
-    return runtime.broadcast_from_main(found)
+    return runtime.collectives.broadcast_from_main(found)
 
 
 def answer_unless_stopped(
@@ -156,7 +156,7 @@ def answer_unless_stopped(
 
     def is_to_stop() -> bool:
         nonlocal is_cut_short
-        is_cut_short = is_cut_short or runtime.stop_requested_on_any_rank()
+        is_cut_short = is_cut_short or runtime.stop_requests.is_on_any_rank()
         return is_cut_short
 
     ids = generate_answers(
@@ -167,7 +167,7 @@ def answer_unless_stopped(
         runtime=runtime if runtime.world_size > 1 else None,
         is_to_stop=is_to_stop,
     )
-    return None if sum(runtime.sum([float(is_cut_short)])) else ids
+    return None if sum(runtime.collectives.sum([float(is_cut_short)])) else ids
 
 
 class Dialogues:
@@ -254,7 +254,7 @@ def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_sh
                 mine[:, rows] = torch.stack([found.nats, found.num_targets.double()]).cpu()
     if not is_shared:
         return mine
-    return torch.tensor(runtime.sum(mine.flatten().tolist()), dtype=torch.float64).view_as(mine)
+    return torch.tensor(runtime.collectives.sum(mine.flatten().tolist()), dtype=torch.float64).view_as(mine)
 
 
 def _measure(metrics: Mapping[str, Metric], answers: Sequence[str], expected: Sequence[str]) -> dict[str, list[float]]:

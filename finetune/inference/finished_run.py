@@ -140,13 +140,13 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 
 def place_finished_run(runtime: Runtime, model: Any) -> None:
     """Place a loaded model on the device, or shard it across the ranks. Collective."""
-    runtime.fit_threads(model)
-    if runtime.shard_size is None:
-        runtime.place(model)
-        runtime.agree_set_up()
+    runtime.placement.fit_threads(model)
+    if runtime.placement.shard_size is None:
+        runtime.placement.place(model)
+        runtime.collectives.agree_set_up()
     else:
-        runtime.agree_set_up()  # a rank that cannot read the model ends the others before they share it
-        runtime.shard(model)
+        runtime.collectives.agree_set_up()  # a rank that cannot read the model ends the others before they share it
+        runtime.placement.shard(model)
 
 
 def put_adapter_on(base: Any, run: FinishedRun) -> Any:

@@ -60,7 +60,7 @@ class SplitLosses(NamedTuple):
     def over_ranks(self, runtime: Runtime) -> SplitLosses:
         """Return the sums over all ranks, which have the same subsets. Collective: one for all sums."""
         width = len(LossSums._fields)
-        values = runtime.sum([value for sums in (self.whole, *self.subsets.values()) for value in sums])
+        values = runtime.collectives.sum([value for sums in (self.whole, *self.subsets.values()) for value in sums])
         whole, *others = (LossSums(*values[start : start + width]) for start in range(0, len(values), width))
         return self._replace(whole=whole, subsets=dict(zip(self.subsets, others, strict=True)))
 
@@ -91,7 +91,7 @@ class MicrobatchLosses(NamedTuple):
 def measure_losses(runtime: Runtime, model: torch.nn.Module, microbatch: Microbatch) -> MicrobatchLosses:
     """Measure the losses of a micro-batch by a placed model, in evaluation mode and without gradients."""
     there = microbatch.to(runtime.device)
-    nats = in_float64(runtime.forward(cross_entropy_per_target, model, there))
+    nats = in_float64(runtime.placement.forward(cross_entropy_per_target, model, there))
     owner, rows = there.target_row.to(nats.device), there.num_rows
     per_row = torch.zeros(rows, dtype=torch.float64, device=nats.device).index_add_(0, owner, nats)
     return MicrobatchLosses(nats.sum(), per_row, torch.bincount(owner, minlength=rows))
@@ -140,5 +140,5 @@ def in_even_rounds(runtime: Runtime, loader: EvaluationLoader) -> Iterator[Micro
         report_progress(f"{num_done:,} of {num_rows:,} rows")
         yield microbatch
         num_done += len(rows)
-    if runtime.shard_size is not None:
+    if runtime.placement.shard_size is not None:
         yield from [EMPTY_MICROBATCH] * (loader.most_batches - len(loader.row_batches))

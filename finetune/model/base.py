@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel:
-    """Load the base model on the CPU in the dtype of its weights on disk; `Runtime.place` moves it.
+    """Load the base model on the CPU in the dtype of its weights on disk; `Placement.place` moves it.
 
     Random weights come from torch's global generator, which `launch` seeds: every rank builds the same model. Further
     arguments are those of `from_pretrained`.
@@ -201,7 +201,7 @@ def longrope_boundary(model: Any) -> int | None:
 def _type_to_load(where: str, revision: str | None, config: PretrainedConfig) -> torch.dtype | Literal["auto"]:
     """Return the dtype of the weights on disk if it is narrower than the dtype in config.json, else `auto`.
 
-    With `auto`, transformers would convert all weights to the dtype in config.json at once. `Runtime.place` converts
+    With `auto`, transformers would convert all weights to the dtype in config.json at once. `Placement.place` converts
     them one by one later, with the same result. Return `auto` also if the files have several dtypes or are not
     downloaded yet.
     """

@@ -106,7 +106,7 @@ def attach_adapter(
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put a saved adapter on its base. The adapter is trainable, so that `Runtime.place` keeps it in fp32."""
+    """Put a saved adapter on its base. The adapter is trainable, so that `Placement.place` keeps it in fp32."""
     from peft import PeftConfig, PeftModel
 
     refuse_foreign_adapter(base, folder)

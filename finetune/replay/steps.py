@@ -116,7 +116,7 @@ class OpenReplay:
         """
         trainer = self.trainer
         cadence = Cadence.of(trainer.config, self.loader.rule.steps_per_epoch)
-        optimizer = trainer.runtime.prepare_optimizer(build_optimizer(trainer.model, trainer.config.optim))
+        optimizer = trainer.runtime.placement.prepare_optimizer(build_optimizer(trainer.model, trainer.config.optim))
         trainer.model.train()
         for start, steps in plan.items():
             if start:

@@ -80,7 +80,7 @@ def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path |
     packages = packages_distributions()
     modules = {name.partition(".")[0] for name in sys.modules}
     versions = {package: version(package) for module in sorted(modules) for package in packages.get(module, ())}
-    return Trace(steps, {**record, "versions": {**record["versions"], **versions}}, plan, weights)
+    return Trace(steps, {**record, "versions": {**versions, **record["versions"]}}, plan, weights)
 
 
 def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: Sequence[str] = ()) -> Trace:

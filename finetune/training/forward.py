@@ -74,7 +74,7 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
     if section.kernels == "reference":
         return forward
     reason = forward.why_not_engine
-    num_others = int(runtime.sum([float(reason is not None)])[0]) - (reason is not None)
+    num_others = int(runtime.collectives.sum([float(reason is not None)])[0]) - (reason is not None)
     if reason is None and num_others:
         reason = f"{num_others} of {runtime.world_size} ranks cannot use it; their own logs say why"
     if reason is not None:

@@ -64,7 +64,7 @@ def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> 
     Raises:
         ConfigError: on all ranks. It names the first module whose output overflows.
     """
-    with runtime.failing_together("trying fp16"):
+    with runtime.collectives.failing_together("trying fp16"):
         rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
         loss = runtime.placement.forward(summed_cross_entropy, model, rows)
         if loss.isfinite().all():

@@ -153,7 +153,7 @@ def build_loaders(
     loaders = (
         TrainLoader(splits.train, rule, train_keys, rank=rank, world_size=world_size, collate=collate),
         evaluation(splits.validation, config.validation, rank, world_size),
-        evaluation(tested, config.testing, *((0, 1) if runtime.shard_size is None else (rank, world_size))),
+        evaluation(tested, config.testing, *((0, 1) if runtime.placement.shard_size is None else (rank, world_size))),
     )
     for loader in loaders:
         if loader is not None:

@@ -83,7 +83,7 @@ def measure_split(
         runtime.fallbacks.take(fallback, warning=warning)
     if config.validation.by is not None:
         examples = by_column(config.data, config.validation.by, {split: examples})[split]
-    runtime.refuse_differences(f"the {split} rows", examples.fingerprint)
+    runtime.collectives.refuse_differences(f"the {split} rows", examples.fingerprint)
     loader = EvaluationLoader(
         examples,
         loader_keys_on(runtime.device.type, config.testing).model_copy(update={"drop_last": False}),  # every row counts

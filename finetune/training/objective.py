@@ -126,7 +126,7 @@ class Setup:
 
     def on_main(self, action: Callable[[Journal], None], during: str) -> None:
         """Call a function on the main process while the others wait, and raise its error on all ranks. Collective."""
-        with self.runtime.failing_together(during):
+        with self.runtime.collectives.failing_together(during):
             if self.journal is not None:
                 action(self.journal)
 

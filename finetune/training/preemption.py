@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
     """Make the error that ends training, after the checkpoint of the step is committed. Collective."""
     mine = float(received_stop_signal() or 0)
-    signals = runtime.sum([mine if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)])
+    signals = runtime.collectives.sum([mine if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)])
     stopped = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
     by = f" by {next(iter(stopped.values()))}" if stopped else ""
     if stopped and runtime.world_size > 1:
@@ -35,13 +35,15 @@ def preempted_in_test(runtime: Runtime) -> Iterator[None]:
         PreemptedError: this process was preempted.
     """
     try:
-        if runtime.stop_requested and runtime.shard_size is None:  # in the last step: do not begin what may take long
+        if (
+            runtime.stop_requests.is_on_this_rank and runtime.placement.shard_size is None
+        ):  # in the last step: do not begin what may take long
             raise Terminated
-        with runtime.stopping_together("testing"):
+        with runtime.stop_requests.stopping_together("testing"):
             yield
     except (Exception, Terminated, KeyboardInterrupt) as error:
         # A library may turn the exception of the signal into an error of its own.
-        if not (runtime.stop_requested or isinstance(error, (Terminated, KeyboardInterrupt))):
+        if not (runtime.stop_requests.is_on_this_rank or isinstance(error, (Terminated, KeyboardInterrupt))):
             raise
         signal = received_stop_signal()
         by = f" by {Signals(signal).name}" if signal else ""

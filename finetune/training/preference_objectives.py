@@ -58,7 +58,7 @@ def _measure(setup: Setup, loader: EvaluationLoader, prompts: Any) -> SplitLosse
     del prompts
     loss = _loss_of(setup.config)
     sums, metrics = sum_preference_losses(setup.runtime, setup.model, loader, loss=loss)
-    num_rows, num_cut_short, *totals = setup.runtime.sum([sums.num_targets, sums.num_cut_short, *metrics])
+    num_rows, num_cut_short, *totals = setup.runtime.collectives.sum([sums.num_targets, sums.num_cut_short, *metrics])
     if not num_rows or num_cut_short:
         return SplitLosses(sums)
     means = {name: total / num_rows for name, total in zip(loss.metrics, totals, strict=True)}

@@ -92,7 +92,7 @@ class StepProfiler:
         activities = {ProfilerActivity.CPU, getattr(ProfilerActivity, device, ProfilerActivity.CPU)}
         self._recording = profile(activities=activities, profile_memory=True)
         self._recording.start()
-        self._runtime.name_ranges(record_function)
+        self._runtime.liveness.name_ranges(record_function)
 
     def after(self, step: int) -> Profile | None:
         """Write the profile after its last step; None after any other step, or if it could not be written.
@@ -102,7 +102,7 @@ class StepProfiler:
         """
         if self._recording is None or step != self._last:
             return None
-        self._runtime.at("profiling", step)
+        self._runtime.liveness.enter_phase("profiling", step)
         try:
             return self._write(self._stop())
         except Exception as error:  # training goes on without a profile
@@ -119,7 +119,7 @@ class StepProfiler:
 
     def _stop(self) -> Any:
         recording, self._recording = self._recording, None
-        self._runtime.name_ranges(nullcontext)
+        self._runtime.liveness.name_ranges(nullcontext)
         recording.stop()
         return recording
 

@@ -33,7 +33,7 @@ class RolloutServer:
     @cached_property
     def _server(self) -> VllmServer:
         assert self._section.server is not None
-        seconds, stops = 60 * self._section.server_timeout_minutes, lambda: self._runtime.stop_requested
+        seconds, stops = 60 * self._section.server_timeout_minutes, lambda: self._runtime.stop_requests.is_on_this_rank
         return VllmServer(self._section.server, patience_seconds=seconds, is_to_stop=stops)
 
     def check(self, prompts: PromptRows) -> None:
@@ -44,8 +44,8 @@ class RolloutServer:
             ServerError: it does not answer in time, or its answer is wrong.
             PreemptedError: the run was asked to stop meanwhile.
         """
-        self._runtime.at("waiting for the server", timed=False)
-        with self._runtime.failing_together("asking the server"):
+        self._runtime.liveness.enter_phase("waiting for the server", timed=False)
+        with self._runtime.collectives.failing_together("asking the server"):
             if self._runtime.is_main_process:
                 longest = max(prompts.prompts, key=len)
                 most = len(longest) + self._section.max_completion_length
@@ -62,9 +62,9 @@ class RolloutServer:
                 the run was asked to stop meanwhile.
         """
         runtime, section = self._runtime, self._section
-        runtime.at("rollout by the server", step, timed=False)
+        runtime.liveness.enter_phase("rollout by the server", step, timed=False)
         found: Any = None
-        with runtime.failing_together("asking the server for answers"):
+        with runtime.collectives.failing_together("asking the server for answers"):
             if self._setup.journal is not None:
                 assert decoding.sampling is not None
                 try:
@@ -80,7 +80,7 @@ class RolloutServer:
                         )
                 except ServerError as error:
                     found = error
-        found = runtime.broadcast_from_main(found)
+        found = runtime.collectives.broadcast_from_main(found)
         if isinstance(found, ServerError):
             found.is_reported_elsewhere = not runtime.is_main_process
             raise found

@@ -124,7 +124,7 @@ class RolloutLoader:
     def _generate(self, step: int, rows: list[int]) -> Rollout:
         """Generate the answers to a step's prompts, reward and record them."""
         runtime, section = self._runtime, self._config.rollout
-        runtime.at("rollout", step)
+        runtime.liveness.enter_phase("rollout", step)
         started = time.monotonic()
         sampling = Sampling(
             temperature=section.temperature,
@@ -149,7 +149,7 @@ class RolloutLoader:
                 batch_size=section.batch_size,
                 runtime=runtime if runtime.world_size > 1 else None,
             )
-        runtime.at("rewards", step)
+        runtime.liveness.enter_phase("rewards", step)
         rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, [it.ids for it in answers])
         rollout = self._compare(step, rows, answers, rewards)
         if self._config.grpo.num_iterations > 1 or self._server is not None:
@@ -209,15 +209,15 @@ class RolloutLoader:
         """Return whether an earlier start, or the run that is replayed, generated the answers. Collective."""
         journal = self._setup.journal
         there = self.recorded is not None or (journal is not None and journal.folder.rollout(step).exists())
-        return self._runtime.broadcast_from_main(there)
+        return self._runtime.collectives.broadcast_from_main(there)
 
     def _read(self, step: int, rows: list[int]) -> Rollout:
         """Read a rollout on the main process, and return it on every rank. Collective."""
         found: Any = None
-        with self._runtime.failing_together("reading the rollout"):
+        with self._runtime.collectives.failing_together("reading the rollout"):
             if self._setup.journal is not None:
                 found = read_rollout(self.recorded or self._setup.journal.folder, step)
-        found = self._runtime.broadcast_from_main(found)
+        found = self._runtime.collectives.broadcast_from_main(found)
         answers = [answer for group in found["groups"] for answer in group["answers"]]
         rewards = [
             [math.nan if (value := answer["rewards"][name]) is None else value for name in self._rewards.names]
@@ -335,20 +335,20 @@ class RolloutLoader:
         runtime = self._runtime
         chosen = self._in_loss(rollout)
         groups, ours = self._split(rollout, chosen)
-        rounds = ceil_div(len(groups), runtime.world_size) if runtime.needs_equal_microbatches else len(ours)
+        rounds = ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(ours)
         compute = partial(nats_of_tokens, temperature=temperature)
         found: list[list[float]] = [[0.0] * len(answer.ids) for answer in rollout.answers]
         with evaluation_mode(self._setup.model):
             for place in range(rounds):
                 if place >= len(ours):
-                    runtime.forward(compute, self._setup.model, EMPTY_MICROBATCH)
+                    runtime.placement.forward(compute, self._setup.model, EMPTY_MICROBATCH)
                     continue
                 answers = [chosen[index] for index in groups[ours[place]].rows]
                 rows = self._setup.collate([self._scored(rollout, n).row for n in answers])
-                nats = iter(runtime.forward(compute, self._setup.model, rows).tolist())
+                nats = iter(runtime.placement.forward(compute, self._setup.model, rows).tolist())
                 for n in answers:
                     found[n] = [next(nats) for _ in rollout.answers[n].ids]
-        shared = iter(runtime.sum(value for answer in found for value in answer))
+        shared = iter(runtime.collectives.sum(value for answer in found for value in answer))
         return [[next(shared) for _ in answer] for answer in found]
 
 
@@ -368,8 +368,8 @@ def reward_on_main(
         DataError: on all ranks, if a function failed.
     """
     found: list[list[float]] = []
-    with setup.runtime.failing_together("rewarding answers"):
+    with setup.runtime.collectives.failing_together("rewarding answers"):
         if setup.runtime.is_main_process:
             stops = stops_of(setup)
             found = rewards([prompts.answer(row, ids, stops) for row, ids in zip(rows, answers, strict=True)])
-    return setup.runtime.broadcast_from_main(found)
+    return setup.runtime.collectives.broadcast_from_main(found)

@@ -89,24 +89,24 @@ def set_up(
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
     set_stop_and_pad_ids(model, tokenizer)
-    runtime.agree_set_up()
-    runtime.refuse_differences("the data", "/".join(_digests_of_rows(splits)))
+    runtime.collectives.agree_set_up()
+    runtime.collectives.refuse_differences("the data", "/".join(_digests_of_rows(splits)))
     base = _agree_on_base(runtime, config, model)
-    runtime.fit_threads(model)
+    runtime.placement.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
     journal = None
-    with runtime.failing_together("opening the run's folder"):
+    with runtime.collectives.failing_together("opening the run's folder"):
         if runtime.is_main_process:
             journal = _open_journal(runtime, config, model, tokenizer, splits, base)
     _read_saved_base(runtime, config, model)
-    if runtime.shard_size is None:
-        runtime.place(model)
+    if runtime.placement.shard_size is None:
+        runtime.placement.place(model)
     if config.training.neftune_alpha:
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collate(config, forward.collate)
     states = states_in_4_bits(model)
-    measured = _shard(runtime, model) if runtime.shard_size is not None else model
+    measured = _shard(runtime, model) if runtime.placement.shard_size is not None else model
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
     setup = Setup(
         runtime=runtime,
@@ -154,14 +154,14 @@ def _agree_on_base(runtime: Runtime, config: Config, model: Any) -> str | None:
     """Refuse ranks with different bases. Return the digest of the base, None if there is none. Collective."""
     has_base = config.training.method == "lora" and config.model.init == "pretrained"
     base = fingerprint_base(model, config.lora) if has_base else None
-    runtime.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
+    runtime.collectives.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
     return base
 
 
 def _read_saved_base(runtime: Runtime, config: Config, model: Any) -> None:
     """Give a resumed run the random base that it began with, whatever its seed is now. Collective."""
     if _saves_base(config) and config.resume == "auto":
-        with runtime.failing_together("reading the base model"):
+        with runtime.collectives.failing_together("reading the base model"):
             load_model(without_adapter(model), RunFolder(config.output_dir).base)
 
 
@@ -194,7 +194,7 @@ def _try_precision(
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
     if runtime.precision == "fp16":
         row = splits.train[0]
-        is_plain = isinstance(splits.train, EncodedExamples) and runtime.shard_size is None
+        is_plain = isinstance(splits.train, EncodedExamples) and runtime.placement.shard_size is None
         refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
     if wants_fp8(config):
         refuse_fp8_without_engine(config, forward.why_not_engine)
@@ -206,7 +206,7 @@ def _try_precision(
         return
     else:
         compare = partial(compare_nf4_with_disk, states=states_in_4_bits)
-    with runtime.failing_together("measuring the error of the base's precision"):
+    with runtime.collectives.failing_together("measuring the error of the base's precision"):
         measured = compare(runtime, config, model, collate(_first_rows(splits.train)))
         if journal is not None and measured is not None:
             journal.record(low_precision=asdict(measured))
@@ -230,7 +230,7 @@ def _saves_base(config: Config) -> bool:
 
 def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
     """Say that saving sharded trained weights blocks training. It is a fallback if the background was asked for."""
-    if not (runtime.shards_trained and config.checkpoint.background):
+    if not (runtime.placement.shards_trained and config.checkpoint.background):
         return
     if config.origin("checkpoint.background") == "default":
         _log.info("checkpoints are %s: %s", _NOT_IN_BACKGROUND.used, _NOT_IN_BACKGROUND.why)
@@ -257,10 +257,10 @@ def _open_journal(
             "world_size": runtime.world_size,
             "processes_started": environment.world_size,
             "launcher": environment.launcher,
-            "backend": runtime.backend,
+            "backend": runtime.collectives.backend,
             "threads": runtime.threads,
-            "sharding": "none" if runtime.shard_size is None else config.parallel.sharding,
-            "shard_size": runtime.shard_size,
+            "sharding": "none" if runtime.placement.shard_size is None else config.parallel.sharding,
+            "shard_size": runtime.placement.shard_size,
             "device": runtime.device.type,
             "precision": runtime.precision,
         },
@@ -272,7 +272,7 @@ def _open_journal(
         rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
         fingerprints=inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
     )
-    runtime.on_close(journal.close)
+    runtime.liveness.on_close(journal.close)
     tokens = (digest.hex() for side in splits.train.sides for digest in side.digests(with_targets=False))
     write_row_record(journal.folder, raw_digests(splits), tokens)
     if _saves_base(config):
@@ -284,5 +284,5 @@ def _shard(runtime: Runtime, model: Any) -> Any:
     """Shard a model, and return a copy of the unsharded model without data."""
     measured = copy_without_data(model)
     convert_weights(measured, runtime.precision)
-    runtime.shard(model)
+    runtime.placement.shard(model)
     return measured

@@ -67,7 +67,7 @@ class StepSettings(NamedTuple):
     """The number of the optimizer step, for dropout's seeds and for messages."""
     learning_rate: float
     max_grad_norm: float | None
-    """See `Runtime.clip_grad_norm`."""
+    """See `Placement.clip_grad_norm`."""
     seed: int
     """Of the run."""
     loss_scale: int = 1
@@ -158,10 +158,10 @@ def train_step(
         sums, seconds = _if_memory_suffices(runtime, model, run) if may_be_too_large else run()
 
     parameters = trainable_parameters(model)
-    runtime.sync_gradients(parameters)
-    runtime.unscale_gradients(parameters, settings.loss_scale)
+    runtime.placement.sync_gradients(parameters)
+    runtime.placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
-    norm = runtime.clip_grad_norm(parameters, settings.max_grad_norm)
+    norm = runtime.placement.clip_grad_norm(parameters, settings.max_grad_norm)
     over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
     loss = over_ranks.loss / batch.num_targets
     not_finite, overflowed = "", settings.loss_scale > 1 and math.isfinite(loss) and over_ranks.is_bad_norm
@@ -182,7 +182,7 @@ def train_step(
         num_computed=batch.num_computed,
         num_preempted=batch.num_preempted,
         not_finite=not_finite,
-        rank_seconds=() if runtime.needs_equal_microbatches else over_ranks.rank_seconds,
+        rank_seconds=() if runtime.placement.needs_equal_microbatches else over_ranks.rank_seconds,
         metrics=_means(_names(compute), over_ranks.metrics, batch.num_targets),
         overflowed=overflowed,
     )
@@ -200,7 +200,7 @@ def _seeded(
     Dropout masks belong to the micro-batch, whichever rank computes it and however often the run was resumed.
     """
     indexed = list(microbatches)
-    if runtime.needs_equal_microbatches:
+    if runtime.placement.needs_equal_microbatches:
         rounds = math.ceil(num_microbatches / runtime.world_size)
         indexed += [(num_microbatches, EMPTY_MICROBATCH)] * (rounds - len(indexed))
     return [(derived_seed(settings.seed, settings.step, index), microbatch) for index, microbatch in indexed]
@@ -230,10 +230,10 @@ def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], ste
         sum(getattr(microbatch, name) for _, microbatch in microbatches)
         for name in ("num_targets", "num_tokens", "num_computed")
     ]
-    flags = [int(runtime.stop_requested), int(runtime.has_failed_beside)]
-    batch = _Counted(*map(int, runtime.sum([*counts, len(microbatches), *flags])))
+    flags = [int(runtime.stop_requests.is_on_this_rank), int(runtime.collectives.has_failed_beside)]
+    batch = _Counted(*map(int, runtime.collectives.sum([*counts, len(microbatches), *flags])))
     if batch.num_failed_beside:
-        runtime.agree_on_failure_beside()
+        runtime.collectives.agree_on_failure_beside()
     if batch.num_targets == 0:
         raise DataError(
             f"no row of step {step} has a target token. See how the rows are encoded, or raise data.max_length."
@@ -257,7 +257,7 @@ def _with_global_sums(
     if not isinstance(compute, LossWithMetrics) or compute.global_sums is None or compute.with_global_sums is None:
         return seeded
     run = partial(compute.global_sums, runtime, model, [microbatch for _, microbatch in seeded])
-    whole = runtime.sum(_if_memory_suffices(runtime, model, run) if tries else run())
+    whole = runtime.collectives.sum(_if_memory_suffices(runtime, model, run) if tries else run())
     return [(seed, compute.with_global_sums(microbatch, whole)) for seed, microbatch in seeded]
 
 
@@ -282,11 +282,13 @@ def _backpropagate(
     for position, (seed, microbatch) in enumerate(seeded):
         torch.manual_seed(seed)
         is_last = position == len(seeded) - 1
-        made = runtime.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-        runtime.backward(made[0] / divisor, is_last=is_last)
+        made = runtime.placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+        runtime.placement.backward(made[0] / divisor, is_last=is_last)
         sums.add_(in_float64(made.detach()))
-    if runtime.world_size > 1 and not runtime.uses_reducer:  # there, the ranks have met in the last backward pass
-        runtime.let_device_finish()
+    if (
+        runtime.world_size > 1 and not runtime.placement.uses_reducer
+    ):  # there, the ranks have met in the last backward pass
+        runtime.liveness.let_device_finish()
     return sums, time.perf_counter() - started
 
 
@@ -304,7 +306,7 @@ def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate:
         if error is None:
             raise
     # From here on nothing refers to the exception, whose frames hold the tensors of the pass.
-    if sum(runtime.sum([float(error is not None)])):
+    if sum(runtime.collectives.sum([float(error is not None)])):
         for parameter in trainable_parameters(model):
             parameter.grad = None
         if runtime.device.type == "cuda":
@@ -343,16 +345,23 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
     is_bad = norm.float().square().isfinite().logical_not().to(norm.dtype)  # Adam squares gradients in fp32
     of_ranks = sums.new_zeros(runtime.world_size if runtime.world_size > 1 else 0)
     of_ranks[runtime.rank : runtime.rank + 1].fill_(seconds)
-    own = torch.cat([norm, sums[:1]])
-    values = torch.cat([sums[:1], is_bad, sums[1:], of_ranks])
-    (loss, num_bad, *others), (grad_norm, own_loss) = runtime.sum_and_read(values, own)
-    metrics, rank_seconds = others[: len(sums) - 1], others[len(sums) - 1 :]
-    return _StepSums(loss, metrics, bool(num_bad), tuple(rank_seconds), grad_norm, own_loss)
+    read = runtime.collectives.sum_and_read(
+        {"loss": sums[:1], "is_bad_norm": is_bad, "metrics": sums[1:], "rank_seconds": of_ranks},
+        own={"grad_norm": norm, "own_loss": sums[:1]},
+    )
+    return _StepSums(
+        loss=read["loss"][0],
+        metrics=read["metrics"],
+        is_bad_norm=bool(read["is_bad_norm"][0]),
+        rank_seconds=tuple(read["rank_seconds"]),
+        grad_norm=read["grad_norm"][0],
+        own_loss=read["own_loss"][0],
+    )
 
 
 def _describe_ranks(runtime: Runtime, is_mine: bool) -> str:
     """Return the names of the ranks on which `is_mine` is true; empty in a world of one. Collective."""
-    counts = runtime.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
+    counts = runtime.collectives.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
     ranks = [str(rank) for rank, count in enumerate(counts) if count]
     return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
 
@@ -366,7 +375,7 @@ def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) 
     parts = map(local_shard, trainable_parameters(model))
     is_broken = torch.stack([part.isfinite().all().logical_not() for part in parts])
     own_broken = int(is_broken.sum())
-    num_broken, num_ranks = runtime.sum([float(own_broken), float(own_broken > 0)])
+    num_broken, num_ranks = runtime.collectives.sum([float(own_broken), float(own_broken > 0)])
     if num_ranks:
         ranks = f" on {num_ranks:.0f} of {runtime.world_size} ranks" if num_ranks < runtime.world_size else ""
         raise RunFailedError(

@@ -28,7 +28,7 @@ def _evaluation(config: Config, choices: Choices) -> Any:
 
 def _measure(setup: Setup, loader: EvaluationLoader, prompts: Any) -> SplitLosses:
     del prompts
-    return sum_losses(setup.runtime, setup.model, loader, is_to_stop=setup.runtime.stop_requested_on_any_rank)
+    return sum_losses(setup.runtime, setup.model, loader, is_to_stop=setup.runtime.stop_requests.is_on_any_rank)
 
 
 SFT = TrainingObjective(loss=_loss, evaluation=_evaluation, measure=_measure)

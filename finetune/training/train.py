@@ -94,7 +94,7 @@ def build_parts(runtime: Runtime, config: Config) -> Parts:
     if is_quantized:  # before any file is read
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
     refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
-    with runtime.failing_together("looking for the model and the rows"):
+    with runtime.collectives.failing_together("looking for the model and the rows"):
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()
         check_inputs(config, needs_weights=True)

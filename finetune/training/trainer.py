@@ -175,7 +175,7 @@ class Trainer:
         """
         config, runtime, setup = self.config, self.runtime, self._setup
         cadence = self._plan_steps(train_loader)
-        optimizer = runtime.prepare_optimizer(build_optimizer(self.model, config.optim))
+        optimizer = runtime.placement.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = at_its_place(self._resume(optimizer), cadence.steps_per_epoch)
         setup.objective.start(setup, train_loader, state)
         self._begin(train_loader, state, cadence, optimizer)
@@ -200,9 +200,9 @@ class Trainer:
             begin_steps()
             end = run_loop(state, cadence, run, StopRules.of(config))
 
-        runtime.at("saving", end.state.step)
+        runtime.liveness.enter_phase("saving", end.state.step)
         setup.on_main(lambda journal: journal.finish_saves(), f"saving step {end.state.step}")
-        runtime.agree_on_failure_beside()  # of a save that was in the background in the last step
+        runtime.collectives.agree_on_failure_beside()  # of a save that was in the background in the last step
         if end.reason == "preempted":
             raise preempted_in_training(runtime, end.state.step)
         setup.on_main(lambda journal: self._publish(journal, end.state, cadence, run), "publishing the adapter")
@@ -210,7 +210,9 @@ class Trainer:
         if val_loader is not None and is_compared and holds_out_by_default(config.data):
             self._compare_with_base(val_loader, end.state.step)
         end_steps()
-        runtime.at("after training", end.state.step, timed=False)  # the script decides what comes next
+        runtime.liveness.enter_phase(
+            "after training", end.state.step, timed=False
+        )  # the script decides what comes next
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
     def _plan_steps(self, train_loader: TrainLoader) -> Cadence:
@@ -250,20 +252,26 @@ class Trainer:
             PreemptedError: this process was preempted; a resumed run measures again.
             RunFailedError: the weights are sharded, and another rank has left or waits elsewhere.
         """
-        is_alone = self.runtime.shard_size is None
-        self.runtime.at("testing", timed=not is_alone and test_loader is not None)  # alone, no rank waits for it
+        is_alone = self.runtime.placement.shard_size is None
+        self.runtime.liveness.enter_phase(
+            "testing", timed=not is_alone and test_loader is not None
+        )  # alone, no rank waits for it
         if test_loader is None or (is_alone and self.journal is None):
             return None
-        self.runtime.synchronize("the test phase")
+        self.runtime.collectives.synchronize("the test phase")
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
-            with nullcontext() if is_alone else self.runtime.failing_together("reading the published weights"):
+            with (
+                nullcontext()
+                if is_alone
+                else self.runtime.collectives.failing_together("reading the published weights")
+            ):
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
             evaluation = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
             tested: object = test_loader.dataset
             if tested is self.splits.validation:
                 evaluation = replace(evaluation, split="validation")
-            self.runtime.at("after testing", timed=False)  # the script decides what comes next
+            self.runtime.liveness.enter_phase("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None
             if not self.journal.is_closed:  # a script may measure again after its run has ended
@@ -279,7 +287,7 @@ class Trainer:
     def _compare_with_base(self, loader: EvaluationLoader, step: int) -> None:
         """Measure the base and the published weights on the validation rows of pairs or labels. Collective."""
         _log.info("Comparing base and tuned model on the validation rows...")
-        with self.runtime.failing_together("reading the published weights"):
+        with self.runtime.collectives.failing_together("reading the published weights"):
             load_model(self.model, RunFolder(self.config.output_dir).adapter)
         scores: dict[ModelName, Scores] = {}
         names: list[ModelName] = ["base", "tuned"] if has_adapter(self.model) else ["tuned"]
@@ -303,14 +311,14 @@ class Trainer:
     def _resume(self, optimizer: torch.optim.Optimizer) -> TrainerState:
         """Load the newest valid checkpoint on every rank and return its state, or a new state if there is none."""
         found: Path | None = None
-        with self.runtime.failing_together("looking for a checkpoint"):
+        with self.runtime.collectives.failing_together("looking for a checkpoint"):
             if self.journal is not None and self.config.resume == "auto":
                 found = newest_valid(self.journal.folder)
-        path = self.runtime.broadcast_from_main(str(found) if found else None)
+        path = self.runtime.collectives.broadcast_from_main(str(found) if found else None)
         state = self._fresh_state()
         if path is None:
             return state
-        with self.runtime.failing_together("resuming"):
+        with self.runtime.collectives.failing_together("resuming"):
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
             go_on_training(optimizer)
         _log.info("resumed from step=%d", state.step)

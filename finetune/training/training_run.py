@@ -94,7 +94,7 @@ class TrainingRun:
         try:
             for step in itertools.count(epoch * self._train_loader.rule.steps_per_epoch + first_step + 1):
                 self._profiler.before(step)
-                self._runtime.at("data", step)
+                self._runtime.liveness.enter_phase("data", step)
                 asked = time.monotonic()
                 microbatches = next(self._batches, None)
                 self._data_wait_seconds = None if hasattr(self._train_loader, "metrics") else time.monotonic() - asked
@@ -106,10 +106,10 @@ class TrainingRun:
 
     def train(self, step: int, microbatches: list[tuple[int, Microbatch]]) -> StepResult:
         """Train one step; in the first one, halve the micro-batches until memory suffices."""
-        self._runtime.at("training", step)
+        self._runtime.liveness.enter_phase("training", step)
         if self._config.training.debug and step <= 2:
             log_microbatches(step, microbatches, self._setup.tokenizer, self._runtime.device)
-        while not (self._is_memory_tried or self._runtime.needs_equal_microbatches):
+        while not (self._is_memory_tried or self._runtime.placement.needs_equal_microbatches):
             try:
                 result = self._take_step(step, microbatches, may_be_too_large=True)
             except StepTooLargeError as too_large:
@@ -130,7 +130,7 @@ class TrainingRun:
             return self._validate(state, self._val_loader)
 
     def _validate(self, state: TrainerState, loader: EvaluationLoader) -> Validated | None:
-        self._runtime.at("evaluation", state.step)
+        self._runtime.liveness.enter_phase("evaluation", state.step)
         setup = self._setup
         measured = setup.objective.measure(setup, loader, setup.prompts).over_ranks(self._runtime)
         sums, metrics = measured.whole, measured.metrics
@@ -161,17 +161,17 @@ class TrainingRun:
 
     def _save(self, state: TrainerState) -> None:
         runtime, folder = self._runtime, RunFolder(self._config.output_dir)
-        runtime.at("saving", state.step)
+        runtime.liveness.enter_phase("saving", state.step)
         _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self.epoch)
         take = partial(take_snapshot, folder, model=self._setup.model, optimizer=self._optimizer, state=state)
         during = f"saving step {state.step}"
-        if not runtime.shards_trained:
+        if not runtime.placement.shards_trained:
             self._setup.on_main(lambda journal: journal.save(take(), best=state.best_step), during)
             return
-        with runtime.failing_together(during):
+        with runtime.collectives.failing_together(during):
             snapshot = take()
             snapshot.refuse_not_finite()
-        with runtime.failing_together(during), runtime.full_tensors(snapshot.tensors) as whole:
+        with runtime.collectives.failing_together(during), runtime.placement.full_tensors(snapshot.tensors) as whole:
             if self._setup.journal is not None:
                 self._setup.journal.save(snapshot.read_by(whole), best=state.best_step)
 
@@ -185,7 +185,7 @@ class TrainingRun:
             try:
                 journal.collect_saves()
             except FinetuneError as error:
-                self._runtime.fail_in_next_step(error, "saving in the background")
+                self._runtime.collectives.fail_in_next_step(error, "saving in the background")
         self._adapter_watch.after_step(state.step, result)
         # A preempted run has no time to write a profile; the resumed run makes one of its own.
         profile = None if result.num_preempted else self._profiler.after(state.step)
@@ -194,7 +194,7 @@ class TrainingRun:
 
     def agree_to_stop(self, is_exhausted: bool) -> bool:
         """Return rank 0's argument on every rank."""
-        return self._runtime.broadcast_from_main(is_exhausted)
+        return self._runtime.collectives.broadcast_from_main(is_exhausted)
 
     def _take_step(
         self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool
@@ -233,7 +233,7 @@ class TrainingRun:
         epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
         max_tokens = _halve(loader, epoch, place)
         if max_tokens is None:
-            self._runtime.agree(error, f"training, step {step}")
+            self._runtime.collectives.agree(error, f"training, step {step}")
             raise AssertionError("a rank ran out of memory")
         setup.memory = setup.memory.after_out_of_memory(max_tokens, step)
         if masks_follow_microbatches(self._config):
@@ -250,7 +250,7 @@ class TrainingRun:
 
     def _measure_answers(self, state: TrainerState) -> dict[str, float] | None:
         """Measure generated answers on the sample of the validation split; None if preempted. Collective."""
-        self._runtime.at("evaluation", state.step)  # begins the time limit anew
+        self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
         section = self._config.validation
         return measure_answers(
             self._runtime,

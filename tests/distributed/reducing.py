@@ -117,7 +117,10 @@ def two_models(runtime: Runtime) -> list[list[float]]:
     (microbatch,) = shares_of(0, (1, 0))
     with torch.no_grad():
         expected = [summed_cross_entropy(model, microbatch).item() for model in models]
-    return [expected, [runtime.loss(summed_cross_entropy, model, microbatch, is_last=True).item() for model in models]]
+    return [
+        expected,
+        [runtime.placement.loss(summed_cross_entropy, model, microbatch, is_last=True).item() for model in models],
+    ]
 
 
 def main(folder: str) -> None:

@@ -32,7 +32,7 @@ def run_training(self: Trainer, train_loader: Any, val_loader: Any = None) -> An
         "rank": runtime.rank,
         "world_size": runtime.world_size,
         "launcher": runtime.environment.launcher,
-        "ranks_met": runtime.sum([2**runtime.rank])[0],
+        "ranks_met": runtime.collectives.sum([2**runtime.rank])[0],
         "writes": self.journal is not None,
         "microbatches": [len(step) for step in rule.steps_of_rank(0, 0, runtime.rank, runtime.world_size)],
     }

@@ -28,14 +28,14 @@ def train_and_be_killed_once(words: list[str]) -> None:
     with launch(config) as runtime:
         trainer = build_trainer(runtime, config)
         if runtime.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            backward, passes = runtime.backward, itertools.count(1)
+            backward, passes = runtime.placement.backward, itertools.count(1)
 
             def killed(loss: torch.Tensor, *, is_last: bool) -> None:
                 if next(passes) == NUM_PASSES:
                     os.kill(os.getpid(), signal.SIGKILL)
                 backward(loss, is_last=is_last)
 
-            runtime.backward = killed  # type: ignore[method-assign]
+            runtime.placement.backward = killed  # type: ignore[method-assign]
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
         trainer.run_training(train_loader, val_loader)
         trainer.run_test(test_loader)

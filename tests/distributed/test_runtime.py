@@ -85,20 +85,20 @@ def test_joining_and_leaving_respect_the_launchers_variables(two_ranks):
 def test_alone_every_verb_answers_without_a_group():
     with launch(config()) as runtime:
         assert (runtime.rank, runtime.world_size, runtime.is_main_process) == (0, 1, True)
-        assert (runtime.backend, runtime.environment.launcher) == ("none", "none")
+        assert (runtime.collectives.backend, runtime.environment.launcher) == ("none", "none")
         assert not torch.distributed.is_initialized()
-        assert runtime.sum([1, 2.5]) == [1.0, 2.5]
-        assert runtime.broadcast_from_main("x") == "x"
-        runtime.agree(None, "nothing")
-        runtime.barrier()
+        assert runtime.collectives.sum([1, 2.5]) == [1.0, 2.5]
+        assert runtime.collectives.broadcast_from_main("x") == "x"
+        runtime.collectives.agree(None, "nothing")
+        runtime.collectives.barrier()
         with pytest.raises(DataError, match="mine"):
-            runtime.agree(DataError("mine"), "reading")
+            runtime.collectives.agree(DataError("mine"), "reading")
 
 
 def test_a_parameter_without_a_gradient_counts_as_zero_alone_too():
     parameter = torch.nn.Parameter(torch.ones(2))
     with launch(config()) as runtime:
-        runtime.sync_gradients([parameter])
+        runtime.placement.sync_gradients([parameter])
     assert parameter.grad.tolist() == [0.0, 0.0]
 
 
@@ -106,9 +106,9 @@ def test_the_gradient_norm_is_measured_and_clipped():
     parameter = torch.nn.Parameter(torch.zeros(2))
     with launch(config()) as runtime:
         parameter.grad = torch.tensor([3.0, 4.0])
-        assert runtime.clip_grad_norm([parameter], None) == 5.0
+        assert runtime.placement.clip_grad_norm([parameter], None) == 5.0
         assert parameter.grad.tolist() == [3.0, 4.0]
-        assert runtime.clip_grad_norm([parameter], 1.0) == 5.0
+        assert runtime.placement.clip_grad_norm([parameter], 1.0) == 5.0
         assert parameter.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
 
 
@@ -119,7 +119,7 @@ def test_the_gradient_norm_of_many_values_is_that_of_float64():
     many.grad, few.grad = 1 + torch.rand(many.shape), torch.full((3,), 1e3)
     exact = float(sum(weight.grad.double().square().sum() for weight in (many, few))) ** 0.5
     with launch(config()) as runtime:
-        assert runtime.clip_grad_norm([many, few], 1.0).item() == pytest.approx(exact, rel=1e-12)
+        assert runtime.placement.clip_grad_norm([many, few], 1.0).item() == pytest.approx(exact, rel=1e-12)
     assert float(many.grad.double().norm() ** 2 + few.grad.double().norm() ** 2) == pytest.approx(1.0, rel=1e-5)
 
 
@@ -127,10 +127,10 @@ def test_trained_weights_are_fp32_and_frozen_ones_take_the_precision():
     model = torch.nn.Linear(2, 2, dtype=torch.bfloat16)
     model.bias.requires_grad = False
     with launch(config()) as runtime:
-        runtime.place(model)
+        runtime.placement.place(model)
         assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.float32)
     with launch(config(training={"device": "cpu", "precision": "bf16"})) as runtime:
-        runtime.place(model)
+        runtime.placement.place(model)
         assert (model.weight.dtype, model.bias.dtype) == (torch.float32, torch.bfloat16)
 
 
@@ -180,15 +180,15 @@ def test_closing_actions_run_last_first_and_are_told_the_error():
 
     def fail():
         with launch(config()) as runtime:
-            runtime.on_close(lambda error: heard.append(("first", error)))
-            runtime.on_close(lambda error: heard.append(("second", error)))
+            runtime.liveness.on_close(lambda error: heard.append(("first", error)))
+            runtime.liveness.on_close(lambda error: heard.append(("second", error)))
             raise DataError("bad")
 
     with pytest.raises(DataError, match="bad"):
         fail()
     assert [(name, str(error)) for name, error in heard] == [("second", "bad"), ("first", "bad")]
     with launch(config()) as runtime:
-        runtime.on_close(heard.append)
+        runtime.liveness.on_close(heard.append)
     assert heard[-1] is None
 
 
@@ -379,11 +379,11 @@ def test_a_gpu_finishes_its_work_before_a_rank_waits_and_before_it_waits_no_more
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: recorder)
     with launch(config()) as runtime:
         there, runtime.liveness.watchdog = runtime.context, recorder
-        runtime.barrier()
+        runtime.collectives.barrier()
         assert recorder.heard == ["enter barrier", "leave"]  # on the CPU, no call returns early
         recorder.heard.clear()
         runtime.context = there._replace(device=torch.device("cuda", 0))
-        runtime.barrier()
+        runtime.collectives.barrier()
         runtime.context, runtime.liveness.watchdog = there, None
     done = "the device is done"
     assert recorder.heard == [done, "enter barrier", done, "leave"]
@@ -413,9 +413,9 @@ def test_only_the_last_backward_pass_of_a_step_waits_for_other_ranks():
     recorder, weight = Recorder(), torch.nn.Parameter(torch.ones(2))
     with launch(config()) as runtime:
         runtime.liveness.watchdog, runtime.placement._reducer = recorder, object()
-        runtime.backward(weight.sum(), is_last=False)
+        runtime.placement.backward(weight.sum(), is_last=False)
         assert recorder.heard == []
-        runtime.backward(weight.sum(), is_last=True)
+        runtime.placement.backward(weight.sum(), is_last=True)
         assert recorder.heard == ["enter backward", "leave"]
         runtime.liveness.watchdog = runtime.placement._reducer = None
     assert weight.grad.tolist() == [2.0, 2.0]

@@ -64,11 +64,11 @@ def train_and_look(words: list[str]) -> None:
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
         trainer.run_training(train_loader, val_loader)
         trainer.run_test(test_loader)
-        if runtime.shard_size is None:
+        if runtime.placement.shard_size is None:
             return
         for name, weight in trainer.model.named_parameters():
             assert isinstance(weight, DTensor), name
-            assert weight.to_local().shape[0] == -(-len(weight) // runtime.shard_size), name
+            assert weight.to_local().shape[0] == -(-len(weight) // runtime.placement.shard_size), name
 
 
 def load_and_go_on(words: list[str]) -> None:
@@ -76,12 +76,12 @@ def load_and_go_on(words: list[str]) -> None:
     config = load_config(words, task="finetune_full")
     with launch(config) as runtime:
         trainer = build_trainer(runtime, config)
-        optimizer = runtime.prepare_optimizer(build_optimizer(trainer.model, config.optim))
+        optimizer = runtime.placement.prepare_optimizer(build_optimizer(trainer.model, config.optim))
         folder = RunFolder(config.output_dir)
         newest = folder.checkpoint(folder.checkpoint_steps()[-1])
         state = load_checkpoint(newest, model=trainer.model, optimizer=optimizer)
         snapshot = take_snapshot(folder, model=trainer.model, optimizer=optimizer, state=state)
-        with runtime.full_tensors(snapshot.tensors) as whole:
+        with runtime.placement.full_tensors(snapshot.tensors) as whole:
             for name, content in snapshot.read_by(whole).files.items() if runtime.is_main_process else ():
                 if name.endswith(".safetensors"):
                     assert b"".join(content) == (newest / name).read_bytes(), name

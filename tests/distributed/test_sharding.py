@@ -66,9 +66,9 @@ def train_and_look(words: list[str]) -> None:
         trainer.run_training(train_loader, val_loader)
         comparison = trainer.run_test(test_loader)
         assert (comparison is None) == (test_loader is None or not runtime.is_main_process)
-        if runtime.shard_size is None:
+        if runtime.placement.shard_size is None:
             return
-        shards = Shards(runtime.shard_size, trainer.config.parallel.reshard_after_forward)
+        shards = Shards(runtime.placement.shard_size, trainer.config.parallel.reshard_after_forward)
         assert Weights(trainer._setup.measured).gathered(shards) == runtime.placement.gathered_bytes, (
             "as `finetune plan` counts it"
         )
@@ -76,10 +76,13 @@ def train_and_look(words: list[str]) -> None:
         frozen = {name for name, weight in trainer.model.named_parameters() if not weight.requires_grad}
         assert set(kept) == frozen
         for name, weight in kept.items():
-            assert weight.to_local().shape[0] == -(-len(weight) // runtime.shard_size), name
+            assert weight.to_local().shape[0] == -(-len(weight) // runtime.placement.shard_size), name
         times = 1 + trainer.config.parallel.reshard_after_forward
         received = sum(weight.nbytes * (times if ".layers." in name else 1) for name, weight in kept.items())
-        assert runtime.placement.received_bytes == received * (runtime.shard_size - 1) // runtime.shard_size
+        assert (
+            runtime.placement.received_bytes
+            == received * (runtime.placement.shard_size - 1) // runtime.placement.shard_size
+        )
         with pytest.raises(RunFailedError, match=r"cannot be called outside of the run"):
             trainer.model(input_ids=EMPTY_MICROBATCH.input_ids)
 
@@ -95,7 +98,7 @@ def let_rank_0_compute_alone(words: list[str]) -> None:
         if runtime.is_main_process:
             trainer.run_test(test_loader) if what == "test" else trainer.measure(val_loader)
         if others == "wait":
-            runtime.barrier()
+            runtime.collectives.barrier()
 
 
 def sharded(case, *words):
@@ -274,7 +277,7 @@ def test_one_process_keeps_all_weights_and_says_so(tmp_path):
     with launch(load_config(words)) as runtime:
         (fallback,) = runtime.fallbacks.as_records()
         assert (fallback["what"], fallback["wanted"], fallback["used"]) == ("parallel.sharding", "fsdp2", "none")
-        assert not runtime.needs_equal_microbatches
+        assert not runtime.placement.needs_equal_microbatches
     with (
         pytest.raises(ConfigError, match=r"parallel\.sharding: wanted fsdp2"),
         launch(load_config([*words, "strict=true"])),

@@ -33,7 +33,7 @@ def main(overrides):
         print("rank", runtime.rank, "is ready", flush=True)
         while not os.path.exists("attacked"):
             time.sleep(0.05)
-        print("rank", runtime.rank, "got", runtime.sum([runtime.rank + 1.0]), flush=True)
+        print("rank", runtime.rank, "got", runtime.collectives.sum([runtime.rank + 1.0]), flush=True)
 command(main)
 """
 _MAGIC = struct.pack("<BI", 0, 0x3C85F7CE)

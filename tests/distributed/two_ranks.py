@@ -39,29 +39,33 @@ def see_collectives(runtime):
         "world_size": runtime.world_size,
         "is_main_process": runtime.is_main_process,
         "launcher": runtime.environment.launcher,
-        "backend": runtime.backend,
+        "backend": runtime.collectives.backend,
         "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "sum": runtime.sum([rank + 1, 2.0**-40 + rank]),
-        "broadcast": runtime.broadcast_from_main({"from": rank}),
-        "one_fails": what_is_raised(lambda: runtime.agree(DataError("row 7") if rank == 1 else None, "reading")),
-        "a_bug": what_is_raised(lambda: runtime.agree(ZeroDivisionError("oh") if rank == 0 else None, "saving")),
-        "none_fails": what_is_raised(lambda: runtime.agree(None, "nothing")),
+        "sum": runtime.collectives.sum([rank + 1, 2.0**-40 + rank]),
+        "broadcast": runtime.collectives.broadcast_from_main({"from": rank}),
+        "one_fails": what_is_raised(
+            lambda: runtime.collectives.agree(DataError("row 7") if rank == 1 else None, "reading")
+        ),
+        "a_bug": what_is_raised(
+            lambda: runtime.collectives.agree(ZeroDivisionError("oh") if rank == 0 else None, "saving")
+        ),
+        "none_fails": what_is_raised(lambda: runtime.collectives.agree(None, "nothing")),
     }
     first, second, third = (torch.nn.Parameter(torch.zeros(2, 2)) for _ in range(3))
     if rank == 0:  # rank 1 computed nothing, and nobody computed the third
         first.grad, second.grad = torch.full((2, 2), 3.0), torch.arange(4.0).reshape(2, 2)
     else:
         second.grad = torch.ones(2, 2)
-    runtime.sync_gradients([first, second, third])
+    runtime.placement.sync_gradients([first, second, third])
     seen["gradients"] = [p.grad.tolist() for p in (first, second, third)]
-    seen["grad_norm"] = float(runtime.clip_grad_norm([first, second, third], None))
+    seen["grad_norm"] = float(runtime.placement.clip_grad_norm([first, second, third], None))
 
     torch.manual_seed(rank)
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad = False
     own_bias = model.bias.tolist()
-    runtime.place(model)
-    runtime.barrier()
+    runtime.placement.place(model)
+    runtime.collectives.barrier()
     return seen | {"placed": model.weight.tolist(), "is_bias_own": model.bias.tolist() == own_bias}
 
 

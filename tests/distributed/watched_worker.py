@@ -59,20 +59,20 @@ def watch():
 
 
 def wait_in_sum(dog, step=12):
-    dog.at("training", step)
+    dog.enter_phase("training", step)
     with dog.waiting("sum"):
         time.sleep(LONG_SECONDS)
 
 
 def fail(dog):
-    dog.at("evaluation", 40)
+    dog.enter_phase("evaluation", 40)
     dog.fail("DataError: row 7\nis no conversation")
     sys.exit(2)
 
 
 def ask_for_the_reason(dog):
     """What a rank does whose collective raises: it asks why, and leaves in its own words."""
-    dog.at("training", 12)
+    dog.enter_phase("training", 12)
     with dog.waiting("sum"):
         end = time.monotonic() + LONG_SECONDS
         while (fault := dog.first_fault(0.1)) is None and time.monotonic() < end:
@@ -84,7 +84,7 @@ def ask_for_the_reason(dog):
 
 def fail_at_second_hand(dog):
     """As when a peer's death breaks a connection, and this rank is the first to speak."""
-    dog.at("training", 12)
+    dog.enter_phase("training", 12)
     try:
         with dog.waiting("sum"):
             if "after" in OPTIONS:
@@ -96,26 +96,26 @@ def fail_at_second_hand(dog):
 
 
 def hang(dog):
-    dog.at("training", 12)
+    dog.enter_phase("training", 12)
     time.sleep(LONG_SECONDS)
 
 
 def hold_all_threads(dog):
     """A C call that keeps Python's lock: no other thread of this process runs meanwhile."""
-    dog.at("training", 12)
+    dog.enter_phase("training", 12)
     ctypes.PyDLL(None).sleep(int(OPTIONS["seconds"]))
     dog.close()
 
 
 def leave(dog):
-    dog.at("done")
+    dog.enter_phase("done")
     dog.close()
     dog.close()
     write(f"left-{RANK}", time.time())
 
 
 def leave_when_told(dog):
-    dog.at("testing", timed=False)
+    dog.enter_phase("testing", timed=False)
     read("leave-now")
     dog.close()
 
@@ -129,20 +129,20 @@ def leave_and_live_on(dog):
 def fork_a_data_loader(dog):
     """The child shares every open file of this process, and would live on when it is killed."""
     if os.fork() == 0:
-        dog.at("nonsense", 99)
+        dog.enter_phase("nonsense", 99)
         dog.fail("nonsense")
         dog.close()
         time.sleep(LONG_SECONDS)
         os._exit(0)
     time.sleep(float(OPTIONS["seconds"]))
-    dog.at("training", 12)
+    dog.enter_phase("training", 12)
     write("is-settled", True)
     time.sleep(LONG_SECONDS)
 
 
 def say_much(dog):
     for step in range(int(OPTIONS["times"])):
-        dog.at("training", step)
+        dog.enter_phase("training", step)
         if step % 100 == 0:
             time.sleep(0.001)
     dog.close()
@@ -153,7 +153,7 @@ def measure_at(dog):
     costs = []
     for step in range(2000):
         start = time.perf_counter()
-        dog.at("training", step)
+        dog.enter_phase("training", step)
         costs.append(time.perf_counter() - start)
         if step % 20 == 0:
             time.sleep(0.005)

@@ -286,7 +286,7 @@ def waits_of_a_step(
         runtime.context = here._replace(device=there, world_size=world_size, distributed=world_size > 1)
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
-        optimizer = runtime.prepare_optimizer(torch.optim.AdamW(trainable_parameters(move(model))))
+        optimizer = runtime.placement.prepare_optimizer(torch.optim.AdamW(trainable_parameters(move(model))))
         collate = objective.collate(config, agree_on_forward(runtime, config.training, model).collate)
         for step in (1, 2):
             device.waits.clear()

@@ -44,20 +44,20 @@ def runtime(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[R
 
 
 def test_every_collective(runtime: Runtime, device: torch.device) -> None:
-    assert (runtime.backend, runtime.device) == (BACKENDS[device.type], device)
-    assert runtime.sum([1.0, 2.0**-40]) == [1.0, 2.0**-40]
-    assert runtime.broadcast_from_main({"from": 0}) == {"from": 0}
-    runtime.barrier()
-    runtime.agree(None, "reading")
-    runtime.refuse_differences("the rows", "digest")
+    assert (runtime.collectives.backend, runtime.device) == (BACKENDS[device.type], device)
+    assert runtime.collectives.sum([1.0, 2.0**-40]) == [1.0, 2.0**-40]
+    assert runtime.collectives.broadcast_from_main({"from": 0}) == {"from": 0}
+    runtime.collectives.barrier()
+    runtime.collectives.agree(None, "reading")
+    runtime.collectives.refuse_differences("the rows", "digest")
     with pytest.raises(DataError, match="row 7"):
-        runtime.agree(DataError("row 7"), "reading")
+        runtime.collectives.agree(DataError("row 7"), "reading")
 
 
 def test_a_step_is_that_of_a_process_alone(runtime: Runtime, device: torch.device) -> None:
     def step() -> StepResult:
         model = placed("phi-4-mini", "fp32", device)
-        runtime.place(model)
+        runtime.placement.place(model)
         optimizer = torch.optim.AdamW(trainable_parameters(model))
         microbatches = [(0, pack(random_rows(3, targets=0.5)))]
         settings = StepSettings(step=1, learning_rate=1e-2, max_grad_norm=1.0, seed=0)

@@ -49,7 +49,7 @@ def microbatches():
 
 
 def step(runtime, model, share, *, number=1, seed=0):
-    optimizer = runtime.prepare_optimizer(torch.optim.SGD(trainable_parameters(model), lr=0.1))
+    optimizer = runtime.placement.prepare_optimizer(torch.optim.SGD(trainable_parameters(model), lr=0.1))
     settings = StepSettings(number, learning_rate=0.1, max_grad_norm=None, seed=seed)
     return train_step(runtime, model, optimizer, share, settings).loss
 

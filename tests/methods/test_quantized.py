@@ -327,7 +327,7 @@ def test_adamw_in_8_bits_goes_on_with_the_same_bytes(inputs, tmp_path):
 def train_on_cpu(words):
     """For a launcher."""
     trainer = train(words)
-    if trainer.runtime.shard_size is not None:
+    if trainer.runtime.placement.shard_size is not None:
         in_parts = [weight for weight in trainer.model.parameters() if isinstance(weight, DTensor)]
         assert any(weight.dtype == torch.uint8 for weight in in_parts), "in 4 bits"
 

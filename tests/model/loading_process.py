@@ -21,7 +21,7 @@ def load(words):
         model = build_base_model(config.model)
         if config.training.method == "lora":
             model = add_lora(model, config.lora)
-        runtime.place(model)
+        runtime.placement.place(model)
     return model
 
 

@@ -17,17 +17,17 @@ def main(folder, other_folder=None):
     """Write `rank-N.json` into a folder; then stay until another world has reported to its own."""
     with launch(CONFIG, trains=False) as runtime:
         environment = runtime.environment
-        runtime.agree_set_up()
+        runtime.collectives.agree_set_up()
         report = {
             "rank": runtime.rank,
             "local_rank": runtime.context.local_rank,
             "local_world_size": environment.local_world_size,
             "world_size": runtime.world_size,
             "launcher": environment.launcher,
-            "backend": runtime.backend,
+            "backend": runtime.collectives.backend,
             "address": environment.master_addr,
             "port": environment.master_port,
-            "ranks_met": runtime.sum([2**runtime.rank])[0],
+            "ranks_met": runtime.collectives.sum([2**runtime.rank])[0],
             "slurm_rank": os.environ.get("SLURM_PROCID"),
             "slurm_node": os.environ.get("SLURMD_NODENAME"),
             "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -35,7 +35,7 @@ def main(folder, other_folder=None):
         write_report(folder, runtime.rank, report)
         if other_folder is not None:
             wait_for_report(Path(other_folder))
-        runtime.barrier()
+        runtime.collectives.barrier()
 
 
 def wait_for_report(folder):

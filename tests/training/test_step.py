@@ -49,7 +49,7 @@ def step(runtime, model, microbatches, *, optimizer=None, number=1, seed=0, max_
     return train_step(
         runtime,
         model,
-        runtime.prepare_optimizer(optimizer),
+        runtime.placement.prepare_optimizer(optimizer),
         microbatches,
         StepSettings(number, rate, max_grad_norm, seed),
     )
@@ -230,7 +230,7 @@ def test_bf16_computes_close_to_fp32_and_keeps_trained_weights_in_fp32():
     expected, _ = reference(tiny_lora(), tiny_examples(8))
     with launch(Config.model_validate(section)) as runtime:
         model = tiny_lora()
-        runtime.place(model)
+        runtime.placement.place(model)
         result = step(runtime, model, split([4, 4]))
     assert result.loss == pytest.approx(expected, rel=0.02)
     assert result.loss != pytest.approx(expected, rel=1e-6)

@@ -300,9 +300,9 @@ def agree_on_memory(
     has_own = runtime.device.type == "cuda" and not config.parallel.share_gpus
     num_sharing = 1 if has_own else runtime.environment.local_world_size
     free = free_memory(runtime.device, num_sharing=num_sharing, fraction=fraction)
-    room = int(runtime.least(free - runtime.placement.gathered_bytes))
+    room = int(runtime.collectives.least(free - runtime.placement.gathered_bytes))
     choice: MemoryChoice | None = None
-    with runtime.failing_together("choosing by memory"):
+    with runtime.collectives.failing_together("choosing by memory"):
         if runtime.is_main_process:
             choice = None if recorded is None else MemoryChoice.from_record(recorded, config)
             if choice is not None:
@@ -319,7 +319,7 @@ def agree_on_memory(
                     keeps_microbatches=recorded is not None and masks_follow_microbatches(config),
                 )
                 _log.info("%s", choice)
-    agreed = runtime.broadcast_from_main(choice)
+    agreed = runtime.collectives.broadcast_from_main(choice)
     assert agreed is not None
     return agreed
 

@@ -173,11 +173,13 @@ def sum_preference_losses(
     each: Any = in_even_rounds(runtime, loader)  # yields `PreferenceMicrobatch`, which its type does not say
     with evaluation_mode(model):
         for microbatch in each:
-            if is_cut := runtime.stop_requested_on_any_rank():
+            if is_cut := runtime.stop_requests.is_on_any_rank():
                 break
-            measured.append(runtime.forward(partial(measure_rows, objective=loss.objective), model, microbatch))
+            measured.append(
+                runtime.placement.forward(partial(measure_rows, objective=loss.objective), model, microbatch)
+            )
             own = _added(own, local_sums(runtime, model, [microbatch], loss=loss))
-    num_cut_short, *whole = runtime.sum([float(is_cut), *own])
+    num_cut_short, *whole = runtime.collectives.sum([float(is_cut), *own])
     if num_cut_short:
         return LossSums(num_cut_short=float(is_cut)), [0.0] * len(loss.metrics)
     totals, metrics = [0.0] * 4, [0.0] * len(loss.metrics)
@@ -210,7 +212,7 @@ def measure_rows(model: Any, microbatch: Any, *, objective: Objective, choices: 
 def _gained_by_mismatched(runtime: Runtime, model: Any, given: PreferenceMicrobatch, loss: PreferenceLoss) -> float:
     """Return how much more the model prefers all mismatched completions than the reference does, in nats."""
     mismatched = PreferenceMicrobatch(rows=given.mismatched or given.rows, num_tokens=0, each=1)
-    rows = runtime.forward(partial(measure_rows, objective=loss.objective), model, mismatched)
+    rows = runtime.placement.forward(partial(measure_rows, objective=loss.objective), model, mismatched)
     return float(rows.gained.sum())
 
 
