@@ -28,6 +28,7 @@ from finetune.config.config_files import (
     GROUPS,
     RUN_FILES,
     SAVED_CONFIG,
+    absolute,
     find_file,
     is_file_of_rows,
     is_path,
@@ -37,7 +38,7 @@ from finetune.config.config_files import (
 from finetune.config.keys import expected, fields, takes_text, values
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, render_config, resolved_yaml
-from finetune.config.run_paths import absolute, find_again
+from finetune.config.run_paths import find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.untrusted import bound_to_folder, refuse_code_of_files
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_settings, read_value

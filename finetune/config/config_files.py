@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+from glob import iglob
 from pathlib import Path
 
 from finetune.config.keys import did_you_mean
@@ -38,7 +40,7 @@ def is_path(group: str, name: str) -> bool:
     if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in _named_files(group):
         return False
     is_several = group == "data" and is_list_or_glob(name)
-    return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or is_here(name)
+    return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or path_exists(name)
 
 
 def is_list_or_glob(name: str) -> bool:
@@ -55,7 +57,7 @@ def is_file_of_rows(argument: str) -> bool:
     """Return whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
     if argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES):
         return False
-    return is_list_or_glob(argument) or (is_here(argument) and Path(argument).expanduser().is_file())
+    return is_list_or_glob(argument) or (path_exists(argument) and Path(argument).expanduser().is_file())
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
@@ -76,7 +78,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     hints = [did_you_mean(name, [*files, *here]), _hint(group, name)]
     there = f"There is: {', '.join(sorted(files))}." if files else ""
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
-    if group in (*PATH_INSTEAD, RUN_FILES) and not is_here(name):
+    if group in (*PATH_INSTEAD, RUN_FILES) and not path_exists(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
     problems.append(" ".join(part for part in (f"{message}.", there, *hints) if part))
     return None
@@ -99,16 +101,24 @@ def shown_path(path: Path) -> str:
     return str(path)
 
 
-def is_here(name: str | Path) -> bool:
-    """Return whether there is a file or folder of this name."""
+def absolute(path: str | Path) -> str:
+    """Return a path as an absolute one, also of what does not exist."""
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 (removes `..`, and refuses no user)
+
+
+def path_exists(path: str, *, is_file: bool = False) -> bool:
+    """Return whether a file or a folder, or one that a glob matches, is on this machine."""
     try:
-        return Path(name).expanduser().exists()
-    except (OSError, RuntimeError):  # longer than a name may be, or of a user who is not there
+        place = Path(absolute(path))
+        if is_list_or_glob(path):
+            return any(iglob(str(place), recursive=True))  # noqa: PTH207 (the pattern is absolute)
+        return place.is_file() and bool(place.suffix) if is_file else place.exists()
+    except OSError:  # longer than a name may be
         return False
 
 
 def _hint(group: str, name: str) -> str:
-    if group == RUN_FILES and is_here(name):
+    if group == RUN_FILES and path_exists(name):
         inside = Path(name) / SAVED_CONFIG
         if inside.is_file():
             return f"For the run in this folder write run={inside}."

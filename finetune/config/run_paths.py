@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from glob import iglob
 from pathlib import Path
 
-from finetune.config.config_files import is_list_or_glob
+from finetune.config.config_files import absolute, path_exists
 from finetune.config.keys import values
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting
@@ -36,7 +34,7 @@ def resolved_paths(config: Config) -> dict[str, str]:
     paths = {"output_dir": absolute(config.output_dir)}
     for key, path in named_paths(config):
         name = _ITEM.sub("", key).rpartition(".")[2]
-        if absolute(path) != path and is_there(path, is_file=name not in _MAY_BE_FOLDER):
+        if absolute(path) != path and path_exists(path, is_file=name not in _MAY_BE_FOLDER):
             paths[key] = absolute(path)
     return paths
 
@@ -86,15 +84,10 @@ def is_same_path(key: str, both: Sequence[object], recorded: Mapping[str, str]) 
     return recorded.get(key, before) == absolute(now)
 
 
-def absolute(path: str | Path) -> str:
-    """Return a path as an absolute one, also of what does not exist."""
-    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 (removes `..`, and refuses no user)
-
-
 def _find(key: str, path: str, recorded: str) -> str:
-    if is_there(recorded):
+    if path_exists(recorded):
         return path if absolute(path) == recorded else recorded
-    if absolute(path) != recorded and is_there(path):
+    if absolute(path) != recorded and path_exists(path):
         warn_once(_log, f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
         return path
     return recorded  # not the relative path, which might be taken for the id of a repository at the hub
@@ -108,14 +101,3 @@ def _change(key: str, value: object, change: Callable[[str, str], str]) -> objec
         return {name: _change(f"{key}.{name}", inner, change) for name, inner in value.items()}
     is_path = _ITEM.sub("", _SOURCE.sub("data", key)) in _KEYS
     return change(key, value) if isinstance(value, str) and is_path else value
-
-
-def is_there(path: str, *, is_file: bool = False) -> bool:
-    """Return whether a file or a folder, or one that a glob matches, is on this machine."""
-    try:
-        place = Path(absolute(path))
-        if is_list_or_glob(path):
-            return any(iglob(str(place), recursive=True))  # noqa: PTH207 (the pattern is absolute)
-        return place.is_file() and bool(place.suffix) if is_file else place.exists()
-    except OSError:  # longer than a name may be
-        return False

@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-from finetune.config.config_files import is_address
+from finetune.config.config_files import is_address, path_exists
 from finetune.config.keys import code_keys, values
-from finetune.config.run_paths import is_there, named_paths
+from finetune.config.run_paths import named_paths
 from finetune.config.schema import Config, DataSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
@@ -69,7 +69,7 @@ def bound_to_folder(config: Config, folder: Path) -> Config:
                 f"because others may have written it. If you trust it, add --set {shlex.quote(argument)} to the "
                 "command.",
             )
-        elif is_there(path):
+        elif path_exists(path):
             local.append(f"{name}={path}")
     if local:
         _log.info("files that the configuration in %s names: %s", folder, ", ".join(local))
