@@ -101,7 +101,8 @@ def run_ours(folder: Path, out: Path) -> dict[str, Any]:
     """Train with finetune."""
     from finetune import load_config, train
     from finetune.inference import rewards
-    from finetune.training import rollouts, step, training_run
+    from finetune.training import step, training_run
+    from finetune.training.rewards import rollouts
 
     generating, updating = Clock(), Clock()
     tokens: list[int] = []

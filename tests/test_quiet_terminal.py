@@ -106,10 +106,9 @@ def test_every_command_is_tried():
 
 @pytest.mark.few(3)
 @pytest.mark.trains
-@pytest.mark.sampled(3)
-@SIZES
 @pytest.mark.parametrize("command", [pytest.param(name, marks=STARTS_PROCESSES.get(name, ())) for name in SHOWN])
-def test_a_command_fits_its_terminal_and_cuts_nothing(command, columns, here):
+def test_a_command_fits_its_terminal_and_cuts_nothing(command, here):
+    columns = 80
     words, whole = SHOWN[command]
     if command == "export" and not Path("merged").is_dir():
         run_on_terminal(columns, *SHOWN["merge"][0])
@@ -126,11 +125,9 @@ def test_a_command_fits_its_terminal_and_cuts_nothing(command, columns, here):
     assert not LOG_LINE.search(done.words.replace("written", "")), done.raw
 
 
-@pytest.mark.sampled(3)
-@SIZES
 @pytest.mark.parametrize("path", COMMANDS)
-def test_help_shows_every_name_and_text_whole(path, columns):
-    done = run_on_terminal(columns, *path.split()[1:], "--help")
+def test_help_shows_every_name_and_text_whole(path):
+    done = run_on_terminal(80, *path.split()[1:], "--help")
     done.assert_fits()
     done.assert_readable()
     for parameter in COMMANDS[path].params:

@@ -14,7 +14,7 @@ from finetune.diagnose.plan_rollouts import AnswerBatch, Generating
 from finetune.inference.decoding import group_prompts
 from finetune.training.loaders import rows_to_test
 from finetune.training.memory.forecast import Peak, StepForecast
-from finetune.training.reward_objective import with_testable_rows
+from finetune.training.rewards.objective import with_testable_rows
 from finetune.training.validation import answered_rows
 
 if TYPE_CHECKING:

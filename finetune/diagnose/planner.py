@@ -69,7 +69,7 @@ from finetune.training.memory.forecast import (
 )
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
-from finetune.training.prompt_rows import PromptRows
+from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.schedule_free import is_schedule_free
 from finetune.training.train import checked_objective
 from finetune.training.validation import refuse_early_stopping

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -49,6 +49,13 @@ class PaddedMicrobatch:
 
 Microbatch: TypeAlias = PaddedMicrobatch | PackedMicrobatch
 """Padded or packed rows. Both have `to`, `num_rows`, `num_tokens`, `num_targets`, `num_computed` and `target_row`."""
+
+
+def rows_of(microbatch: Any) -> Microbatch:
+    """Return the padded or packed rows of a micro-batch. One of pairs or labelled answers holds them as `rows`."""
+    rows: Microbatch = getattr(microbatch, "rows", microbatch)
+    return rows
+
 
 EMPTY_MICROBATCH = PaddedMicrobatch(
     input_ids=torch.zeros((1, 2), dtype=torch.int64),

@@ -31,7 +31,7 @@ from finetune.training.cadence import Cadence
 from finetune.training.checks import named_splits
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
-from finetune.training.rollouts import RolloutLoader
+from finetune.training.rewards.rollouts import RolloutLoader
 from finetune.training.schedule_free import go_on_training
 from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer

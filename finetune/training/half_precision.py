@@ -11,8 +11,8 @@ import torch
 from finetune.data.batches import pad
 from finetune.engine.decoder import bare_model
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import rows_of
 from finetune.errors import ConfigError
-from finetune.training.objectives.preferences import PreferenceMicrobatch
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
@@ -65,7 +65,7 @@ def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> 
         ConfigError: on all ranks. It names the first module whose output overflows.
     """
     with runtime.collectives.failing_together("trying fp16"):
-        rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
+        rows = rows_of(microbatch)
         loss = runtime.placement.forward(summed_cross_entropy, model, rows)
         if loss.isfinite().all():
             return

@@ -16,11 +16,11 @@ import torch
 from finetune.engine.decoder import bare_model
 from finetune.engine.fp8 import MULTIPLE, ROUNDING
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.microbatch import rows_of
 from finetune.errors import ConfigError, ModelError
 from finetune.fallbacks import Fallback
 from finetune.model.fp8_base import round_frozen_layers
 from finetune.model.quantized import weights_from_disk
-from finetune.training.objectives.preferences import PreferenceMicrobatch
 from finetune.training.optim import trainable_parameters
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _measure(runtime: Runtime, model: Any, microbatch: Any) -> _Measured:
 
     The sum, because in fp16 the gradient of the mean would lose its small values.
     """
-    rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
+    rows = rows_of(microbatch)
     weights = trainable_parameters(model)
     devices = [runtime.device] if runtime.device.type == "cuda" else []
     with torch.random.fork_rng(devices), _checkpointed(model):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from finetune.data.batches import Collate, EvaluationLoader
 from finetune.distributed.gradients import LossFunction
@@ -38,28 +38,7 @@ class Loaders(NamedTuple):
     test: EvaluationLoader | None
 
 
-def _prepare_nothing(config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: Any) -> Prepared:
-    del config, model, tokenizer
-    return Prepared(splits)
-
-
-def _collate_rows(config: Config, collate: Collate) -> Any:
-    del config
-    return collate
-
-
-def _longest_training_row(config: Config, splits: Any) -> int:
-    del config
-    return int(splits.train.lengths.max())
-
-
-def _same_loaders(setup: Setup, prompts: Any, loaders: Loaders) -> Loaders:
-    del setup, prompts
-    return loaders
-
-
-def _start_nothing(setup: Setup, train_loader: Any, state: TrainerState) -> None:
-    del setup, train_loader, state
+_Prepare: TypeAlias = "Callable[[Config, Any, PreTrainedTokenizerBase, Any], Prepared]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +51,7 @@ class TrainingObjective:
         measure: measures this rank's validation rows; the sums are cut short if a rank was preempted. Collective.
             `Prepared.prompts` is the third argument.
         metrics: the names of the metrics that a validation measures beside loss and `validation.metrics`.
+        check: refuses settings before anything slow; with False, no reward function will be called.
         prepare: checks the rows before the run's folder is opened.
         collate: returns the collate function for the loaders, given the one for plain rows.
         longest_row: returns the tokens of the longest row of a micro-batch, given the splits.
@@ -83,11 +63,12 @@ class TrainingObjective:
     evaluation: Callable[[Config, Choices], Any]
     measure: Callable[[Setup, EvaluationLoader, Any], SplitLosses]
     metrics: tuple[str, ...] = ()
-    prepare: Callable[[Config, Any, PreTrainedTokenizerBase, Any], Prepared] = _prepare_nothing
-    collate: Callable[[Config, Collate], Any] = _collate_rows
-    longest_row: Callable[[Config, Any], int] = _longest_training_row
-    loaders: Callable[[Setup, Any, Loaders], Loaders] = _same_loaders
-    start: Callable[[Setup, Any, TrainerState], None] = _start_nothing
+    check: Callable[[Config, bool], None] = lambda _config, _rewards_answers: None
+    prepare: _Prepare = lambda _config, _model, _tokenizer, rows: Prepared(rows)
+    collate: Callable[[Config, Collate], Any] = lambda _config, collate: collate
+    longest_row: Callable[[Config, Any], int] = lambda _config, splits: int(splits.train.lengths.max())
+    loaders: Callable[[Setup, Any, Loaders], Loaders] = lambda _setup, _prompts, loaders: loaders
+    start: Callable[[Setup, Any, TrainerState], None] = lambda _setup, _train_loader, _state: None
 
 
 @dataclass(kw_only=True)

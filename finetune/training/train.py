@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
-from finetune.inference.rewards import Rewards
 from finetune.model.base import build_base_model
 from finetune.model.fp8_base import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
@@ -58,11 +56,8 @@ def checked_objective(config: Config, *, rewards_answers: bool = True) -> Traini
         ConfigError: the configuration does not suit the objective.
     """
     check_objective(config)
-    if OBJECTIVES[config.training.objective].rows == "prompts":
-        rewards = Rewards.of(config)
-        if rewards_answers:
-            rewards.check()
     objective = training_objective(config.training.objective)
+    objective.check(config, rewards_answers)
     check_metrics(config, objective.metrics)
     return objective
 

@@ -72,10 +72,10 @@ def training_objective(name: str) -> TrainingObjective:
 
         return SFT
     if rows == "prompts":
-        from finetune.training.reward_objective import GRPO
+        from finetune.training.rewards.objective import GRPO
 
         return GRPO
-    from finetune.training.preference_objectives import PREFERENCES
+    from finetune.training.preferences.objectives import PREFERENCES
 
     return PREFERENCES[name]
 

@@ -14,7 +14,7 @@ from finetune.data.examples import load_examples
 from finetune.data.formats import Example
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
-from finetune.training.prompt_rows import PromptRows, read_rows_by_source
+from finetune.training.rewards.prompt_rows import PromptRows, read_rows_by_source
 from tests.data.conftest import encode_train
 from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, TOOLS, USER
 from tests.tiny import Style, tiny_tokenizer

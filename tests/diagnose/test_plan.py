@@ -32,8 +32,8 @@ from finetune.model.base import build_base_model, checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.model.tokens import build_tokenizer
 from finetune.training.memory.tracing import Allocations, _choices_on
-from finetune.training.objectives.preference_losses import PreferenceLoss
-from finetune.training.objectives.preferences import PreferenceMicrobatch, summed_preferences
+from finetune.training.preferences.losses import PreferenceLoss
+from finetune.training.preferences.microbatches import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from tests.tiny_models import LLAMA_KIN, PHI3_SIZES, build_tiny, tiny_phi3_config

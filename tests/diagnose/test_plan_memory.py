@@ -21,9 +21,9 @@ from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.memory.forecast import OptimizerNeed, forecast_step, optimizer_need
 from finetune.training.memory.tracing import Computation
-from finetune.training.objectives.preference_losses import PreferenceLoss
-from finetune.training.objectives.preferences import put_pairs_together, summed_preferences
 from finetune.training.optim import build_optimizer
+from finetune.training.preferences.losses import PreferenceLoss
+from finetune.training.preferences.microbatches import put_pairs_together, summed_preferences
 from tests.diagnose.error_table import WRITE, cases_of_page, record_error
 from tests.diagnose.measured import held_by, peak_of
 from tests.model.variants import VARIANTS

@@ -22,9 +22,9 @@ from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
 from finetune.inference.decoding import Draw, Sampling
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
-from finetune.training.objectives.preference_losses import PreferenceLoss
-from finetune.training.objectives.preferences import PreferenceMicrobatch, summed_preferences
 from finetune.training.optim import trainable_parameters
+from finetune.training.preferences.losses import PreferenceLoss
+from finetune.training.preferences.microbatches import PreferenceMicrobatch, summed_preferences
 from finetune.training.step import StepSettings, train_step
 from tests.engine import test_decoder as decoder_tests
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice, move, use_there

@@ -26,7 +26,7 @@ from finetune.export.verifying import InVllm, vectors_of_run, verify_run
 from finetune.export.vllm_served import served_by_vllm
 from finetune.inference.finished_run import find_run
 from finetune.inference.vllm_server import VllmServer
-from finetune.training import rollout_server
+from finetune.training.rewards import rollout_server
 from tests.bisect.scene import edit_json
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, free_port, run_launched, start_command

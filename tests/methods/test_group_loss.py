@@ -18,14 +18,14 @@ from finetune.config.schema import GrpoSection
 from finetune.data.encoded import EncodedExample
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.model.base import evaluation_mode
-from finetune.training.objectives.group_loss import METRICS, GroupLoss, GroupNats, advantages_of
-from finetune.training.objectives.groups import (
+from finetune.training.optim import trainable_parameters
+from finetune.training.rewards.group_loss import METRICS, GroupLoss, GroupNats, advantages_of
+from finetune.training.rewards.groups import (
     ScoredAnswer,
     nats_of_tokens,
     put_answers_together,
     summed_group_loss,
 )
-from finetune.training.optim import trainable_parameters
 from tests.methods.test_preference_loss import COLLATIONS, tiny_lora
 from tests.methods.test_preference_objectives import trl_trainer
 from tests.rounding import relative_difference, rounding_of

@@ -10,7 +10,7 @@ import pytest
 
 from finetune.cli.train import train_from_overrides
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
-from finetune.training.objectives.preference_losses import KTO_METRICS, METRICS
+from finetune.training.preferences.losses import KTO_METRICS, METRICS
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training

@@ -10,7 +10,7 @@ from typing import get_args
 
 from finetune.config.objectives import OBJECTIVES, Objective
 from finetune.config.schema import PreferenceSection, TrainingSection
-from finetune.training.objectives.preference_losses import _LOSSES
+from finetune.training.preferences.losses import _LOSSES
 from tests.launches import REPOSITORY
 
 PAGE = REPOSITORY / "docs" / "methods.md"

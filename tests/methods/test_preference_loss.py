@@ -18,13 +18,13 @@ from finetune.data.preferences import EncodedPair, EncodedPairs, encode_preferen
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import DataError
 from finetune.model.lora import add_lora
-from finetune.training.objectives.preference_losses import METRICS, PreferenceLoss
-from finetune.training.objectives.preferences import (
+from finetune.training.optim import trainable_parameters
+from finetune.training.preferences.losses import METRICS, PreferenceLoss
+from finetune.training.preferences.microbatches import (
     measure_preferences,
     put_pairs_together,
     summed_preferences,
 )
-from finetune.training.optim import trainable_parameters
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import write_base
 

@@ -21,15 +21,15 @@ from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError
 from finetune.training.checks import check_fit
-from finetune.training.objectives.preference_losses import GlobalSums, PreferenceLoss, RowNats
-from finetune.training.objectives.preferences import (
+from finetune.training.optim import trainable_parameters
+from finetune.training.preferences.losses import GlobalSums, PreferenceLoss, RowNats
+from finetune.training.preferences.microbatches import (
     local_sums,
     put_labelled_together,
     put_pairs_together,
     summed_preferences,
     with_global_sums,
 )
-from finetune.training.optim import trainable_parameters
 from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
 from tests.rounding import relative_difference
 

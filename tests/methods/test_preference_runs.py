@@ -22,7 +22,7 @@ from finetune import (
 )
 from finetune.cli.train import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError
-from finetune.training.objectives.preference_losses import METRICS
+from finetune.training.preferences.losses import METRICS
 from finetune.training.resume import _sha256
 from finetune.training.training_run import TrainingRun
 from tests.in_process import run_finetune

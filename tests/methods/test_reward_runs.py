@@ -16,9 +16,9 @@ from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
-from finetune.training import rollouts as training_rollouts
 from finetune.training import training_run
-from finetune.training.objectives.group_loss import METRICS
+from finetune.training.rewards import rollouts as training_rollouts
+from finetune.training.rewards.group_loss import METRICS
 from finetune.training.step import StepTooLargeError
 from tests.in_process import run_finetune
 from tests.launches import run_command, run_launched
@@ -150,7 +150,8 @@ KILLED = """
 import itertools, os, signal, sys
 from finetune.cli.train import train_from_overrides
 from finetune.inference import decoding
-from finetune.training import rollouts, training_run
+from finetune.training import training_run
+from finetune.training.rewards import rollouts
 
 place, call, *words = sys.argv[1:]
 module = {"_until_stop": decoding, "write_rollout": rollouts}.get(place, training_run)

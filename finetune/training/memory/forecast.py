@@ -23,7 +23,6 @@ from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import is_in_4_bits, state_bytes, weight_without_data
-from finetune.engine.microbatch import Microbatch
 from finetune.training.memory.tracing import (
     ABOVE,
     BELOW,
@@ -35,7 +34,6 @@ from finetune.training.memory.tracing import (
     name_of_layers,
     trace,
 )
-from finetune.training.objectives.preferences import PreferenceMicrobatch
 from finetune.units import ceil_div
 
 PARTS: tuple[Part, ...] = (
@@ -209,9 +207,7 @@ class StepForecast:
         return found
 
 
-def forecast_step(
-    model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation
-) -> StepForecast:
+def forecast_step(model: torch.nn.Module, microbatch: Any, how: Computation) -> StepForecast:
     """Run a step without data.
 
     Args:
@@ -294,9 +290,7 @@ def _sizes_of(model: torch.nn.Module) -> Iterator[_Weight]:
         yield _Weight(weight.nbytes, num_rows, weight.requires_grad, int(match[1]) if match else None)
 
 
-def _trace_deep(
-    model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation
-) -> dict[str, dict[Part, int]]:
+def _trace_deep(model: torch.nn.Module, microbatch: Any, how: Computation) -> dict[str, dict[Part, int]]:
     """Trace a model of any depth with few of its layers."""
     decoder = bare_model(model).get_decoder()
     layers = name_of_layers(decoder)

@@ -30,11 +30,10 @@ from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import Layout, PackedMicrobatch
 from finetune.engine.loss import Choices
 from finetune.engine.loss_head import CHUNK_BYTES
-from finetune.engine.microbatch import Microbatch
+from finetune.engine.microbatch import Microbatch, rows_of
 from finetune.engine.mlp import CHUNK_ROWS
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import evaluation_mode
-from finetune.training.objectives.preferences import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
 """The purposes of memory."""
@@ -82,9 +81,7 @@ def name_of_layers(decoder: torch.nn.Module) -> str:
     raise AttributeError(f"a {type(decoder).__name__} has no list of layers")
 
 
-def trace(
-    model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation
-) -> dict[str, dict[Part, int]]:
+def trace(model: torch.nn.Module, microbatch: Any, how: Computation) -> dict[str, dict[Part, int]]:
     """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
 
     As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without
@@ -92,7 +89,7 @@ def trace(
 
     The model is on the meta device, in training mode, and the micro-batch is on the CPU.
     """
-    rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
+    rows = rows_of(microbatch)
     choices = _choices_on(how.device_type, how.dtype)
     _prepare_attention(model, rows, choices)
     masked = _choices_of_masks(rows)

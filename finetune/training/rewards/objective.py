@@ -21,10 +21,10 @@ from finetune.inference.rewards import Rewards
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Prepared, TrainingObjective
-from finetune.training.objectives.group_loss import METRICS, GroupLoss, advantages_of
-from finetune.training.objectives.groups import summed_group_loss
-from finetune.training.prompt_rows import PromptRows, check_expected, read_rows_by_source
-from finetune.training.rollouts import RolloutLoader, reward_on_main, stops_of
+from finetune.training.rewards.group_loss import METRICS, GroupLoss, advantages_of
+from finetune.training.rewards.groups import summed_group_loss
+from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
+from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
 from finetune.training.step import LossWithMetrics
 
 if TYPE_CHECKING:
@@ -43,6 +43,13 @@ class _Prompts:
     rewards: Rewards
     train: PromptRows
     validation: PromptRows | None
+
+
+def _check(config: Config, rewards_answers: bool) -> None:
+    """Load the reward functions, and refuse those that cannot be called."""
+    rewards = Rewards.of(config)
+    if rewards_answers:
+        rewards.check()
 
 
 def _prepare(config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits) -> Prepared:
@@ -133,6 +140,7 @@ GRPO = TrainingObjective(
     evaluation=_evaluation,
     measure=_measure,
     metrics=("reward",),
+    check=_check,
     prepare=_prepare,
     longest_row=_longest_row,
     loaders=_loaders,

@@ -25,15 +25,15 @@ from finetune.inference.rewards import Rewards
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
-from finetune.training.objectives.group_loss import GroupLoss, advantages_of
-from finetune.training.objectives.groups import (
+from finetune.training.rewards.group_loss import GroupLoss, advantages_of
+from finetune.training.rewards.groups import (
     GroupMicrobatch,
     ScoredAnswer,
     nats_of_tokens,
     put_answers_together,
 )
-from finetune.training.prompt_rows import PromptRows
-from finetune.training.rollout_server import SERVER_DIFFERENCE, RolloutServer
+from finetune.training.rewards.prompt_rows import PromptRows
+from finetune.training.rewards.rollout_server import SERVER_DIFFERENCE, RolloutServer
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:

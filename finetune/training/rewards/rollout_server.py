@@ -12,7 +12,7 @@ from finetune.errors import PreemptedError, RunFailedError, ServerError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.vllm_server import VllmServer
 from finetune.runs.checkpoints import adapter_for_server
-from finetune.training.prompt_rows import PromptRows
+from finetune.training.rewards.prompt_rows import PromptRows
 
 if TYPE_CHECKING:
     from finetune.config.schema import RolloutSection

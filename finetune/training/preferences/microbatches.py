@@ -23,7 +23,7 @@ from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.reference import in_float64
 from finetune.inference.losses import LossSums, in_even_rounds
 from finetune.model.base import evaluation_mode
-from finetune.training.objectives.preference_losses import NOTHING, GlobalSums, Outcomes, PreferenceLoss, RowNats
+from finetune.training.preferences.losses import NOTHING, GlobalSums, Outcomes, PreferenceLoss, RowNats
 
 if TYPE_CHECKING:
     from finetune.config.objectives import Objective

@@ -1,6 +1,6 @@
 """The objectives that compare answers: DPO, ORPO and SimPO on pairs, KTO on labelled answers.
 
-The formulas are in `finetune.training.objectives.preference_losses`.
+The formulas are in `finetune.training.preferences.losses`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from finetune.errors import DataError
 from finetune.inference.losses import SplitLosses
 from finetune.model.base import longrope_boundary
 from finetune.training.objective import Prepared, TrainingObjective
-from finetune.training.objectives.preference_losses import KTO_METRICS, METRICS, PreferenceLoss
-from finetune.training.objectives.preferences import (
+from finetune.training.preferences.losses import KTO_METRICS, METRICS, PreferenceLoss
+from finetune.training.preferences.microbatches import (
     local_sums,
     measure_rows,
     put_labelled_together,
