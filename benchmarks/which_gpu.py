@@ -16,7 +16,7 @@ from finetune.config.compose import compose, list_configs
 from finetune.config.schema import Config
 from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import GIB, read_device
-from finetune.model.published import published_sizes
+from finetune.model.from_hub import published_sizes
 
 PAGE = Path(__file__).parent.parent / "docs/which-gpu.md"
 BEGIN, END = "<!-- table: written by benchmarks/which_gpu.py -->\n", "<!-- end of table -->\n"

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from finetune.distributed.ddp_init import initialize_ddp as initialize_ddp
     from finetune.distributed.launch import launch as launch
     from finetune.model.base import build_base_model as build_base_model
-    from finetune.model.base import build_tokenizer as build_tokenizer
     from finetune.model.lora import add_lora as add_lora
-    from finetune.model.new_tokens import add_tokens as add_tokens
     from finetune.model.quantized import build_quantized_base as build_quantized_base
+    from finetune.model.tokens import add_tokens as add_tokens
+    from finetune.model.tokens import build_tokenizer as build_tokenizer
     from finetune.training.train import train as train
     from finetune.training.trainer import PreferenceTrainer as PreferenceTrainer
     from finetune.training.trainer import RewardTrainer as RewardTrainer
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "add_lora": "finetune.model.lora",
-    "add_tokens": "finetune.model.new_tokens",
+    "add_tokens": "finetune.model.tokens",
     "build_base_model": "finetune.model.base",
     "build_quantized_base": "finetune.model.quantized",
-    "build_tokenizer": "finetune.model.base",
+    "build_tokenizer": "finetune.model.tokens",
     "cleanup_ddp": "finetune.distributed.ddp_init",
     "command": "finetune.cli",
     "encode_examples": "finetune.data.encode",

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -185,6 +186,12 @@ def log_python_warnings() -> None:
     warnings.showwarning = show
 
 
+@cache
+def warn_once(logger: logging.Logger, text: str) -> None:
+    """Log a warning, unless it was logged before."""
+    logger.warning("%s", text)
+
+
 def hear_libraries() -> None:
     """Send the log lines of other libraries through the package's log: they quote models and data."""
     for name in _LIBRARIES:
@@ -220,14 +227,14 @@ def _note_time(_: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def waiting(what: str, *, is_on_view: bool = False) -> Iterator[None]:
+def waiting(name: str, *, is_on_view: bool = False) -> Iterator[None]:
     """Within the block, show that a slow task is running, and how far it has come (`report_progress`).
 
     On an interactive terminal, this is a line with the time so far, which disappears at the end. Elsewhere, rank 0 logs
     a line when nothing else was logged for 10 seconds. Inside another `waiting`, the line of that one tells of both.
     With `is_on_view`, a live view shows the task, see `task_on_view`.
     """
-    task = [what, ""]
+    task = [name, ""]
     _tasks.append(task)
     is_outermost = _is_main and _one_line.acquire(blocking=False)
     shown = nullcontext if is_on_view else _waiting_line if speaks_to_a_person() else _lines_in_silence

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
-from typing import ClassVar, NoReturn
+from typing import ClassVar, Literal, NoReturn
 
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)
@@ -28,7 +28,6 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 _CTRL_C_DOES = ("finetune: stops after this step and its checkpoint;", "press Ctrl-C again to stop at once")
 _ONE_REQUEST_SECONDS = 1.0
 """Signals within this time are one request: the terminal or scheduler sends a signal, and the launcher sends it too."""
-_RAISED_AGAIN_SECONDS = 0.05
 
 
 class Terminated(SystemExit):
@@ -49,8 +48,8 @@ class _StopRequest:
 
     pid = 0
     """The process that handles signals. A forked child inherits the handlers, but must not use them."""
-    waits_for_step = False
-    is_in_set_up = False
+    phase: Literal["set-up", "steps", "over"] = "over"
+    """In the steps, a first signal is only recorded. Otherwise it raises."""
     is_shown = False
     """Whether a live view confirms Ctrl-C."""
     received: signal.Signals | None = None
@@ -62,41 +61,16 @@ def stops_after_step(*, sets_up: bool = False) -> Iterator[None]:
     """Within the block, only record the first SIGTERM, SIGUSR1, SIGHUP or Ctrl-C, for `received_stop_signal`.
 
     A second SIGTERM or Ctrl-C, more than a second later, raises `Terminated` or KeyboardInterrupt in the main thread.
-    With `sets_up`, the first signal before `steps_begin` raises too. Signals that the program handles itself are left
+    With `sets_up`, the first signal before `begin_steps` raises too. Signals that the program handles itself are left
     alone.
     """
-    with stop_signals_go_to(_note), _dropped_interrupts_are_raised_again():
+    with stop_signals_go_to(_note):
         _StopRequest.pid, _StopRequest.received = os.getpid(), None
-        _StopRequest.waits_for_step, _StopRequest.is_in_set_up = not sets_up, sets_up
+        _StopRequest.phase = "set-up" if sets_up else "steps"
         try:
             yield
         finally:
-            _StopRequest.pid, _StopRequest.waits_for_step, _StopRequest.received = 0, False, None
-
-
-@contextmanager
-def _dropped_interrupts_are_raised_again() -> Iterator[None]:
-    """Send a signal again if Python has dropped its exception because it was raised inside a `__del__`.
-
-    The imports of a run call thousands of `__del__` methods. A second Ctrl-C during one of them would have no effect.
-    """
-    before = sys.unraisablehook
-
-    def send_again(unraisable: sys.UnraisableHookArgs) -> None:
-        dropped = unraisable.exc_value
-        if not isinstance(dropped, KeyboardInterrupt | Terminated):
-            before(unraisable)
-            return
-        number = dropped.signal if isinstance(dropped, Terminated) else signal.SIGINT
-        timer = threading.Timer(_RAISED_AGAIN_SECONDS, os.kill, (os.getpid(), number))
-        timer.daemon = True
-        timer.start()
-
-    sys.unraisablehook = send_again
-    try:
-        yield
-    finally:
-        sys.unraisablehook = before
+            _StopRequest.pid, _StopRequest.phase, _StopRequest.received = 0, "over", None
 
 
 @contextmanager
@@ -141,30 +115,33 @@ def ctrl_c_to_show() -> Sequence[str]:
     return _CTRL_C_DOES if _StopRequest.is_shown and received_stop_signal() == signal.SIGINT else ()
 
 
-def steps_begin() -> None:
-    """Declare that the set-up is over. From here on, the first signal is only recorded. Before, it raised."""
-    _StopRequest.waits_for_step, _StopRequest.is_in_set_up = True, False
+def begin_steps() -> None:
+    """Declare that the set-up is over. From here on, a first signal is only recorded. Before, it raised."""
+    _StopRequest.phase = "steps"
 
 
-def was_stopped_in_set_up(error: BaseException) -> bool:
-    """Return whether an error is the exception of a signal that came before `steps_begin`."""
-    is_signal = isinstance(error, Terminated | KeyboardInterrupt)
-    return is_signal and _StopRequest.is_in_set_up and received_stop_signal() is not None
-
-
-def no_step_is_left() -> None:
-    """Declare that training is over. From here on, the first signal raises. Before, only the second one did."""
-    _StopRequest.waits_for_step = False
+def end_steps() -> None:
+    """Declare that training is over. From here on, a first signal raises. Before, only a second one did."""
+    _StopRequest.phase = "over"
 
 
 @contextmanager
-def stop_signals_are_noted() -> Iterator[None]:
-    """Within the block, only record the first signal, also after `no_step_is_left`. The caller checks for it."""
-    _StopRequest.waits_for_step, before = True, _StopRequest.waits_for_step
+def record_stop_signals() -> Iterator[None]:
+    """Within the block, a first signal is only recorded, even after `end_steps`.
+
+    Call `received_stop_signal` to look for it.
+    """
+    before, _StopRequest.phase = _StopRequest.phase, "steps"
     try:
         yield
     finally:
-        _StopRequest.waits_for_step = before
+        _StopRequest.phase = before
+
+
+def was_stopped_in_set_up(error: BaseException) -> bool:
+    """Return whether an error is the exception of a signal that came before `begin_steps`."""
+    is_signal = isinstance(error, Terminated | KeyboardInterrupt)
+    return is_signal and _StopRequest.phase == "set-up" and received_stop_signal() is not None
 
 
 def leave_signals_to_parent(*_: object) -> None:
@@ -185,7 +162,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 @contextmanager
-def undisturbed(*, for_good: bool = False) -> Iterator[None]:
+def ignore_stop_signals(*, for_good: bool = False) -> Iterator[None]:
     """Within the block, ignore stop signals, because the process is ending already.
 
     Under a launcher they come twice: from the terminal, and from the launcher, which passes them on. `for_good` ignores
@@ -205,15 +182,19 @@ def undisturbed(*, for_good: bool = False) -> Iterator[None]:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    if os.getpid() != _StopRequest.pid:
-        _in_child(number)
+    if os.getpid() != _StopRequest.pid:  # a forked child obeys only SIGTERM; the parent decides about the others
+        if number == signal.SIGTERM:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         return
     now = time.monotonic()
     is_first = _StopRequest.received is None
     if is_first:
         _StopRequest.received, _StopRequest.at = signal.Signals(number), now
-    if _StopRequest.waits_for_step and is_first:
-        _acknowledge(number)
+    if _StopRequest.phase == "steps" and is_first:
+        if number == signal.SIGINT and not _StopRequest.is_shown:
+            with suppress(OSError):  # past Python's streams, which may be in the middle of a line
+                os.write(2, "\n".join(("", *_CTRL_C_DOES, "")).encode())
     elif is_first or (now - _StopRequest.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
         _raise(number, frame)
 
@@ -222,20 +203,6 @@ def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in every child that this process forks. A system without `fork` has none."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
-
-
-def _acknowledge(number: int) -> None:
-    """Confirm Ctrl-C at once. The text bypasses Python's streams, which may be in the middle of a line."""
-    if number == signal.SIGINT and not _StopRequest.is_shown:
-        with suppress(OSError):
-            os.write(2, "\n".join(("", *_CTRL_C_DOES, "")).encode())
-
-
-def _in_child(number: int) -> None:
-    """In a forked child, obey only SIGTERM. The parent decides about the other signals."""
-    if number == signal.SIGTERM:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _raise(number: int, frame: FrameType | None) -> NoReturn:

@@ -92,8 +92,8 @@ def test_an_error_handler_that_the_user_chose_stays(monkeypatch):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("encoding", [name for name in ESCAPED if name != "utf-8"])
-def test_a_command_of_a_process(encoding):
+def test_a_command_of_a_process():
+    encoding = "ascii"
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, TEXT],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUTF8": "1", "PYTHONIOENCODING": encoding},

@@ -23,8 +23,9 @@ from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.errors import DataError, ModelError
 from finetune.export.system_turn import usual_system
-from finetune.model import from_hub
-from finetune.model.base import build_base_model, build_tokenizer, read_model_config
+from finetune.logs import warn_once
+from finetune.model.base import build_base_model, read_model_config
+from finetune.model.tokens import build_tokenizer
 from tests import readable_hub
 from tests.in_process import run_finetune
 from tests.launches import LAUNCHERS, free_port, run_command
@@ -60,7 +61,7 @@ def point_to(tmp_path, monkeypatch):
 
     def point(address):
         hub._answers.clear()
-        from_hub._warn_once.cache_clear()
+        warn_once.cache_clear()
         readable_hub.point_to(monkeypatch, address)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
 

@@ -14,12 +14,12 @@ import yaml
 from finetune import load_config
 from finetune.config.compose import config_from_dict, load_run_config
 from finetune.config.keys import code_keys, fields
-from finetune.config.run_paths import warn_once
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
 from finetune.export.converters import files_of_model
 from finetune.export.system_turn import usual_system
 from finetune.inference.finished_run import find_run
+from finetune.logs import warn_once
 from finetune.model.base import build_base_model
 from finetune.replay.steps import replay_config
 from finetune.runs.record import read_run_record

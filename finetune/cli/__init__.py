@@ -14,7 +14,7 @@ from typing import NoReturn
 from finetune.distributed.environment import is_first_process, read_environment, speaks_for_a_node
 from finetune.errors import ConfigError, FinetuneError, LaunchError, PreemptedError, RunFailedError
 from finetune.logs import configure_logs, is_for_a_person, log_python_warnings
-from finetune.signals import Terminated, undisturbed
+from finetune.signals import Terminated, ignore_stop_signals
 from finetune.terminal import as_one_message, fold, prepare_streams
 
 EXIT_BUG = 1
@@ -65,7 +65,7 @@ def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | No
         if isinstance(error, SystemExit) and not error.code:
             error = lost
     # A user who asked a run to stop may ask again while Python ends.
-    with undisturbed(for_good=isinstance(error, PreemptedError)):
+    with ignore_stop_signals(for_good=isinstance(error, PreemptedError)):
         _end(error)
 
 

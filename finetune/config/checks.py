@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -48,26 +49,22 @@ def build_config(
         problems += _missing(chosen, typed, needs_data=needs_data) + _contradicting(chosen)
     config = _validated(chosen, run_name, problems)
     if config is None or problems:
-        raise ConfigError(_as_message(problems))
+        unique = list(dict.fromkeys(map(without_passwords, problems)))
+        lines = "\n".join(unique).replace("\n", "\n  ")
+        raise ConfigError(
+            unique[0] if len(unique) == 1 else f"the configuration has {len(unique)} problems:\n  {lines}"
+        )
     is_default = config.data.validation == AUTO_VALIDATION and config.origin("data.validation") == "default"
     if is_default and OBJECTIVES[config.training.objective].rows == "prompts":  # each validation generates answers
         config = config.with_values({"data.validation": (None, "default")})
     return config
 
 
-def _as_message(problems: Sequence[str]) -> str:
-    unique = list(dict.fromkeys(map(without_passwords, problems)))
-    if len(unique) == 1:
-        return unique[0]
-    lines = "\n".join(unique).replace("\n", "\n  ")
-    return f"the configuration has {len(unique)} problems:\n  {lines}"
-
-
 def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
     """Set one key in place of those above and below it, or append to ``problems`` why it cannot be set."""
     if setting.dotted == "resume.allow":  # resume has a value of its own, so nothing can be kept below it
         setting = replace(setting, key=("resume_allow",), older_key=setting.dotted)
-    problem = _key_problem(setting) or _object_problem(setting) or _password_problem(setting)
+    problem = _key_problem(setting) or _name_problem(setting.value) or _password_problem(setting)
     if problem:
         problems.append(_line(setting, problem))
         return
@@ -84,15 +81,28 @@ def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
 
 def _validated(chosen: Settings, run_name: str, problems: list[str]) -> Config | None:
     """Return the frozen config, or None after adding a line to ``problems`` for each key with a wrong value."""
-    values = _nested(chosen)
-    values.setdefault("output_dir", f"runs/{run_name}")
+    values: dict[str, Any] = {"output_dir": f"runs/{run_name}"}
+    for (*above, last), setting in chosen.items():
+        holder = values
+        for part in above:
+            holder = holder.setdefault(part, {})
+        holder[last] = setting.value
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        problems += _describe_problems(error, chosen)
+        wrong: dict[str, str] = {}  # one line per key, though pydantic reports each member of a union
+        for detail in error.errors(include_url=False):
+            parts = [str(part) for part in detail["loc"]]
+            dotted = ".".join(parts[:2] if section_class(parts[0]) else parts[:1])
+            wrong.setdefault(dotted, _value_problem(dotted, detail, chosen))
+        problems += wrong.values()
         return None
     config._origins.update({setting.dotted: setting.origin for setting in chosen.values()})
-    problems += _unknown_to_allow(config, chosen)
+    problems += [
+        _line(chosen["resume_allow",], f"there is no key or section {name}. {did_you_mean_key(name)}".rstrip())
+        for name in config.resume_allow
+        if name not in fields() and not section_class(name)
+    ]
     return config
 
 
@@ -128,14 +138,6 @@ def _contradicting(chosen: Settings) -> list[str]:
     return problems
 
 
-def _unknown_to_allow(config: Config, chosen: Settings) -> list[str]:
-    return [
-        _line(chosen["resume_allow",], f"there is no key or section {name}. {did_you_mean_key(name)}".rstrip())
-        for name in config.resume_allow
-        if name not in fields() and not section_class(name)
-    ]
-
-
 def _key_problem(setting: Setting) -> str:
     """Say why this key cannot have a value; empty if it can."""
     dotted = setting.dotted
@@ -158,12 +160,6 @@ def _key_problem(setting: Setting) -> str:
     return f"there is no such key. {did_you_mean_key(dotted) or there}"
 
 
-def _object_problem(setting: Setting) -> str:
-    """Refuse names outside the allow-list before anything can import them."""
-    refused = [name for name in _dotted_names(setting.value) if not is_allowed_object(name)]
-    return f"{refused_object(refused[0])}. Nothing was imported." if refused else ""
-
-
 def _password_problem(setting: Setting) -> str:
     """Refuse secrets in addresses: config.yaml, run.json and log.txt hold every value."""
     if setting.dotted == "model.chat_template":
@@ -177,22 +173,12 @@ def _password_problem(setting: Setting) -> str:
     )
 
 
-def _dotted_names(value: object) -> Iterator[DottedName]:
+def _name_problem(value: object) -> str:
+    """Refuse names outside the allow-list before anything can import them."""
     if isinstance(value, DottedName):
-        yield value
-    elif isinstance(value, (Mapping, list)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _dotted_names(item)
-
-
-def _describe_problems(error: ValidationError, chosen: Settings) -> list[str]:
-    """Report one line per key, though pydantic reports each member of a union."""
-    lines: dict[str, str] = {}
-    for detail in error.errors(include_url=False):
-        parts = [str(part) for part in detail["loc"]]
-        dotted = ".".join(parts[:2] if section_class(parts[0]) else parts[:1])
-        lines.setdefault(dotted, _value_problem(dotted, detail, chosen))
-    return list(lines.values())
+        return "" if is_allowed_object(value) else f"{refused_object(value)}. Nothing was imported."
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+    return next(filter(None, map(_name_problem, items)), "")
 
 
 def _value_problem(dotted: str, detail: ErrorDetails, chosen: Settings) -> str:
@@ -220,16 +206,6 @@ def _got(setting: Setting) -> str:
     return shown if len(shown) <= 60 else f"{shown[:56]} ..."
 
 
-def _nested(chosen: Settings) -> dict[str, Any]:
-    values: dict[str, Any] = {}
-    for (*above, last), setting in chosen.items():
-        holder = values
-        for part in above:
-            holder = holder.setdefault(part, {})
-        holder[last] = setting.value
-    return values
-
-
 def _find(chosen: Settings, dotted: str) -> Setting | None:
     """Return the setting at a key, or the first one below it."""
     key = tuple(dotted.split("."))
@@ -239,3 +215,28 @@ def _find(chosen: Settings, dotted: str) -> Setting | None:
 def _value(chosen: Settings, dotted: str) -> object:
     setting = _find(chosen, dotted)
     return setting.value if setting else None
+
+
+_TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
+"""The packages of a tracker whose name is not enough: with constraints.txt, the full mlflow installs as 1.x only."""
+
+
+def refuse_missing_trackers(config: Config) -> None:
+    """Refuse a run whose trackers are not installed, before anything slow begins. Only the main process needs them.
+
+    Raises:
+        ConfigError: names the trackers and the command that installs them.
+    """
+    missing = [name for name in dict.fromkeys(config.training.report_to) if not is_tracker_installed(name)]
+    if missing:
+        packages = " ".join(_TRACKER_PACKAGES.get(name, name) for name in missing)
+        raise ConfigError(
+            f"training.report_to ({config.origin('training.report_to')}) names {', '.join(missing)}, which is not "
+            f"installed. Run pip install {packages}, or drop it; metrics.jsonl has every figure anyway."
+        )
+
+
+def is_tracker_installed(name: str) -> bool:
+    """Return whether a tracker is installed. A plain folder of its name, which wandb creates, does not count."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None

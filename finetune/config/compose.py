@@ -28,6 +28,7 @@ from finetune.config.config_files import (
     GROUPS,
     RUN_FILES,
     SAVED_CONFIG,
+    absolute,
     find_file,
     is_file_of_rows,
     is_path,
@@ -37,7 +38,7 @@ from finetune.config.config_files import (
 from finetune.config.keys import expected, fields, takes_text, values
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, render_config, resolved_yaml
-from finetune.config.run_paths import absolute, find_again
+from finetune.config.run_paths import find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
 from finetune.config.untrusted import bound_to_folder, refuse_code_of_files
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_settings, read_value
@@ -110,9 +111,9 @@ def compose(
     from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else [])
     chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
     chosen |= from_run.groups
-    below = {group: choice for group, choice in chosen.items() if group not in asked.groups}
+    replaceable = {group: choice for group, choice in chosen.items() if group not in asked.groups}
     layers = [
-        *_read_groups(below, problems),
+        *_read_groups(replaceable, problems),
         from_run.settings,
         *_read_groups(asked.groups, problems),
         translate(asked.settings, problems),
@@ -175,10 +176,10 @@ def _as_recorded(config: Config) -> Config:
     saved = _read_saved(folder / SAVED_CONFIG, [])  # empty if there is no run yet
     given = values(config)
     kept = {
-        setting.dotted: (found.value, setting.origin)
-        for setting, found in zip(saved, find_again(saved, folder), strict=True)
+        setting.dotted: (located.value, setting.origin)
+        for setting, located in zip(saved, find_again(saved, folder), strict=True)
         if (setting.dotted in _KEPT_ON_RESUME and config.origin(setting.dotted) == "default")
-        or (found.value != setting.value == given.get(setting.dotted))
+        or (located.value != setting.value == given.get(setting.dotted))
     }
     return config.with_values(kept)
 
@@ -270,16 +271,16 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
 
 def _with_groups(settings: list[Setting]) -> _Asked:
     """Separate the settings of a run file or a dict from those that choose groups by name."""
-    found = _Asked()
+    asked = _Asked()
     for setting in settings:
         name = setting.value if isinstance(setting.value, str) else setting.text
         if setting.dotted == "data" and isinstance(setting.value, list):
-            found.settings.append(replace(setting, key=("data", "path")))
+            asked.settings.append(replace(setting, key=("data", "path")))
         elif setting.dotted in GROUPS and setting.value is not None and name:
-            found.groups[setting.dotted] = _Choice(name, setting.origin)
+            asked.groups[setting.dotted] = _Choice(name, setting.origin)
         else:
-            found.settings.append(setting)
-    return found
+            asked.settings.append(setting)
+    return asked
 
 
 def _read_dict(values: Mapping[str, object], origin: str, problems: list[str]) -> list[Setting]:
@@ -287,25 +288,22 @@ def _read_dict(values: Mapping[str, object], origin: str, problems: list[str]) -
 
     `problems` receives keys that are not text, and keys that are given both in a section and with dots.
     """
-    settings = list(_unfold(values, (), origin, problems))
+
+    def unfold(values: Mapping[str, object], above: tuple[str, ...]) -> Iterator[Setting]:
+        for name, value in values.items():
+            if not isinstance(name, str) or not name:
+                problems.append(f"{origin}: {'.'.join((*above, repr(name)))}: a key must be text")
+                continue
+            key = (*above, name) if above else tuple(name.split("."))  # as in a file, dots split only keys at the top
+            if isinstance(value, Mapping) and value:
+                yield from unfold(value, key)
+            else:
+                yield Setting(key=key, value=_plain(value), origin=origin)
+
+    settings = list(unfold(values, ()))
     counts = Counter(setting.dotted for setting in settings)
     problems += [f"{origin}: {key}: given twice. Keep one of the two." for key, n in counts.items() if n > 1]
     return settings
-
-
-def _unfold(
-    values: Mapping[str, object], above: tuple[str, ...], origin: str, problems: list[str]
-) -> Iterator[Setting]:
-    """Yield one setting per leaf. As in a file, dots separate the parts of top-level keys only."""
-    for name, value in values.items():
-        if not isinstance(name, str) or not name:
-            problems.append(f"{origin}: {'.'.join((*above, repr(name)))}: a key must be text")
-            continue
-        key = (*above, name) if above else tuple(name.split("."))
-        if isinstance(value, Mapping) and value:
-            yield from _unfold(value, key, origin, problems)
-        else:
-            yield Setting(key=key, value=_plain(value), origin=origin)
 
 
 def _plain(value: object) -> object:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+from glob import iglob
 from pathlib import Path
 
 from finetune.config.keys import did_you_mean
@@ -31,31 +33,31 @@ _SUFFIXES = (".yaml", ".yml")
 
 
 def is_path(group: str, name: str) -> bool:
-    """Whether ``model=NAME`` or ``data=NAME`` names a model or rows themselves: a path or a hub id.
+    """Return whether ``model=NAME`` or ``data=NAME`` names a model or rows themselves: a path or a hub id.
 
     A name in configs/<group>/ wins over a file or folder of the same name; ``./NAME`` is always a path.
     """
     if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in _named_files(group):
         return False
     is_several = group == "data" and is_list_or_glob(name)
-    return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or is_here(name)
+    return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or path_exists(name)
 
 
 def is_list_or_glob(name: str) -> bool:
-    """Whether a name is several files of rows, ``[a.jsonl, b.jsonl]`` or ``*.jsonl``, and not an address."""
+    """Return whether a name is several files of rows, ``[a.jsonl, b.jsonl]`` or ``*.jsonl``, and not an address."""
     return name.startswith("[") or ("://" not in name and ("*" in name or "?" in name))
 
 
 def is_address(path: str) -> bool:
-    """Whether a path is an address, and not a file or folder of this machine."""
+    """Return whether a path is an address, and not a file or folder of this machine."""
     return "://" in path and not path.startswith(LOCAL)
 
 
 def is_file_of_rows(argument: str) -> bool:
-    """Whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
+    """Return whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
     if argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES):
         return False
-    return is_list_or_glob(argument) or (is_here(argument) and Path(argument).expanduser().is_file())
+    return is_list_or_glob(argument) or (path_exists(argument) and Path(argument).expanduser().is_file())
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
@@ -65,8 +67,8 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         path = Path(name).expanduser()
         if path.is_file():
             return path
-        what = "is not a file" if path.exists() else "does not exist"
-        problems.append(f"{choice}: the file {what} (looked in {Path.cwd()})")
+        problem = "is not a file" if path.exists() else "does not exist"
+        problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
         return None
     files = _named_files(group)
     if name in files:
@@ -76,7 +78,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     hints = [did_you_mean(name, [*files, *here]), _hint(group, name)]
     there = f"There is: {', '.join(sorted(files))}." if files else ""
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
-    if group in (*PATH_INSTEAD, RUN_FILES) and not is_here(name):
+    if group in (*PATH_INSTEAD, RUN_FILES) and not path_exists(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
     problems.append(" ".join(part for part in (f"{message}.", there, *hints) if part))
     return None
@@ -99,16 +101,24 @@ def shown_path(path: Path) -> str:
     return str(path)
 
 
-def is_here(name: str | Path) -> bool:
-    """Whether there is a file or folder of this name."""
+def absolute(path: str | Path) -> str:
+    """Return a path as an absolute one, also of what does not exist."""
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 (removes `..`, and refuses no user)
+
+
+def path_exists(path: str, *, is_file: bool = False) -> bool:
+    """Return whether a file or a folder, or one that a glob matches, is on this machine."""
     try:
-        return Path(name).expanduser().exists()
-    except (OSError, RuntimeError):  # longer than a name may be, or of a user who is not there
+        place = Path(absolute(path))
+        if is_list_or_glob(path):
+            return any(iglob(str(place), recursive=True))  # noqa: PTH207 (the pattern is absolute)
+        return place.is_file() and bool(place.suffix) if is_file else place.exists()
+    except OSError:  # longer than a name may be
         return False
 
 
 def _hint(group: str, name: str) -> str:
-    if group == RUN_FILES and is_here(name):
+    if group == RUN_FILES and path_exists(name):
         inside = Path(name) / SAVED_CONFIG
         if inside.is_file():
             return f"For the run in this folder write run={inside}."

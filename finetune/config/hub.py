@@ -147,8 +147,8 @@ def cached_file(repository: Repository, name: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     hub_id, revision, repository_type = repository
-    found = try_to_load_from_cache(hub_id, name, revision=revision, repo_type=repository_type)
-    return Path(found) if isinstance(found, str) else None
+    path = try_to_load_from_cache(hub_id, name, revision=revision, repo_type=repository_type)
+    return Path(path) if isinstance(path, str) else None
 
 
 _answers: dict[tuple[Any, ...], tuple[float, float, HubFault | None]] = {}
@@ -183,12 +183,12 @@ def _request(repository: Repository, limit: float) -> HubFault | None:
         hub_id, revision, repository_type = repository
         name = "config.json" if repository_type == "model" else ".gitattributes"
         url = hf_hub_url(hub_id, name, repo_type=repository_type, revision=revision, endpoint=constants.ENDPOINT)
-        found = get_hf_file_metadata(url, timeout=2 * limit)  # `_ask` counts
+        metadata = get_hf_file_metadata(url, timeout=2 * limit)  # `_ask` counts
     except errors.EntryNotFoundError:
         return None
     except Exception as error:  # the client's own errors differ from version to version
         return fault_of(error) or _unreachable(error)
-    if found.commit_hash is None:
+    if metadata.commit_hash is None:
         return HubFault("unreachable", f"what answers at {_endpoint()} is no hub: a proxy, or the page of a login")
     return None
 

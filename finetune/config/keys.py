@@ -11,33 +11,31 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from finetune.config.older_spelling import RENAMED
-from finetune.config.on_resume import OnResume
-from finetune.config.other_libraries import OUR_NAME
-from finetune.config.schema import Config, RunsCode, Section
+from finetune.config.schema import Config, OnResume, RunsCode, Section
 
 
 @cache
 def fields() -> dict[str, FieldInfo]:
     """Map every dotted key that takes a value to its field: `seed`, `training.max_steps`, ..."""
-    found: dict[str, FieldInfo] = {}
+    by_key: dict[str, FieldInfo] = {}
     for name, field in Config.model_fields.items():
         section = section_class(name)
         if section is None:
-            found[name] = field
+            by_key[name] = field
         else:
-            found |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
-    return found
+            by_key |= {f"{name}.{key}": inner for key, inner in section.model_fields.items()}
+    return by_key
 
 
 def values(config: Config, *, only_set: bool = False) -> dict[str, Any]:
     """Map every dotted key to its value, in the order of the schema; with `only_set`, only keys that were given one."""
-    found = {}
+    by_key = {}
     for key in fields():
         section, _, name = key.rpartition(".")
         holder = getattr(config, section) if section else config
         if not only_set or name in holder.model_fields_set:
-            found[key] = getattr(holder, name)
-    return found
+            by_key[key] = getattr(holder, name)
+    return by_key
 
 
 def on_resume(dotted: str) -> OnResume:
@@ -58,13 +56,13 @@ def section_class(name: str) -> type[Section] | None:
 
 
 def takes_text(dotted: str) -> bool:
-    """Whether a key takes only text, or text, a list of texts and null."""
+    """Return whether a key takes only text, or text, a list of texts and null."""
     field = fields().get(dotted)
     return field is not None and _is_text(field.annotation)
 
 
 def takes_mapping(dotted: str) -> bool:
-    """Whether a key takes free keys and values of its own, as optim.args does."""
+    """Return whether a key takes free keys and values of its own, as optim.args does."""
     field = fields().get(dotted)
     return field is not None and any(get_origin(kind) is dict for kind in _alternatives(field.annotation))
 
@@ -88,6 +86,8 @@ def did_you_mean_key(dotted: str) -> str:
     A renamed key comes first, then a key with the same last part in another section, then the name's meaning in
     Transformers, PEFT and TRL.
     """
+    from finetune.config.other_libraries import OUR_NAME  # a long table that only this message needs
+
     if dotted in RENAMED:
         return f"Did you mean {RENAMED[dotted]}?"
     last = dotted.rpartition(".")[2]

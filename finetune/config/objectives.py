@@ -34,7 +34,7 @@ class Objective:
 
     @property
     def reads(self) -> Literal["answers", "chosen", "labelled", "prompts"]:
-        """What is read of a row first; the rejected side of a pair is read after the chosen one."""
+        """Return what is read of a row first. The rejected side of a pair is read after the chosen one."""
         return "chosen" if self.rows == "pairs" else self.rows
 
     def reads_key(self, key: str) -> bool:
@@ -44,12 +44,12 @@ class Objective:
 
     @property
     def example_name(self) -> str:
-        """What a row of a batch is called: `row`, `pair` or `prompt`."""
+        """Return the name of an example in text: `row`, `pair` or `prompt`."""
         return {"pairs": "pair", "prompts": "prompt"}.get(self.rows, "row")
 
     @property
     def unit(self) -> str:
-        """The unit of the loss, in words."""
+        """Return the unit of the loss, in words."""
         units = {"pairs": "nats per pair", "labelled": "mean over rows, without a unit", "prompts": "without a unit"}
         return units.get(self.rows, "nats per target token")
 

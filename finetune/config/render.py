@@ -53,22 +53,22 @@ def commented_run_file(config: Config, groups: Mapping[str, str], file: object) 
 
     The file sets the keys that the overrides set, and chooses the group files that they choose.
     """
-    found = values(config)
-    is_set = {key: config.origin(key).startswith(COMMAND_LINE) for key in found}
+    given = values(config)
+    is_set = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
     lines = [
         f"# Train it with: finetune train {file}",
         "# Overrides after it win over this file: optim.learning_rate=1e-4",
     ]
     for group, name in groups.items():
         lines += ["", f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}", f"{group}: {_inline(name)}"]
-    for key in filter(is_set.get, found):
-        lines += ["", f"# {fields()[key].description}", f"{key}: {_inline(found[key])}"]
+    for key in filter(is_set.get, given):
+        lines += ["", f"# {fields()[key].description}", f"{key}: {_inline(given[key])}"]
     lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
-    for section, keys in groupby(filterfalse(is_set.get, found), lambda key: key.rpartition(".")[0]):
+    for section, keys in groupby(filterfalse(is_set.get, given), lambda key: key.rpartition(".")[0]):
         title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")
         lines += ["", f"# === {title}"]
         for key in keys:
-            lines += [f"# {fields()[key].description}", f"#{key}: {_inline(found[key])}"]
+            lines += [f"# {fields()[key].description}", f"#{key}: {_inline(given[key])}"]
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
-from glob import iglob
 from pathlib import Path
 
-from finetune.config.config_files import is_list_or_glob
+from finetune.config.config_files import absolute, path_exists
 from finetune.config.keys import values
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting
+from finetune.logs import warn_once
 
 _KEYS = (
     *("output_dir", "model.path", "model.tokenizer", "model.chat_template", "lora.start_from"),
@@ -33,25 +31,25 @@ def resolved_paths(config: Config) -> dict[str, str]:
 
     What is not on this machine is left out. The run's own folder is always there.
     """
-    found = {"output_dir": absolute(config.output_dir)}
+    paths = {"output_dir": absolute(config.output_dir)}
     for key, path in named_paths(config):
         name = _ITEM.sub("", key).rpartition(".")[2]
-        if absolute(path) != path and is_there(path, is_file=name not in _MAY_BE_FOLDER):
-            found[key] = absolute(path)
-    return found
+        if absolute(path) != path and path_exists(path, is_file=name not in _MAY_BE_FOLDER):
+            paths[key] = absolute(path)
+    return paths
 
 
 def named_paths(config: Config) -> list[tuple[str, str]]:
     """Return the key and the text of everything that the configuration names by a path, an address or a hub id."""
-    found: list[tuple[str, str]] = []
+    paths: list[tuple[str, str]] = []
 
     def record(key: str, path: str) -> str:
-        found.append((key, path))
+        paths.append((key, path))
         return path
 
     for key, value in values(config).items():
         _change(key, value, record)
-    return found
+    return paths
 
 
 def recorded_paths(folder: Path) -> dict[str, str]:
@@ -77,7 +75,7 @@ def find_again(settings: Iterable[Setting], folder: Path) -> list[Setting]:
 
 
 def is_same_path(key: str, both: Sequence[object], recorded: Mapping[str, str]) -> bool:
-    """Whether two values of a key name the same place, given the recorded paths of the first one's run."""
+    """Return whether two values of a key name the same place, given the recorded paths of the first one's run."""
     before, now = both
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         return all(is_same_path(f"{key}[{k}]", pair, recorded) for k, pair in enumerate(zip(before, now, strict=True)))
@@ -86,16 +84,11 @@ def is_same_path(key: str, both: Sequence[object], recorded: Mapping[str, str]) 
     return recorded.get(key, before) == absolute(now)
 
 
-def absolute(path: str | Path) -> str:
-    """Return a path as an absolute one, also of what does not exist."""
-    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 (removes `..`, and refuses no user)
-
-
 def _find(key: str, path: str, recorded: str) -> str:
-    if is_there(recorded):
+    if path_exists(recorded):
         return path if absolute(path) == recorded else recorded
-    if absolute(path) != recorded and is_there(path):
-        warn_once(f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
+    if absolute(path) != recorded and path_exists(path):
+        warn_once(_log, f"{key}: {recorded}, which the run used, is gone; {path} in {Path.cwd()} is used")
         return path
     return recorded  # not the relative path, which might be taken for the id of a repository at the hub
 
@@ -108,20 +101,3 @@ def _change(key: str, value: object, change: Callable[[str, str], str]) -> objec
         return {name: _change(f"{key}.{name}", inner, change) for name, inner in value.items()}
     is_path = _ITEM.sub("", _SOURCE.sub("data", key)) in _KEYS
     return change(key, value) if isinstance(value, str) and is_path else value
-
-
-def is_there(path: str, *, is_file: bool = False) -> bool:
-    """Return whether a file or a folder, or one that a glob matches, is on this machine."""
-    try:
-        found = Path(absolute(path))
-        if is_list_or_glob(path):
-            return any(iglob(str(found), recursive=True))  # noqa: PTH207 (the pattern is absolute)
-        return found.is_file() and bool(found.suffix) if is_file else found.exists()
-    except OSError:  # longer than a name may be
-        return False
-
-
-@cache
-def warn_once(text: str) -> None:
-    """Log a warning, unless it was logged before."""
-    _log.warning("%s", text)

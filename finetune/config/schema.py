@@ -9,29 +9,15 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo
 from pydantic.functional_validators import BeforeValidator, field_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from finetune.config.on_resume import (
-    AdapterKey,
-    AdapterShape,
-    BaseModelKey,
-    CutKey,
-    Free,
-    MeasureKey,
-    OnResume,
-    RateKey,
-    RowKey,
-    SampleKey,
-    SubsetKey,
-    TokenKey,
-    UpdateKey,
-)
-from finetune.config.server_address import split_server_address
 from finetune.errors import ConfigError
 
 
@@ -43,12 +29,50 @@ TextList = Annotated[list[str], BeforeValidator(_without_commas)]
 """A list of texts, which may also be written as one text with commas: `reward.functions=length,json_valid`."""
 
 
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class OnResume:
+    """The effect of changing a key on a resumed run.
+
+    Attributes:
+        matters: when the change affects what later steps compute, beyond rounding, and is refused unless
+            `resume.allow` names the key: never, always, or only if an adapter is trained, if tokens are dropped or
+            noise is added at random, if the rows themselves change, or if the learning rate depends on the number of
+            steps or epochs.
+        decides: what the key decides, for messages. Empty if it never matters.
+        fits: whether a checkpoint can still be loaded after the change.
+    """
+
+    matters: Literal["never", "always", "adapter", "noise", "rows", "steps", "epochs"]
+    decides: str = ""
+    fits: bool = True
+
+
+Free = Annotated[T, OnResume("never")]
+"""A key that may change."""
+BaseModelKey = Annotated[T, OnResume("always", "the model that is trained")]
+TokenKey = Annotated[T, OnResume("always", "the tokens that the model is given")]
+# The rows themselves are compared, so a file may be moved.
+RowKey = Annotated[T, OnResume("rows", "the rows to train and validate on")]
+AdapterKey = Annotated[T, OnResume("adapter", "the update that the adapter adds to the model")]
+AdapterShape = Annotated[T, OnResume("adapter", "the weights of the adapter", fits=False)]
+UpdateKey = Annotated[T, OnResume("always", "the updates of the weights")]
+RateKey = Annotated[T, OnResume("always", "the learning rate of every step")]
+MeasureKey = Annotated[T, OnResume("always", "the measure by which weights are the best")]
+SampleKey = Annotated[T, OnResume("always", "the answers to validate on: metrics before and after are not comparable")]
+SubsetKey = Annotated[T, OnResume("always", "the rows of each loss/NAME: losses before and after are not comparable")]
+# Dropout masks and noise belong to the micro-batches; without them, the cut changes only the rounding.
+CutKey = Annotated[T, OnResume("noise", "the cut of a global batch, and with it the dropout masks or the noise")]
+
+
 @dataclass(frozen=True)
 class RunsCode:
     """Marks a key that lets code of others run. It counts only on the command line or in a recipe's own code."""
 
-    what: str
-    """The code, for messages."""
+    code: str
+    """A description of the code, for messages."""
     needed_by: Literal["model", "training"]
     """Every command that loads the model, or only those that train or prepare a training."""
 
@@ -58,7 +82,7 @@ ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandby
 
 
 def is_allowed_object(name: str) -> bool:
-    """Whether a dotted name is directly in one of `ALLOWED_OBJECT_MODULES`. Imports nothing."""
+    """Return whether a dotted name is directly in one of `ALLOWED_OBJECT_MODULES`. Imports nothing."""
     module, _, attribute = name.rpartition(".")
     return module in ALLOWED_OBJECT_MODULES and attribute.isidentifier()
 
@@ -66,6 +90,24 @@ def is_allowed_object(name: str) -> bool:
 def refused_object(name: str) -> str:
     """Say why a dotted name is refused."""
     return f"{name} is not directly in a module that a config may name: {', '.join(ALLOWED_OBJECT_MODULES)}"
+
+
+def split_server_address(url: str) -> SplitResult:
+    """Split the address of a server. Messages, logs and run.json repeat it, so it may hold no credentials.
+
+    Raises:
+        ValueError: the text is not the address of a server. The message does not repeat the text.
+    """
+    with suppress(ValueError):  # urlsplit, the port and IDNA raise it
+        parts = urlsplit(url)
+        host, _ = (parts.hostname or "").encode("idna"), parts.port
+        is_plain = url.isascii() and url.isprintable() and not set(url) & set(" ?#@")
+        if is_plain and host and parts.scheme in ("http", "https"):
+            return parts
+    raise ValueError(
+        "not the address of a vLLM server. Expected something like http://localhost:8000, without a user name, a "
+        "password or anything after a ? or #. If the server needs a key, set VLLM_API_KEY."
+    )
 
 
 class Section(BaseModel):
@@ -276,7 +318,7 @@ class DataSection(Section):
 
     @property
     def label(self) -> str:
-        """The rows as messages name them. Empty if no key names them."""
+        """Return the name of the rows for messages. Empty if no key names them."""
         return "mixture" if self.mixture else name_files(self.path or self.train)
 
 
@@ -708,5 +750,5 @@ class Config(Section):
         return changed
 
     def __eq__(self, other: object) -> bool:
-        """Whether the values are equal, wherever they came from."""
+        """Return whether the values are equal, wherever they came from."""
         return isinstance(other, Config) and self.model_dump() == other.model_dump()

@@ -8,12 +8,13 @@ import shlex
 from collections.abc import Collection
 from pathlib import Path
 
-from finetune.config.config_files import is_address
+from finetune.config.config_files import is_address, path_exists
 from finetune.config.keys import code_keys, values
-from finetune.config.run_paths import is_there, named_paths, warn_once
+from finetune.config.run_paths import named_paths
 from finetune.config.schema import Config, DataSection
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
+from finetune.logs import warn_once
 
 _log = logging.getLogger(__name__)
 
@@ -29,16 +30,16 @@ def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted:
     Raises:
         ConfigError: names the key, its place and the argument to add.
     """
-    found = values(config)
+    given = values(config)
     ignored: dict[str, tuple[object, str]] = {}
     for key, mark in code_keys().items():
-        value, origin = found[key], config.origin(key)
+        value, origin = given[key], config.origin(key)
         text = ",".join(value) if isinstance(value, list) else json.dumps(value)
         if value and mark.needed_by in needed_by and origin in (COMMAND_LINE, trusted):
-            warn_once(f"{key}={text} ({origin}): {mark.what} will run here")
+            warn_once(_log, f"{key}={text} ({origin}): {mark.code} will run here")
         elif value and mark.needed_by in needed_by:
             raise ConfigError(
-                f"{key} is {text} ({origin}): {mark.what} would run here, so only the command line may allow it. If "
+                f"{key} is {text} ({origin}): {mark.code} would run here, so only the command line may allow it. If "
                 f"you trust it, add {'' if 'training' in needed_by else '--set '}{shlex.quote(f'{key}={text}')} to the "
                 "command."
             )
@@ -68,7 +69,7 @@ def bound_to_folder(config: Config, folder: Path) -> Config:
                 f"because others may have written it. If you trust it, add --set {shlex.quote(argument)} to the "
                 "command.",
             )
-        elif is_there(path):
+        elif path_exists(path):
             local.append(f"{name}={path}")
     if local:
         _log.info("files that the configuration in %s names: %s", folder, ", ".join(local))

@@ -7,7 +7,7 @@ a `DottedName`; nothing is imported here.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +63,7 @@ class Setting:
 
     @property
     def dotted(self) -> str:
-        """The key as an override names it: `training.max_steps`."""
+        """Return the key as an override names it: `training.max_steps`."""
         return ".".join(self.key)
 
 
@@ -111,145 +111,122 @@ def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: b
 
     With `as_text`, the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
     """
-    found: list[str] = []
-    settings = _Reading(COMMAND_LINE, found, at=tuple(key)).settings(text)
+    own_problems: list[str] = []
+    settings = _Reading(COMMAND_LINE, own_problems, at=tuple(key)).settings(text)
     # A tag is never taken for text: `!!python/...` must be refused and `!pyobject ...` checked.
-    if as_text and not text.startswith("!") and (found or [s.key for s in settings] != [tuple(key)]):
+    if as_text and not text.startswith("!") and (own_problems or [s.key for s in settings] != [tuple(key)]):
         return [Setting(key=tuple(key), value=text, origin=COMMAND_LINE, text=text)]
-    if not settings and not found:
-        found.append(f"{COMMAND_LINE}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")
-    problems.extend(found)
+    if not settings and not own_problems:
+        own_problems.append(f"{COMMAND_LINE}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")
+    problems.extend(own_problems)
     return settings
 
 
 class _Reading:
     """The state of reading one document: its name in messages, and the keys seen."""
 
-    def __init__(self, shown: str, problems: list[str], at: tuple[str, ...] | None = None) -> None:
+    def __init__(self, shown: str, problems: list[str], at: tuple[str, ...] = ()) -> None:
         self._shown = shown
         self._problems = problems
-        self._at = at  # the override's key; None for a file
+        self._at = at  # the override's key; empty for a file
         self._first_lines: dict[tuple[str, ...], int] = {}
 
     def settings(self, text: str) -> list[Setting]:
         try:
             root = _Loader(text).get_single_node()
-            if root is None or (self._at is None and root.tag == f"{_TAG}null"):
+            if root is None or (not self._at and root.tag == f"{_TAG}null"):
                 return []
-            if self._at is None and not isinstance(root, yaml.MappingNode):
-                self._problem(root, (), "expected `key: value` lines")
-                return []
-            return self._unfold(root, self._at or (), self._origin(root))
+            if self._at or isinstance(root, yaml.MappingNode):
+                return self._unfold(root, self._at, root)
+            self._problem(root, (), "expected `key: value` lines")
         except yaml.MarkedYAMLError as error:
-            self._syntax_problem(error)
+            mark = error.problem_mark or error.context_mark
+            problem = ", ".join(part for part in (error.context, error.problem) if part)
+            self._report(mark.line if mark else 0, self._at, f"not valid YAML: {problem}")
         except yaml.reader.ReaderError as error:
-            line = text.count("\n", 0, error.position) + 1
-            self._problems.append(f"{self._place(line)}: a character that YAML forbids ({error.reason})")
+            self._report(text.count("\n", 0, error.position), (), f"a character that YAML forbids ({error.reason})")
         except RecursionError:
             self._problems.append(f"{self._shown}: nested too deeply")
         return []
 
-    def _unfold(self, node: yaml.Node, key: tuple[str, ...], origin: str) -> list[Setting]:
-        """Return one setting per leaf below ``node``; a list is a leaf."""
+    def _unfold(self, node: yaml.Node, key: tuple[str, ...], place: yaml.Node) -> list[Setting]:
+        """Return one setting per leaf below a node, which begins on the line of `place`; a list is a leaf."""
         if isinstance(node, yaml.MappingNode) and node.value:
-            if not self._is_plain(node, key):
-                return []
-            settings = []
-            for key_node, value_node in node.value:
-                below = self._key(key_node, key)
-                if below is not None and self._is_first(key_node, below):
-                    settings += self._unfold(value_node, below, self._origin(key_node))
-            return settings
-        value = self._plain(node, key)
-        is_unquoted = isinstance(node, yaml.ScalarNode) and not node.style
-        return [Setting(key=key, value=value, origin=origin, text=node.value if is_unquoted else None)]
+            entries = self._entries(node, key, self._first_lines)
+            return [setting for name, below, value in entries for setting in self._unfold(value, below, name)]
+        text = node.value if isinstance(node, yaml.ScalarNode) and not node.style else None
+        origin = self._origin(place.start_mark.line)
+        return [Setting(key=key, value=self._value(node, key), origin=origin, text=text)]
 
-    def _plain(self, node: yaml.Node, key: tuple[str, ...]) -> object:
+    def _entries(
+        self, node: yaml.MappingNode, above: tuple[str, ...], first_lines: dict[tuple[str, ...], int]
+    ) -> Iterator[tuple[yaml.Node, tuple[str, ...], yaml.Node]]:
+        """Yield the node of each key, the whole key, and the node of its value. Refuse repeated keys.
+
+        A key is text as written, even 0 and on. `first_lines` maps the keys seen before to their lines.
+        """
+        for name, value in node.value if self._has_no_tag(node, above) else ():
+            if not isinstance(name, yaml.ScalarNode) or not name.tag.startswith(_TAG) or not name.value:
+                self._problem(name, above, "a key must be text")
+                continue
+            if name.value == "<<" and not name.style:
+                self._problem(name, above, "merge keys (<<) are not read. Write the keys out.")
+                continue
+            # At the top of a file `data.max_length: 512` is one key of a section, as on the command line.
+            key = (*above, name.value) if above else tuple(name.value.split("."))
+            if key in first_lines:
+                lines = f", first on line {first_lines[key]}, again on line {name.start_mark.line + 1}"
+                self._problem(name, key, f"given twice{'' if self._at else lines}. Keep one of the two.")
+                continue
+            first_lines[key] = name.start_mark.line + 1
+            yield name, key, value
+
+    def _value(self, node: yaml.Node, key: tuple[str, ...]) -> object:
         """Convert a node to Python's own types."""
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, key)
-        if not self._is_plain(node, key):
-            return None
-        if not isinstance(node, yaml.MappingNode):
-            return [self._plain(item, key) for item in node.value]
-        values: dict[str, object] = {}  # a mapping inside a list, which has no dotted key of its own
-        for key_node, value_node in node.value:
-            below = self._key(key_node, key)
-            if below is None:
-                continue
-            if below[-1] in values:
-                self._problem(key_node, below, "given twice in one mapping. Keep one of the two.")
-            values[below[-1]] = self._plain(value_node, key)
-        return values
+        if isinstance(node, yaml.MappingNode):  # inside a list
+            return {below[-1]: self._value(value, key) for _, below, value in self._entries(node, key, {})}
+        return [self._value(item, key) for item in node.value] if self._has_no_tag(node, key) else None
 
     def _scalar(self, node: yaml.ScalarNode, key: tuple[str, ...]) -> object:
         text, tag = node.value, node.tag.removeprefix(_TAG)
-        if tag == "str":
-            return text
         if tag == "!pyobject":
             if all(part.isidentifier() for part in text.split(".")):
                 return DottedName(text)
             self._problem(node, key, f"expected !pyobject package.Name, got '{text}'")
-            return None
-        if tag not in _READERS:
+        elif tag in _READERS:
+            try:
+                return _READERS[tag](text)
+            except ValueError:
+                self._problem(node, key, f"{text[:40]!r} is not a number that can be read")
+        else:
             self._refuse_tag(node, key)
-            return None
-        try:
-            return _READERS[tag](text)
-        except ValueError:
-            self._problem(node, key, f"{text[:40]!r} is not a number that can be read")
         return None
 
-    def _is_plain(self, node: yaml.Node, key: tuple[str, ...]) -> bool:
-        """Whether a mapping or a list has no tag of its own. A tag is refused."""
-        if node.tag in (_TAG + "map", _TAG + "seq"):
+    def _has_no_tag(self, node: yaml.Node, key: tuple[str, ...]) -> bool:
+        """Return whether a mapping or a list has no tag of its own, and refuse one that has."""
+        if node.tag in (f"{_TAG}map", f"{_TAG}seq"):
             return True
         self._refuse_tag(node, key)
-        return False
-
-    def _key(self, node: yaml.Node, above: tuple[str, ...]) -> tuple[str, ...] | None:
-        """Return the whole key, or None if the node cannot be a key. Keys are text as written, also 0 and on."""
-        if not isinstance(node, yaml.ScalarNode) or not node.tag.startswith(_TAG) or not node.value:
-            self._problem(node, above, "a key must be text")
-            return None
-        if node.value == "<<" and not node.style:
-            self._problem(node, above, "merge keys (<<) are not read. Write the keys out.")
-            return None
-        # At the top of a file `data.max_length: 512` is one key of a section, as on the command line.
-        return (*above, *node.value.split(".")) if not above else (*above, node.value)
-
-    def _is_first(self, node: yaml.Node, key: tuple[str, ...]) -> bool:
-        line = node.start_mark.line + 1
-        if key not in self._first_lines:
-            self._first_lines[key] = line
-            return True
-        first = self._first_lines[key]
-        where = "" if self._at is not None else f", first on line {first}, again on line {line}"
-        self._problem(node, key, f"given twice{where}. Keep one of the two.")
         return False
 
     def _refuse_tag(self, node: yaml.Node, key: tuple[str, ...]) -> None:
         tag = node.tag.replace(_TAG, "!!")
         self._problem(node, key, f"the tag {tag} is refused. A config may use only !pyobject.")
 
-    def _syntax_problem(self, error: yaml.MarkedYAMLError) -> None:
-        mark = error.problem_mark or error.context_mark
-        what = ", ".join(part for part in (error.context, error.problem) if part)
-        line = mark.line + 1 if mark else 1
-        key = f" {'.'.join(self._at)}:" if self._at else ""
-        self._problems.append(f"{self._place(line)}:{key} not valid YAML: {what}")
-
     def _problem(self, node: yaml.Node, key: tuple[str, ...], message: str) -> None:
-        self._problems.append(": ".join(part for part in (self._origin(node), ".".join(key), message) if part))
+        self._report(node.start_mark.line, key, message)
 
-    def _origin(self, node: yaml.Node) -> str:
-        return self._place(node.start_mark.line + 1)
+    def _report(self, line: int, key: tuple[str, ...], message: str) -> None:
+        self._problems.append(": ".join(filter(None, (self._origin(line), ".".join(key), message))))
 
-    def _place(self, line: int) -> str:
-        return self._shown if self._at is not None else f"{self._shown}:{line}"
+    def _origin(self, line: int) -> str:
+        return self._shown if self._at else f"{self._shown}:{line + 1}"
 
 
 _READERS: dict[str, Callable[[str], object]] = {
+    "str": str,
     "null": lambda _: None,
     "bool": lambda text: text.lower() in ("yes", "true", "on"),
     "int": lambda text: int(text, 0),

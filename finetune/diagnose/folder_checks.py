@@ -123,8 +123,7 @@ def _check_model(config: Config) -> Iterator[Finding]:
     """Check whether the model is on this machine, or can be downloaded from the hub."""
     from huggingface_hub import constants
 
-    from finetune.model.base import locate_model
-    from finetune.model.from_hub import missing_from_cache, repository_of
+    from finetune.model.from_hub import locate_model, missing_from_cache, repository_of
 
     if config.model.path is None:
         return

@@ -39,19 +39,18 @@ from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
-from finetune.model.base import build_base_model, checkpoint_gradients, longrope_boundary
+from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients, longrope_boundary
 from finetune.model.fp8_base import (
     refuse_fp8_without_engine,
     refuse_where_fp8_is_impossible,
     round_frozen_layers,
     wants_fp8,
 )
+from finetune.model.from_hub import published_sizes, with_sizes_here
 from finetune.model.lora import attach_adapter
-from finetune.model.new_tokens import build_run_tokenizer
-from finetune.model.published import published_sizes, with_sizes_here
 from finetune.model.quantized import quantize_without_data
 from finetune.model.targets import resolve_targets
-from finetune.model.training_mode import add_embedding_noise
+from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import has_reference

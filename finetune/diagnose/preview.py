@@ -22,7 +22,7 @@ from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, exit_code, problem, warning, what_and_fix
 from finetune.model.base import read_model_config
-from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.tokens import build_run_tokenizer
 from finetune.training.checks import check_inputs
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
-from finetune.model.published import with_sizes_here
+from finetune.model.from_hub import with_sizes_here
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:

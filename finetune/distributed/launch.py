@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetune.config.checks import refuse_missing_trackers
 from finetune.config.schema import DataSection
-from finetune.config.tracker_packages import refuse_missing_trackers
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import (
@@ -51,10 +51,10 @@ from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
 from finetune.signals import (
+    ignore_stop_signals,
     received_stop_signal,
     stops_after_step,
     termination_raises,
-    undisturbed,
     was_stopped_in_set_up,
 )
 from finetune.terminal import outlive_readers
@@ -132,7 +132,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
             yield runtime
         except BaseException as error:
             # A launcher sends SIGTERM to the ranks that outlive another: it must not interrupt their last writes.
-            signals.enter_context(undisturbed())
+            signals.enter_context(ignore_stop_signals())
             named = runtime.liveness.explain(error)
             runtime.close(named)
             if was_stopped_in_set_up(named):

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import rendezvous_store
 from finetune.distributed.liveness import Liveness
-from finetune.signals import Terminated, received_stop_signal, stop_signals_are_noted
+from finetune.signals import Terminated, received_stop_signal, record_stop_signals
 
 _LOOK_SECONDS = 0.5
 _KEY = "stop requested"
@@ -67,7 +67,7 @@ class StopRequests:
         if not self.is_forward_collective:
             yield
             return
-        with stop_signals_are_noted():
+        with record_stop_signals():
             self._stops_in = phase
             try:
                 yield

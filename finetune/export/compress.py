@@ -39,7 +39,7 @@ from finetune.export.vectors import (
 )
 from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
 from finetune.model.base import read_model_config
-from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
 from finetune.runs.row_record import read_row_record
 from finetune.training.measuring import measure_split

@@ -34,7 +34,7 @@ from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder
 from finetune.export.rounding import ROUNDED, measure_folder
 from finetune.export.vectors import VECTORS_FILE, copy_vectors, read_vectors
-from finetune.model.sizes import refuse_oversized_folder
+from finetune.model.unsupported import refuse_oversized_folder
 from finetune.runs.durable import FolderWriter
 
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"

@@ -39,8 +39,7 @@ from finetune.export.vectors import (
 )
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
-from finetune.model.new_tokens import build_run_tokenizer
-from finetune.model.tokens import set_stop_and_pad_ids
+from finetune.model.tokens import build_run_tokenizer, set_stop_and_pad_ids
 from finetune.runs.durable import Chunks
 from finetune.runs.model_files import encode_full_model, encode_tokenizer, has_adapter
 from finetune.runs.tensors import TensorFile, read_tensors

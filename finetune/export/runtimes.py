@@ -19,7 +19,7 @@ from finetune.export.plain_reload import load_plain_model, logits_in_fp32
 from finetune.export.served_comparison import Rendered, ServedModel, Turns
 from finetune.export.vectors import Digests, Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
-from finetune.model.sizes import refuse_oversized_folder
+from finetune.model.unsupported import refuse_oversized_folder
 
 ADAPTER_CONFIG = "adapter_config.json"
 

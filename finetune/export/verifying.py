@@ -35,9 +35,8 @@ from finetune.export.vectors import (
 )
 from finetune.export.vllm_served import InVllm, limits_of_adapter, served_by_vllm
 from finetune.inference.finished_run import FinishedRun, find_run, other_base
-from finetune.model.base import locate_model
-from finetune.model.new_tokens import build_run_tokenizer
-from finetune.model.tokens import set_stop_and_pad_ids
+from finetune.model.from_hub import locate_model
+from finetune.model.tokens import build_run_tokenizer, set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole

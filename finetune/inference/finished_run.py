@@ -129,7 +129,7 @@ def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 
 def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     """Read a run's model and tokenizer on the CPU, as `load_finished_run` does before it places the model."""
-    from finetune.model.new_tokens import build_run_tokenizer
+    from finetune.model.tokens import build_run_tokenizer
 
     tokenizer = build_run_tokenizer(run.config)
     model = _load_base(runtime, run.config)

@@ -21,7 +21,7 @@ from socket import SHUT_RDWR, socket
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from finetune.config.server_address import split_server_address
+from finetune.config.schema import split_server_address
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.inference.decoding import Decoding, SampledAnswer

@@ -135,28 +135,23 @@ def _locate_adapter(path: str) -> Path:
     for candidate in (folder, folder / "adapter"):
         if (candidate / _CONFIG).is_file() and (candidate / _WEIGHTS).is_file():
             return candidate.resolve()
-    found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+    present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
     raise ModelError(
         f"lora.start_from is {path}, which holds no adapter: {_CONFIG} and {_WEIGHTS} are expected there or in its "
-        f"adapter/ (found: {found or 'nothing'}). Give the folder of an adapter or of a finished run."
+        f"adapter/ (found: {present or 'nothing'}). Give the folder of an adapter or of a finished run."
     )
 
 
 def _refuse_other_base(folder: Path, record: Mapping[str, Any], model: Any, section: LoraSection) -> None:
     theirs, ours = record.get("base_model_name_or_path"), model.config._name_or_path
-    if section.start_from_any_base or _same_place(theirs, ours):
+    is_same = theirs and ours and (theirs == ours or Path(theirs).resolve() == Path(ours).resolve())
+    if section.start_from_any_base or is_same:
         return
     raise ModelError(
         f"lora.start_from: the adapter in {folder} was trained on {theirs}, but the base here is "
         f"{ours or 'a new one with random weights'}. On another model it means nothing. If it is the same model in "
         "another folder, set lora.start_from_any_base=true."
     )
-
-
-def _same_place(one: str | None, other: str | None) -> bool:
-    if not one or not other:
-        return False
-    return one == other or (Path(one).is_dir() and Path(one).resolve() == Path(other).resolve())
 
 
 def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]:
@@ -190,7 +185,7 @@ def _tensor_differences(saved: Mapping[str, torch.Tensor], here: Mapping[str, to
             if saved[key].shape != here[key].shape
         ],
     }
-    for what, names in differences.items():
+    for difference, names in differences.items():
         if names:
             shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
-            yield f"{len(names)} of the tensors {what} ({shown})"
+            yield f"{len(names)} of the tensors {difference} ({shown})"

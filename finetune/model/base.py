@@ -1,36 +1,35 @@
-"""Build a base model and its tokenizer from a hub id, a local folder, or a configuration with random weights."""
+"""Build a base model from a hub id, a local folder, or a configuration with random weights, and set its modes."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
+from torch import nn
 
-from finetune.config.hub import fault_of
-from finetune.config.shipped_files import resolve_shipped
 from finetune.engine.decoder import OFFLOADS, bare_model
 from finetune.engine.four_bits import full_shape
-from finetune.errors import ModelError, first_line
-from finetune.logs import hear_libraries, waiting
-from finetune.model.from_hub import Part, hub_error, reading, repository_of, stored_weights
-from finetune.model.sizes import estimate_parameters, refuse_oversized, refuse_oversized_folder
-from finetune.model.tokens import choose_pad_token
-from finetune.model.training_mode import route_by_score
-from finetune.model.variants import describe_split_copy, explain_missing, refuse_unsupported
+from finetune.errors import ModelError
+from finetune.model.from_hub import load_part, locate_model, stored_weights
+from finetune.model.unsupported import (
+    describe_split_copy,
+    estimate_parameters,
+    explain_missing,
+    refuse_oversized,
+    refuse_unsupported,
+)
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
     from finetune.config.schema import ModelSection
 
-Loaded = TypeVar("Loaded")
 
 _log = logging.getLogger(__name__)
 
@@ -56,11 +55,11 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
         arguments["attn_implementation"] = "sdpa" if section.attention == "auto" else section.attention
     if section.init == "random":
         arguments["trust_remote_code"] = section.trust_remote_code  # None would ask on a terminal
-        model = _or_model_error(section, lambda: auto.from_config(config, **arguments))
+        model = load_part(section, lambda: auto.from_config(config, **arguments))
     else:
         where = locate_model(section)
         arguments = {"dtype": _type_to_load(where, section.revision, config), **arguments}
-        model, info = _or_model_error(
+        model, info = load_part(
             section,
             lambda: auto.from_pretrained(
                 where,
@@ -87,34 +86,6 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
     return built
 
 
-def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
-    """Load the tokenizer, and give it `model.chat_template` if it has no template of its own.
-
-    Raises:
-        ModelError: there is no tokenizer, or the template cannot be read.
-    """
-    from transformers import AutoTokenizer
-
-    where = locate_model(section) if section.tokenizer is None else locate(section.tokenizer, "model.tokenizer")
-    refuse_oversized_folder(where)  # transformers may look for the tokenizer's class in this config.json
-    if section.tokenizer is None:
-        _num_rows(section)  # refuses the config.json of the hub
-    tokenizer: PreTrainedTokenizerBase = _or_model_error(
-        section,
-        lambda: AutoTokenizer.from_pretrained(
-            where, revision=section.revision, trust_remote_code=section.trust_remote_code
-        ),
-        where=where,
-        part="tokenizer",
-    )
-    if not tokenizer.vocab_size:  # transformers makes an empty one if there are no files
-        raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
-    if tokenizer.chat_template is None and section.chat_template is not None:
-        tokenizer.chat_template = _read_template(section.chat_template)
-    choose_pad_token(tokenizer, _num_rows(section))
-    return tokenizer
-
-
 def read_model_config(section: ModelSection) -> PretrainedConfig:
     """Read the architecture from `model.config`, or from the model itself.
 
@@ -130,15 +101,15 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
         model_type = keys.pop("model_type", None)
         if model_type is None:
             raise ModelError("model.config has no model_type. Add one, for example model_type: phi3.")
-        config = _or_model_error(section, lambda: AutoConfig.for_model(model_type, **keys))
+        config = load_part(section, lambda: AutoConfig.for_model(model_type, **keys))
     else:
         where = locate_model(section)
-        keys = _read_keys(section, where)
+        keys = read_config_json(section, where)
         refuse_unsupported(keys, section.path or where)
         copy = describe_split_copy(keys, section.path or where)
         if copy is not None:
             _log.warning("%s", copy)
-        config = _or_model_error(
+        config = load_part(
             section,
             lambda: AutoConfig.from_pretrained(
                 where, revision=section.revision, trust_remote_code=section.trust_remote_code
@@ -168,42 +139,7 @@ def read_generation_config(section: ModelSection) -> GenerationConfig | None:
             return GenerationConfig.from_pretrained(where, revision=section.revision or "main")
         return None
 
-    return _or_model_error(section, load, where=where)
-
-
-def locate_model(section: ModelSection) -> str:
-    """Return the hub id in `model.path`, or the absolute path of the folder."""
-    if section.path is None:
-        raise ModelError("model.path is not set. Choose model=phi4_mini or give model.path=HUB_ID_OR_FOLDER.")
-    return locate(section.path, "model.path")
-
-
-def locate(path: str, key: str) -> str:
-    """Resolve `shipped:NAME`, a folder, or a hub id (returned as it is).
-
-    Raises:
-        ModelError: the folder does not exist or holds no model.
-    """
-    if path.startswith("shipped:"):
-        return str(resolve_shipped(path))
-    folder = Path(path).expanduser()
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists()
-    if not looks_local:
-        return path
-    if not folder.is_dir():
-        gone = (
-            " If a run used it, it was moved or deleted since: name its new place with --base." * folder.is_absolute()
-        )
-        raise ModelError(
-            f"{key} is {path}, but there is no such folder.{gone} Give a folder that holds a model, or a hub id "
-            "like microsoft/phi-4."
-        )
-    if key == "model.path" and not (folder / "config.json").is_file():
-        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-        is_adapter = (folder / "adapter_config.json").is_file()
-        hint = " This is an adapter: name its base model in model.path." if is_adapter else ""
-        raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {found}).{hint}")
-    return str(folder.resolve())
+    return load_part(section, load, where=where)
 
 
 def count_parameters(model: Any) -> tuple[int, int]:
@@ -284,7 +220,7 @@ def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> 
         return  # in fp32 and with twice as many parameters it would still fit
     auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model = _or_model_error(section, lambda: auto.from_config(config, trust_remote_code=section.trust_remote_code))
+        model = load_part(section, lambda: auto.from_config(config, trust_remote_code=section.trust_remote_code))
     needed = sum(weight.nbytes for weight in model.parameters())
     if needed > memory:
         raise ModelError(
@@ -297,73 +233,65 @@ def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> 
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
     """Refuse weights that transformers would replace with random numbers and only a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
-    found = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
-    if found:
+    problems = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
+    if problems:
         raise ModelError(
-            f"the weights at {where} do not fit its config.json: {'; '.join(found)}."
+            f"the weights at {where} do not fit its config.json: {'; '.join(problems)}."
             + (explain_missing(wrong["missing"], info.get("unexpected_keys", ())) or " Is the folder complete?")
         )
     if info.get("unexpected_keys"):
         _log.warning("%s holds %d weights that its architecture does not use", where, len(info["unexpected_keys"]))
 
 
-def _read_keys(section: ModelSection, where: str) -> dict[str, Any]:
+def read_config_json(section: ModelSection, where: str) -> dict[str, Any]:
     """Return the content of config.json as a dict: transformers may have no class for it."""
     from transformers import PreTrainedConfig
 
-    keys, _ = _or_model_error(
+    keys, _ = load_part(
         section, lambda: PreTrainedConfig.get_config_dict(where, revision=section.revision), where=where
     )
     refuse_oversized(keys, section.path or where)
     return keys
 
 
-def _num_rows(section: ModelSection) -> int | None:
-    """Return the rows of the model's embedding; None if no model is named or its configuration lacks the number."""
-    if section.config is not None:
-        refuse_oversized(section.config, str(section.path or "model.config"))
-        return section.config.get("vocab_size")
-    return None if section.path is None else _read_keys(section, locate_model(section)).get("vocab_size")
+def route_by_score(model: nn.Module) -> int:
+    """Make routers choose experts by score in training as in evaluation, and return the number of routers.
 
-
-def _read_template(template: str) -> str:
-    if not template.endswith((".jinja", ".j2")):
-        if "{" not in template:  # the tokenizer would render every row as this word
-            raise ModelError(
-                f"model.chat_template is {template}, which is neither a template in Jinja nor the path of a .jinja "
-                "file. The names of shipped templates are values of data.chat_template."
-            )
-        return template
-    path = Path(template).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
-        raise ModelError(f"model.chat_template is {template}, which cannot be read: {why}.") from error
-
-
-def _or_model_error(
-    section: ModelSection, load: Callable[[], Loaded], *, where: str | None = None, part: Part = "config"
-) -> Loaded:
-    """Load a part of a model without progress bars, and turn exceptions into a ModelError of one line.
-
-    `where` is the folder or the hub id that is read; None if none is.
+    transformers' Phi-3.5-MoE draws experts at random in training mode (SparseMixer-v2, arXiv:2409.12136) and adds noise
+    to their inputs. The draw depends on the shape of the micro-batch, so a run's curve would depend on how its batches
+    are split. With the choice by score, an adapter trains with the same experts that inference uses.
     """
-    from transformers.utils import logging as transformers_logging
+    modules: list[Any] = list(model.modules())
+    routers = [module for module in modules if hasattr(module, "router_jitter_noise")]
+    for router in routers:
+        router.register_forward_pre_hook(_in_evaluation_mode)
+    for module in modules:
+        if hasattr(module, "input_jitter_noise"):
+            module.input_jitter_noise = 0.0
+    return len(routers)
 
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # also the hub's
-    hear_libraries()
-    repository = None if where is None else repository_of(where, section.revision)
-    own = section.tokenizer if part == "tokenizer" else None
-    key = "model.path" if own is None else "model.tokenizer"
-    what = "tokenizer" if part == "tokenizer" else "model"
-    name = own or section.path or (section.config or {}).get("model_type")
-    with nullcontext() if repository is None else reading(repository, part, key):
-        try:
-            with waiting(f"loading the {what} {name}"):
-                return load()
-        except Exception as error:  # a damaged file alone raises a dozen types, from many libraries
-            fault = None if repository is None else fault_of(error)
-            if repository is not None and fault is not None:
-                raise hub_error(fault, repository, key) from error
-            raise ModelError(f"the {what} {name} cannot be loaded: {first_line(error)}") from error
+
+def add_embedding_noise(model: Any, alpha: float) -> None:
+    """Add uniform noise of at most alpha / sqrt(length x width) to embedded tokens, in training mode only.
+
+    The paper uses an alpha of 5 to 15 (NEFTune: arXiv:2310.05914).
+
+    The noise comes from torch's global generator, which `train_step` seeds for each micro-batch from (seed, step, index
+    in the global batch): it does not depend on the rank that computes it, or on whether the run was resumed. The length
+    counts the padding of the micro-batch, as in TRL and transformers.
+    """
+
+    def noisy(module: nn.Module, _: object, embedded: torch.Tensor) -> torch.Tensor:
+        if not module.training:
+            return embedded
+        length, width = embedded.shape[-2:]
+        bound = alpha / (length * width) ** 0.5
+        noise = torch.empty_like(embedded).uniform_(-bound, bound)
+        return embedded + noise
+
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    bare.get_input_embeddings().register_forward_hook(noisy)
+
+
+def _in_evaluation_mode(router: nn.Module, _inputs: Any) -> None:
+    router.training = False

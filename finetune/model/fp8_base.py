@@ -93,7 +93,7 @@ def round_frozen_layers(model: Any, layers: Literal["all", "upper_half"] = "all"
     """
     bare = bare_model(model)
     family = FAMILIES[bare.config.model_type]
-    found = RoundedLayers([], [])
+    result = RoundedLayers([], [])
     decoder_layers = bare.get_decoder().layers
     first = len(decoder_layers) // 2 if layers == "upper_half" else 0
     for index, layer in list(enumerate(decoder_layers))[first:]:
@@ -103,13 +103,13 @@ def round_frozen_layers(model: Any, layers: Literal["all", "upper_half"] = "all"
             if type(base) is not torch.nn.Linear or base.weight.requires_grad:
                 continue
             if not _fits(base, name, family, bare.config):
-                found.kept.append(f"layers.{index}.{name}")
+                result.kept.append(f"layers.{index}.{name}")
                 continue
-            found.rounded.append(f"layers.{index}.{name}")
+            result.rounded.append(f"layers.{index}.{name}")
             above, _, own = name.rpartition(".")
             place = (layer.get_submodule(above), own) if base is module else (module, "base_layer")
             setattr(*place, Fp8Linear(base))
-    return found
+    return result
 
 
 def _fits(layer: torch.nn.Linear, name: str, family: Family, config: Any) -> bool:

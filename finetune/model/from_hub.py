@@ -1,51 +1,140 @@
-"""Read a base model from the Hugging Face hub, or only from its cache if the hub does not answer."""
+"""Find the files of a base model: in a folder, at the Hugging Face hub, or in its cache if the hub does not answer."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, find_fault
-from finetune.errors import ModelError
+import yaml
 
+from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, fault_of, find_fault
+from finetune.config.shipped_files import resolve_shipped
+from finetune.errors import ModelError, first_line
+from finetune.logs import hear_libraries, waiting, warn_once
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from finetune.config.schema import ModelSection
+
+Loaded = TypeVar("Loaded")
 Part = Literal["config", "tokenizer", "weights"]
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_PUBLISHED = Path(__file__).with_name("published.yaml")
 _log = logging.getLogger(__name__)
 
 
+class Published(NamedTuple):
+    """The included facts about a published model."""
+
+    source: str
+    """The address of its config.json."""
+    sizes: dict[str, Any]
+    """Keys of config.json, and `rope_type`."""
+
+    def as_config(self) -> dict[str, Any]:
+        """Return the sizes as `model.config`."""
+        sizes = dict(self.sizes)
+        if (rope_type := sizes.pop("rope_type", None)) is not None:
+            head = sizes["hidden_size"] // sizes["num_attention_heads"]
+            factors = [1.0] * (int(head * sizes.get("partial_rotary_factor", 1.0)) // 2)  # they change no size
+            original = sizes["original_max_position_embeddings"]
+            rope = {"type": rope_type, "short_factor": factors, "long_factor": factors}
+            if sizes["model_type"] == "phimoe":
+                rope |= {"short_mscale": 1.0, "long_mscale": 1.0}
+            sizes["rope_scaling"] = {**rope, "original_max_position_embeddings": original}
+        return sizes
+
+    def differences(self, config: PretrainedConfig) -> Iterator[str]:
+        """Name the sizes that differ in the hub's config.json."""
+        rope = getattr(config, "rope_parameters", None) or {}
+        for key, ours in self.sizes.items():
+            theirs = getattr(config, key, rope.get(key, ours))
+            if theirs != ours:
+                yield f"{key} is {theirs} in its config.json and {ours} in the sizes shipped with finetune"
+
+
+def locate_model(section: ModelSection) -> str:
+    """Return the hub id in `model.path`, or the absolute path of the folder."""
+    if section.path is None:
+        raise ModelError("model.path is not set. Choose model=phi4_mini or give model.path=HUB_ID_OR_FOLDER.")
+    return locate(section.path, "model.path")
+
+
+def locate(path: str, key: str) -> str:
+    """Resolve `shipped:NAME`, a folder, or a hub id (returned as it is).
+
+    Raises:
+        ModelError: the folder does not exist or holds no model.
+    """
+    if path.startswith("shipped:"):
+        return str(resolve_shipped(path))
+    folder = Path(path).expanduser()
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists()
+    if not looks_local:
+        return path
+    if not folder.is_dir():
+        gone = (
+            " If a run used it, it was moved or deleted since: name its new place with --base." * folder.is_absolute()
+        )
+        raise ModelError(
+            f"{key} is {path}, but there is no such folder.{gone} Give a folder that holds a model, or a hub id "
+            "like microsoft/phi-4."
+        )
+    if key == "model.path" and not (folder / "config.json").is_file():
+        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = " This is an adapter: name its base model in model.path." if is_adapter else ""
+        raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {names}).{hint}")
+    return str(folder.resolve())
+
+
 def repository_of(where: str, revision: str | None) -> Repository | None:
-    """Return the repository that `finetune.model.base.locate` found; None for a folder."""
+    """Return the repository that `locate` found; None for a folder."""
     return None if Path(where).is_absolute() else Repository(where, revision, "model")
 
 
-@contextmanager
-def reading(repository: Repository, part: Part, key: str) -> Iterator[None]:
-    """Within the block, read a part of a model from the hub, or only from its cache if the hub does not give the model.
+def load_part(
+    section: ModelSection, load: Callable[[], Loaded], *, where: str | None = None, part: Part = "config"
+) -> Loaded:
+    """Load a part of a model without progress bars, and turn exceptions into a ModelError of one line.
 
-    Messages name the model by its key.
-
-    Raises:
-        ModelError: the hub does not give it, and the cache does not have all of it.
+    `where` is the folder or the hub id that is read; None if none is. If the hub does not give the model, only its
+    cache is read.
     """
-    if not has_to_use_cache(repository, part, key):
-        yield
-        return
-    with cache_only():
-        yield
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # also the hub's
+    hear_libraries()
+    repository = None if where is None else repository_of(where, section.revision)
+    own = section.tokenizer if part == "tokenizer" else None
+    key = "model.path" if own is None else "model.tokenizer"
+    noun = "tokenizer" if part == "tokenizer" else "model"
+    name = own or section.path or (section.config or {}).get("model_type")
+    reads_cache = repository is not None and has_to_use_cache(repository, part, key)
+    with cache_only() if reads_cache else nullcontext():
+        try:
+            with waiting(f"loading the {noun} {name}"):
+                return load()
+        except Exception as error:  # a damaged file alone raises a dozen types, from many libraries
+            fault = None if repository is None else fault_of(error)
+            if repository is not None and fault is not None:
+                raise hub_error(fault, repository, key) from error
+            raise ModelError(f"the {noun} {name} cannot be loaded: {first_line(error)}") from error
 
 
 def has_to_use_cache(repository: Repository, part: Part, key: str) -> bool:
-    """Ask the hub for a model. Return True if only the copy in the cache can be used.
+    """Ask the hub for a model, which messages name by its key. Return True if only the copy in the cache can be used.
 
     Raises:
-        ModelError: see `reading`.
+        ModelError: the hub does not give it, and the cache does not have all of it.
     """
     lacking = missing_from_cache(repository, part)
     fault = find_fault(repository, is_cached=lacking is None)
@@ -54,7 +143,8 @@ def has_to_use_cache(repository: Repository, part: Part, key: str) -> bool:
     if lacking is not None or fault.reason in ("missing", "revision"):
         raise hub_error(fault, repository, key)
     if fault.reason != "offline":
-        _warn_once(f"{repository.name}: {fault.text}; the copy in the hub's cache is used, which may not be the newest")
+        text = f"{repository.name}: {fault.text}; the copy in the hub's cache is used, which may not be the newest"
+        warn_once(_log, text)
     return True
 
 
@@ -109,10 +199,33 @@ def stored_weights(where: str, revision: str | None) -> dict[str, Any]:
         return {}
 
 
+def published_sizes(section: ModelSection) -> Published | None:
+    """Return the included facts about the model of this section; None for another model or another revision."""
+    return None if section.config or section.revision is not None else _all_published().get(section.path or "")
+
+
+def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
+    """Return the section with the model's sizes, and why they are the included ones, if they are.
+
+    Raises:
+        ModelError: `model.path` names no model.
+    """
+    published = published_sizes(section)
+    repository = None if published is None else repository_of(locate_model(section), section.revision)
+    if published is None or repository is None or missing_from_cache(repository, "config") is None:
+        return section, None
+    fault = find_fault(repository)
+    if fault is None:
+        return section, None
+    reason = f"{fault.text}, so the sizes of {section.path} are those shipped with finetune ({published.source})"
+    return section.model_copy(update={"config": published.as_config()}), reason
+
+
 def _files_in(index: Path) -> list[str]:
     return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
 
 
 @cache
-def _warn_once(text: str) -> None:
-    _log.warning("%s", text)
+def _all_published() -> dict[str, Published]:
+    models = yaml.safe_load(_PUBLISHED.read_text(encoding="utf-8"))
+    return {name: Published(facts["source"], facts["config"]) for name, facts in models.items()}

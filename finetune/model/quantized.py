@@ -17,8 +17,8 @@ import torch
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import holds_nf4, in_4_bits_without_data
 from finetune.errors import ConfigError, ModelError
-from finetune.model.base import build_base_model, locate_model
-from finetune.model.from_hub import stored_weights
+from finetune.model.base import build_base_model
+from finetune.model.from_hub import locate_model, stored_weights
 
 if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.errors import ModelError
-from finetune.model.variants import explain_foreign_targets
+from finetune.model.unsupported import explain_foreign_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -157,11 +157,11 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
     if not isinstance(record, dict):
         return
     _refuse_unstored_rank(record, folder)
-    wanted = record.get("target_modules")
-    if not isinstance(wanted, list):
+    targets = record.get("target_modules")
+    if not isinstance(targets, list):
         return
     there = linear_layers(model)
-    missing = sorted(target for target in wanted if not any(_is_match(name, target) for name in there))
+    missing = sorted(target for target in targets if not any(_is_match(name, target) for name in there))
     if missing:
         short = sorted({name.rpartition(".")[2] for name in there})
         raise ModelError(

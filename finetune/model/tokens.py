@@ -1,22 +1,95 @@
-"""Make a model and its tokenizer agree on the stop tokens, the padding token and the number of tokens."""
+"""Build a tokenizer, and make it and its model agree on the stop tokens, the padding token and the number of tokens."""
 
 from __future__ import annotations
 
 import logging
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.chat_template import use_chat_template
 from finetune.data.templates import stop_ids
-from finetune.errors import DataError, ModelError
+from finetune.errors import ConfigError, DataError, ModelError
+from finetune.model.base import read_config_json
+from finetune.model.from_hub import load_part, locate, locate_model
+from finetune.model.unsupported import refuse_oversized, refuse_oversized_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from finetune.config.schema import Config, LoraSection, ModelSection
 
 _NEW_PAD = "<|pad|>"
 _MADE_TO_PAD = frozenset({_NEW_PAD, "<pad>", "[PAD]", "<|finetune_right_pad_id|>"})
 _KEPT_FREE = re.compile(r"<\|(dummy|placeholder|reserved|unused)[\w-]*\|>")
 """Tokens that Phi's tokenizers keep in reserve: `<|placeholder6|>` (Phi-3), `<|dummy_85|>` (phi-4)."""
 _log = logging.getLogger(__name__)
+
+
+def build_tokenizer(section: ModelSection) -> PreTrainedTokenizerBase:
+    """Load the tokenizer, and give it `model.chat_template` if it has no template of its own.
+
+    Raises:
+        ModelError: there is no tokenizer, or the template cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    where = locate_model(section) if section.tokenizer is None else locate(section.tokenizer, "model.tokenizer")
+    refuse_oversized_folder(where)  # transformers may look for the tokenizer's class in this config.json
+    if section.tokenizer is None:
+        _num_rows(section)  # refuses the config.json of the hub
+    tokenizer: PreTrainedTokenizerBase = load_part(
+        section,
+        lambda: AutoTokenizer.from_pretrained(
+            where, revision=section.revision, trust_remote_code=section.trust_remote_code
+        ),
+        where=where,
+        part="tokenizer",
+    )
+    if not tokenizer.vocab_size:  # transformers makes an empty one if there are no files
+        raise ModelError(f"{where} holds no tokenizer. Name a folder or a hub id that has one in model.tokenizer.")
+    if tokenizer.chat_template is None and section.chat_template is not None:
+        tokenizer.chat_template = _read_template(section.chat_template)
+    choose_pad_token(tokenizer, _num_rows(section))
+    return tokenizer
+
+
+def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Build the base's tokenizer with the chat template and the tokens that the run gives it.
+
+    Raises:
+        ModelError: there is no tokenizer.
+        ConfigError: see `add_tokens` and `use_chat_template`.
+    """
+    tokenizer = build_tokenizer(config.model)
+    use_chat_template(tokenizer, config.data.chat_template)
+    if config.training.method == "lora":
+        add_tokens(tokenizer, config.lora)
+    return tokenizer
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None:
+    """Add the tokens of `lora.new_tokens` to the tokenizer, before any row is encoded.
+
+    They are not special tokens: rows may contain them as text, and decoded answers show them.
+
+    Raises:
+        ConfigError: one of them is a token already.
+    """
+    from tokenizers import AddedToken
+
+    known, special = tokenizer.get_vocab(), {str(it) for it in tokenizer.added_tokens_decoder.values() if it.special}
+    there = [
+        token for token in section.new_tokens if token in special or known.get(token, 1 << 62) < tokenizer.vocab_size
+    ]
+    if there:
+        raise ConfigError(
+            f"lora.new_tokens: {', '.join(there)} is already a token of this tokenizer (id {known[there[0]]}). "
+            "Remove it from the list."
+        )
+    added = [AddedToken(token, special=False, normalized=False) for token in section.new_tokens]
+    if added:
+        tokenizer.add_tokens(added)
 
 
 def set_stop_and_pad_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -61,19 +134,19 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -
     if own is not None and own not in ends:
         return
     special = {token.content: token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special}
-    made = [text for text in special if text in _MADE_TO_PAD]
+    known = [text for text in special if text in _MADE_TO_PAD]
     free = [text for text in special if _KEPT_FREE.fullmatch(text)]
     unknown = [str(tokenizer.unk_token)] if tokenizer.unk_token_id not in {None, *ends} else []
     # The last of the free ones, as in Microsoft's later uploads.
-    found = next(iter([*made, *free[::-1], *unknown]), None)
-    if found is None and num_rows is not None and len(tokenizer) < num_rows:
-        found = _NEW_PAD
-    if found is None:
+    pad = next(iter([*known, *free[::-1], *unknown]), None)
+    if pad is None and num_rows is not None and len(tokenizer) < num_rows:
+        pad = _NEW_PAD
+    if pad is None:
         _log.info("%s stays the padding token, though it also ends text: no other is free", tokenizer.pad_token)
         return
     was = tokenizer.pad_token
-    tokenizer.add_special_tokens({"pad_token": found})
-    _log.info("padding token: %s, in place of %s", found, f"{was}, which also ends text" if was else "none")
+    tokenizer.add_special_tokens({"pad_token": pad})
+    _log.info("padding token: %s, in place of %s", pad, f"{was}, which also ends text" if was else "none")
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -83,3 +156,27 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
         except DataError:  # said where rows are encoded, with what to do
             pass
     return {tokenizer.eos_token_id} - {None}
+
+
+def _num_rows(section: ModelSection) -> int | None:
+    """Return the rows of the model's embedding; None if no model is named or its configuration lacks the number."""
+    if section.config is not None:
+        refuse_oversized(section.config, str(section.path or "model.config"))
+        return section.config.get("vocab_size")
+    return None if section.path is None else read_config_json(section, locate_model(section)).get("vocab_size")
+
+
+def _read_template(template: str) -> str:
+    if not template.endswith((".jinja", ".j2")):
+        if "{" not in template:  # the tokenizer would render every row as this word
+            raise ModelError(
+                f"model.chat_template is {template}, which is neither a template in Jinja nor the path of a .jinja "
+                "file. The names of shipped templates are values of data.chat_template."
+            )
+        return template
+    path = Path(template).expanduser()
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ModelError(f"model.chat_template is {template}, which cannot be read: {reason}.") from error

@@ -13,7 +13,7 @@ from finetune.data.objective import encode_for_objective
 from finetune.data.row_file import map_rows
 from finetune.errors import FinetuneError
 from finetune.fallbacks import Fallbacks
-from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.tokens import build_run_tokenizer
 from finetune.training.checks import named_splits
 
 if TYPE_CHECKING:

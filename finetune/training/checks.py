@@ -12,8 +12,8 @@ from finetune.data.examples import check_local_rows, missing_here
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError, ModelError
-from finetune.model.base import locate, max_context
-from finetune.model.from_hub import Part, has_to_use_cache, missing_from_cache, repository_of
+from finetune.model.base import max_context
+from finetune.model.from_hub import Part, has_to_use_cache, locate, missing_from_cache, repository_of
 from finetune.training.optim import build_optimizer
 
 if TYPE_CHECKING:

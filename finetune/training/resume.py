@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
-from finetune.config.on_resume import OnResume
 from finetune.config.run_paths import is_same_path, recorded_paths
-from finetune.config.schema import Config
+from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun

@@ -18,12 +18,11 @@ from finetune.distributed.precision import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
-from finetune.model.base import checkpoint_gradients
+from finetune.model.base import add_embedding_noise, checkpoint_gradients
 from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.quantized import states_in_4_bits
 from finetune.model.tokens import set_stop_and_pad_ids
-from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model

@@ -12,8 +12,8 @@ from finetune.distributed.runtime import Runtime
 from finetune.model.base import build_base_model
 from finetune.model.fp8_base import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
-from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
+from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_inputs, check_objective, check_paths
 from finetune.training.objective import TrainingObjective

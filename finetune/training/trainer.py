@@ -29,7 +29,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
-from finetune.signals import no_step_is_left, steps_begin
+from finetune.signals import begin_steps, end_steps
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.half_precision import LossScale
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
@@ -197,7 +197,7 @@ class Trainer:
                 profiler=profiler,
                 loss_scale=LossScale.of(state) if runtime.precision == "fp16" else None,
             )
-            steps_begin()
+            begin_steps()
             end = run_loop(state, cadence, run, StopRules.of(config))
 
         runtime.liveness.enter_phase("saving", end.state.step)
@@ -209,7 +209,7 @@ class Trainer:
         is_compared = OBJECTIVES[config.training.objective].rows in ("pairs", "labelled")
         if val_loader is not None and is_compared and holds_out_by_default(config.data):
             self._compare_with_base(val_loader, end.state.step)
-        no_step_is_left()
+        end_steps()
         runtime.liveness.enter_phase(
             "after training", end.state.step, timed=False
         )  # the script decides what comes next

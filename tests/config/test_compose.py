@@ -85,10 +85,6 @@ def test_among_group_files_the_later_kind_wins_whatever_the_order_of_words(write
     assert compose(["task=x", "data=x", "model=x"], complete=False).optim.learning_rate == 3.0
 
 
-def test_the_last_of_two_equal_words_counts():
-    assert compose(["seed=1", "seed=2"], complete=False).seed == 2
-
-
 def test_files_here_win_over_shipped_ones(write):
     write("configs/task/debug.yaml", "seed: 77\n")
     config = compose(["task=debug"], complete=False)
@@ -131,8 +127,6 @@ def test_a_run_file_may_set_single_keys_of_a_section_whose_group_it_chooses(writ
     ("word", "parts"),
     [
         ("model=phi5", ["there is no configs/model/phi5.yaml", "phi_tiny", "Did you mean phi"]),
-        ("data=order", ["There is: orders, phi4.", "Did you mean orders?"]),
-        ("model=gpt2", ["no file or folder of this name", "model.path=HUB_ID"]),
         ("task=../secret", ["there is no configs/task/../secret.yaml"]),
         ("parallel=none.yaml", ["the file does not exist"]),
         ("run=quickstrat", ["there is no configs/quickstrat.yaml", "Did you mean quickstart?"]),
@@ -178,12 +172,8 @@ def test_a_choice_in_a_run_file_is_named_by_its_line(write):
     [
         ("orders", "expected key=value"),
         ("quickstart", "For the run file write run=quickstart."),
-        ("my/run.yaml", "For the run file write run=my/run.yaml."),
         ("--seed=3", "an override has no dashes but an equals sign: seed=VALUE"),
-        ("-v", "v=VALUE"),
-        ("=3", "expected key=value"),
         ("seed=", "seed: has no value. Write seed=VALUE. It takes a whole number of at least 0"),
-        ("model= ", "model: has no value"),
         ("data.path=", "Write data.path=VALUE. It takes text or a list ([a, b]), each text or null."),
         ("seed=#3", "has no value but a comment"),
         ("optim.args=[1", "not valid YAML"),
@@ -193,12 +183,6 @@ def test_words_that_are_none(word, part):
     problem = one_problem(word)
     assert problem.startswith("command line: ")
     assert part in problem
-
-
-def test_words_at_the_top():
-    config = compose(["ddp=False", "seed=3", "output_dir=out", "resume=auto", "strict=true"], complete=False)
-    assert (config.ddp, config.seed, config.output_dir) == (False, 3, "out")
-    assert (config.resume, config.strict) == ("auto", True)
 
 
 @pytest.mark.parametrize("text", ["12e7", "007", "true", "*.jsonl", "a: b", "x=y", "{{ m }}", "'1e5'"])
@@ -218,19 +202,13 @@ def test_devices_are_normalised(word, device):
     ("word", "problem"),
     [
         ("training.max_steps=eight", "training.max_steps: expected a whole number above 0 or null, got 'eight'"),
-        ("training.max_steps=0", "training.max_steps: expected a whole number above 0 or null, got 0"),
-        ("training.num_epochs=1.5", "training.num_epochs: expected a whole number above 0, got 1.5"),
         ("training.num_epochs=true", "training.num_epochs: expected a whole number above 0, got true"),
-        ("training.num_epochs=null", "training.num_epochs: expected a whole number above 0, got null"),
         ("lora.dropout=1", "lora.dropout: expected a number of at least 0 and below 1, got 1"),
         ("optim.learning_rate=.nan", "optim.learning_rate: expected a number of at least 0, got .nan"),
-        ("optim.learning_rate=.inf", "optim.learning_rate: expected a number of at least 0, got .inf"),
-        ("optim.learning_rate=-1", "optim.learning_rate: expected a number of at least 0, got -1"),
         (
             "parallel.master_port=99999",
             "parallel.master_port: expected a whole number from 1 to 65535 or null, got 99999",
         ),
-        ("ddp=maybe", "ddp: expected true or false or null, got 'maybe'"),
         ("resume=true", "resume: expected one of never, auto, got 'true'"),
         ("lora.target_modules=[1]", "lora.target_modules: expected 'auto' or a list ([a, b]), each text, got [1]"),
         (
@@ -255,10 +233,6 @@ def test_values_of_another_kind(word, problem):
     assert one_problem(word) == f"command line: {problem}"
 
 
-def test_long_values_are_shortened():
-    assert one_problem(f"seed={'x' * 500}").endswith("xxx ...")
-
-
 @pytest.mark.parametrize(
     ("word", "part"),
     [
@@ -278,9 +252,7 @@ def test_values_that_are_refused_with_a_reason(word, part):
     [
         ("optim.learning_rat=1", "Did you mean optim.learning_rate?"),
         ("batch_size=1", "Did you mean training.batch_size or rollout.batch_size or validation.batch_size"),
-        ("sed=1", "Did you mean seed?"),
         ("xyz.abc=1", "There is: ddp, seed, output_dir,"),
-        ("seed.x=1", "seed has no keys of its own: it takes a whole number"),
         ("lora={r: {a: 1}}", "lora.r has no keys of its own: it takes a whole number above 0."),
         ("lora=5", "is a section with keys (lora.r, lora.alpha, lora.dropout, ...), got 5."),
         ("task.name=x", "the command line or a run file chooses configs/task/NAME.yaml with it"),

@@ -57,21 +57,3 @@ def test_each_name_is_answered(name):
     with pytest.raises(ConfigError) as caught:
         compose([f"parallel.{name}=1"], complete=False)
     assert str(caught.value) == f"command line: parallel.{name}: there is no such key. {answer}"
-
-
-@pytest.mark.parametrize(
-    ("word", "answer"),
-    [
-        ("training.per_device_train_batch_size=4", "Did you mean training.batch_size?"),
-        ("training.learning_rate=1", "Did you mean optim.learning_rate?"),
-        (
-            "training.gradient_accumulation_steps=8",
-            "Set training.global_batch_size: the examples of an optimizer step over all processes. They are cut into "
-            "micro-batches of training.batch_size, so there is no number of accumulation steps.",
-        ),
-    ],
-)
-def test_what_a_person_from_there_reads(word, answer):
-    with pytest.raises(ConfigError) as caught:
-        compose([word], complete=False)
-    assert str(caught.value) == f"command line: {word.partition('=')[0]}: there is no such key. {answer}"

@@ -1,4 +1,4 @@
-"""Read YAML text into settings, and refuse hostile or broken text with a message."""
+"""Read YAML text into settings, and refuse untrusted or broken text with a message."""
 
 from pathlib import Path
 
@@ -24,29 +24,21 @@ def one_problem(tmp_path: Path, text: str | bytes) -> str:
     ("text", "value"),
     [
         ("1e-4", 1e-4),
-        ("1E5", 1e5),
         (".5e3", 500.0),
-        ("-2.5", -2.5),
-        ("3.", 3.0),
         (".inf", float("inf")),
         ("7", 7),
-        ("-7", -7),
         ("1_000", 1000),
         ("0x10", 16),
         ("010", "010"),
         ("1:30", "1:30"),
         ("2025-01-15", "2025-01-15"),
-        ("=", "="),
-        ("1.2.3", "1.2.3"),
         ("e5", "e5"),
         ("true", True),
         ("no", False),
         ("null", None),
-        ("~", None),
         ("", None),
         ("'1e-4'", "1e-4"),
         ("!!str 5", "5"),
-        ("!!float 3", 3.0),
         ("[1, a, {b: 2}]", [1, "a", {"b": 2}]),
         ("{}", {}),
         ("ünï", "ünï"),
@@ -107,36 +99,27 @@ def test_an_empty_file_sets_nothing(tmp_path, text):
         ("data: {path: x}\ndata.path: y\n", "c.yaml:2: data.path", "first on line 1"),
         ("optim:\n  args:\n    a: [{b: 1,\n      b: 2}]\n", "c.yaml:4: optim.args.a.b", "twice"),
         ("seed: !!python/object/apply:os.system ['x']\n", "c.yaml:1: seed", "!!python/object/apply:os.system"),
-        ("a: 1\nseed: !!python/name:os.system\n", "c.yaml:2: seed", "refused"),
-        ("seed: !mine 3\n", "c.yaml:1: seed", "!mine is refused"),
-        ("seed: !!binary aGk=\n", "c.yaml:1: seed", "!!binary is refused"),
         ("seed: !!set {a, b}\n", "c.yaml:1: seed", "!!set is refused"),
         ("!!python/object:a.B\nseed: 3\n", "c.yaml:1", "refused"),
         ("seed: [1, !mine {a: 1}]\n", "c.yaml:1: seed", "!mine"),
         ("o: !pyobject os system\n", "c.yaml:1: o", "expected !pyobject package.Name, got 'os system'"),
-        ("o: !pyobject\n", "c.yaml:1: o", "expected !pyobject package.Name"),
         ("o: !pyobject {a: b}\n", "c.yaml:1: o", "!pyobject is refused"),
         ("o: !!int many\n", "c.yaml:1: o", "not a number"),
         ("o: " + "9" * 5000 + "\n", "c.yaml:1: o", "not a number"),
         ("? [a, b]\n: 1\n", "c.yaml:1", "a key must be text"),
-        ("data:\n  ? {a: 1}\n  : 1\n", "c.yaml:2: data", "a key must be text"),
         ("data: {!pyobject a.b: 1}\n", "c.yaml:1: data", "a key must be text"),
         ("d: 1\ne: {<<: {a: 1}}\n", "c.yaml:2: e", "merge keys"),
         ("d: &d {a: 1}\ne: *d\n", "c.yaml:2", "aliases (*name) are not read. Write the value out."),
         ("- a\n- b\n", "c.yaml:1", "expected `key: value` lines"),
-        ("just text\n", "c.yaml:1", "expected `key: value` lines"),
         ("a: 1\n---\nb: 2\n", "c.yaml:2", "single document"),
         ("a: 1\nb: c: d\n", "c.yaml:2", "not valid YAML: mapping values are not allowed here"),
-        ("a: [1, 2\nb: 3\n", "c.yaml:2", "not valid YAML"),
-        ("a:\n\t- b\n", "c.yaml:2", "not valid YAML"),
         ("a: 1\nb: \x07\n", "c.yaml:2", "YAML forbids"),
         (b"a: 1\nb: \xff\n", "c.yaml:2", "not UTF-8"),
-        ("a: 1\n".encode("utf-16"), "c.yaml:1", "not UTF-8"),
         ("a: " + "[" * 1200, "c.yaml", "nested too deeply"),
         ("a: " + "x" * 1_000_001, "c.yaml", "larger than"),
     ],
 )
-def test_broken_and_hostile_text(tmp_path, text, where, what):
+def test_broken_and_untrusted_text(tmp_path, text, where, what):
     problem = one_problem(tmp_path, text)
     assert problem.startswith(f"{where}:")
     assert what in problem
@@ -200,9 +183,3 @@ def test_a_tag_in_a_word_is_never_text(as_text):
     assert settings != {"a.b": "!!python/object/apply:os.system [x]"}
     assert len(problems) == 1
     assert problems[0].startswith("command line: a.b: the tag !!python/object/apply:os.system is refused")
-
-
-def test_a_word_has_no_line():
-    _, problems = value_of("[1, 2")
-    assert len(problems) == 1
-    assert problems[0].startswith("command line: a.b: not valid YAML")

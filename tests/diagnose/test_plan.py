@@ -28,8 +28,9 @@ from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import PaddedMicrobatch
 from finetune.errors import ConfigError, DataError
-from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
+from finetune.model.base import build_base_model, checkpoint_gradients
 from finetune.model.lora import add_lora
+from finetune.model.tokens import build_tokenizer
 from finetune.training.memory.tracing import Allocations, _choices_on
 from finetune.training.preferences.losses import PreferenceLoss
 from finetune.training.preferences.microbatches import PreferenceMicrobatch, summed_preferences

@@ -14,9 +14,9 @@ from finetune.config.compose import compose, list_configs
 from finetune.config.schema import ModelSection
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.planner import Planner
-from finetune.model import from_hub
+from finetune.logs import warn_once
 from finetune.model.base import longrope_boundary
-from finetune.model.published import published_sizes
+from finetune.model.from_hub import published_sizes
 from tests.in_process import run_finetune
 from tests.model.phi_table import PAGE
 from tests.readable_hub import point_to, running_hub
@@ -114,7 +114,7 @@ def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypat
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub, "_answers", {})
-    from_hub._warn_once.cache_clear()
+    warn_once.cache_clear()
     with running_hub() as state:
         state.folders["microsoft/Phi-3-mini-4k-instruct"] = tmp_path / "model"
         point_to(monkeypatch, state.address)

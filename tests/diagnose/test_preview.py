@@ -18,7 +18,7 @@ from finetune.data.preferences import encode_preferences
 from finetune.diagnose.preview import Preview, preview_data
 from finetune.diagnose.preview_splits import histogram, summarize_split
 from finetune.errors import ConfigError
-from finetune.model.base import build_tokenizer
+from finetune.model.tokens import build_tokenizer
 from finetune.report import data_preview
 from finetune.runs.recorded_run import RecordedRun
 from tests.launches import place_variables

@@ -18,7 +18,7 @@ from finetune.diagnose.rehearsal import Rehearsal, _merge
 from finetune.diagnose.rehearsal_overrides import MOST_ROWS, override, rehearsed_values
 from finetune.diagnose.stand_in import HEAD_SIZE, shrink, write_stand_in
 from finetune.model.base import longrope_boundary
-from finetune.model.published import published_sizes
+from finetune.model.from_hub import published_sizes
 from finetune.model.targets import resolve_targets
 from tests.in_process import Ended, run_finetune
 from tests.tiny import tiny_tokenizer

@@ -22,7 +22,7 @@ from finetune.export.onnx_served import load_onnx, type_of
 from finetune.export.vectors import CERTIFICATE
 from finetune.export.verifying import verify_folder
 from finetune.inference.decoding import Decoding, generate_answers
-from finetune.model.new_tokens import build_run_tokenizer
+from finetune.model.tokens import build_run_tokenizer
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
 

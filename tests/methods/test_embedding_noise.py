@@ -9,9 +9,8 @@ from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import pad
 from finetune.distributed.launch import launch
 from finetune.engine.supported import unsupported_reason
-from finetune.model.base import checkpoint_gradients, evaluation_mode
+from finetune.model.base import add_embedding_noise, checkpoint_gradients, evaluation_mode
 from finetune.model.lora import add_lora
-from finetune.model.training_mode import add_embedding_noise
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
 from tests.launches import run_launched

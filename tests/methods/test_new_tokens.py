@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from finetune import load_config
 from finetune.config.schema import LoraSection
 from finetune.errors import ConfigError, ModelError
-from finetune.model.lora import add_lora, load_adapter, without_adapter
-from finetune.model.new_tokens import add_tokens, grow_embeddings
+from finetune.model.lora import add_lora, grow_embeddings, load_adapter, without_adapter
+from finetune.model.tokens import add_tokens
 from tests.methods.tiny_training import (
     adapter_tensors,
     logits_of,

@@ -12,16 +12,10 @@ from transformers import BertConfig, BertModel
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.distributed.precision import convert_weights
 from finetune.errors import ModelError
-from finetune.model.base import (
-    build_base_model,
-    build_tokenizer,
-    count_parameters,
-    evaluation_mode,
-    locate,
-    longrope_boundary,
-    max_context,
-)
+from finetune.model.base import build_base_model, count_parameters, evaluation_mode, longrope_boundary, max_context
+from finetune.model.from_hub import locate
 from finetune.model.lora import add_lora
+from finetune.model.tokens import build_tokenizer
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_phi3_config, tiny_phi_config
 

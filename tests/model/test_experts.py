@@ -10,9 +10,8 @@ import torch
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import pad
 from finetune.engine.loss import cross_entropy_per_target
-from finetune.model.base import build_base_model
+from finetune.model.base import build_base_model, route_by_score
 from finetune.model.lora import add_lora, without_adapter
-from finetune.model.training_mode import route_by_score
 from tests.model.variants import VARIANTS
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 

@@ -15,9 +15,7 @@ from tests.tiny_runs import random_model_words, write_base, write_rows
 pytestmark = pytest.mark.trains
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("method", ["lora", "full"])
-@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.parametrize(("method", "init"), [("lora", "random"), ("full", "pretrained")])
 def test_generation_config_beside_what_a_run_saves_has_all_stop_ids(method: str, init: str, tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
     words = [f"model.path={base}"] if init == "pretrained" else random_model_words(base)

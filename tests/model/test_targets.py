@@ -15,7 +15,6 @@ from transformers import (
     MixtralConfig,
     OPTConfig,
     PreTrainedConfig,
-    Qwen2Config,
 )
 
 from finetune.config.schema import LoraSection
@@ -27,7 +26,6 @@ from tests.tiny_models import (
     SIZES,
     build_tiny,
     tiny_examples,
-    tiny_gemma2_config,
     tiny_phi3_config,
     tiny_phi_config,
 )
@@ -38,8 +36,6 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, list[str]]] = {
     "phi": (tiny_phi_config(), ["dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"]),
     "phi3": (tiny_phi3_config(), ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]),
     "llama": (LlamaConfig(**GQA), GATED),
-    "qwen2": (Qwen2Config(**GQA), GATED),
-    "gemma2": (tiny_gemma2_config(), GATED),
     "gpt2": (GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, n_positions=64), ["c_attn", "c_fc", "c_proj"]),
     "gpt_neox": (GPTNeoXConfig(**SIZES), ["dense", "dense_4h_to_h", "dense_h_to_4h", "query_key_value"]),
     "opt": (

@@ -14,7 +14,7 @@ from finetune.config.schema import LoraSection, ModelSection
 from finetune.errors import ModelError
 from finetune.model.base import build_base_model, max_context, read_model_config
 from finetune.model.lora import add_lora, load_adapter
-from finetune.model.variants import refuse_unsupported
+from finetune.model.unsupported import refuse_unsupported
 from tests.model.variants import BOUNDARY, VARIANTS
 from tests.tiny_models import SIZES, build_tiny, tiny_phi3_config
 
@@ -26,10 +26,6 @@ REFUSED = {
         {"model_type": "phi4mm", "auto_map": {"AutoConfig": "configuration_phi4mm.Phi4MMConfig"}},
         "Phi-4-multimodal is not supported: it takes images and sound .* model=phi4_mini",
     ),
-    "Phi-4-multimodal, as transformers writes it": (
-        {"model_type": "phi4_multimodal", "hidden_size": 64},
-        "Phi-4-multimodal is not supported",
-    ),
     "Phi-3-small": (
         {"model_type": "phi3small", "auto_map": {"AutoModelForCausalLM": "modeling_phi3_small.Phi3SmallForCausalLM"}},
         "Phi-3-small is not supported: its block-sparse attention .* model=phi3_5_mini",
@@ -38,10 +34,6 @@ REFUSED = {
         {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi3_small.Phi3SmallForCausalLM"}},
         "Phi-3-small is not supported",
     ),
-    "Phi-3.5-vision": (
-        {"model_type": "phi3_v"},
-        "Phi-3-vision and Phi-3.5-vision are not supported: .* model=phi3_5_mini",
-    ),
     "Phi-4-reasoning-vision": (
         {"model_type": "phi4-siglip"},
         "Phi-4-reasoning-vision is not supported: it takes images .* model=phi4_reasoning",
@@ -49,10 +41,6 @@ REFUSED = {
     "Phi-4-mini-flash": (
         {"model_type": "phi4flash"},
         "Phi-4-mini-flash is not supported: its state-space layers .* model=phi4_mini_reasoning",
-    ),
-    "a copy of Phi-4-mini-flash that renamed its type": (
-        {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "modeling_phi4flash.Phi4FlashForCausalLM"}},
-        "Phi-4-mini-flash is not supported",
     ),
     "Phi-tiny-MoE": (
         {"model_type": "phimoe", "auto_map": {"AutoConfig": "configuration_slimmoe.PhiMoEConfig"}},

@@ -23,10 +23,10 @@ from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
 from finetune.export.merge import merge_adapter
 from finetune.inference.decoding import Decoding, generate_answers
-from finetune.model.base import build_base_model, build_tokenizer, longrope_boundary
+from finetune.model.base import build_base_model, longrope_boundary
 from finetune.model.lora import add_lora
 from finetune.model.targets import resolve_targets
-from finetune.model.tokens import set_stop_and_pad_ids
+from finetune.model.tokens import build_tokenizer, set_stop_and_pad_ids
 from finetune.runs.model_files import encode_full_model
 from finetune.training.trainer import Trainer
 from tests.launches import REPOSITORY

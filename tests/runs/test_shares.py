@@ -2,7 +2,7 @@
 
 import pytest
 
-from finetune.training.reporting.interval import Interval
+from finetune.training.reporting.events import Interval
 from tests.launches import run_launched
 from tests.methods.tiny_training import events
 from tests.tiny_runs import write_base, write_rows

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
+from finetune.config.checks import is_tracker_installed, refuse_missing_trackers
 from finetune.config.compose import load_config
-from finetune.config.tracker_packages import is_installed, refuse_missing_trackers
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from finetune.runs.folder import RunFolder
@@ -69,8 +69,8 @@ def test_a_mere_folder_is_no_package(tmp_path, monkeypatch):
     (tmp_path / "left_by_a_tracker").mkdir()
     monkeypatch.syspath_prepend(tmp_path)
     assert is_there("left_by_a_tracker")
-    assert not is_installed("left_by_a_tracker")
-    assert is_installed("json")
+    assert not is_tracker_installed("left_by_a_tracker")
+    assert is_tracker_installed("json")
 
 
 def test_every_missing_one_is_named_with_the_key_that_asks(monkeypatch):
@@ -105,7 +105,7 @@ def test_one_that_fails_is_dropped_and_recorded(tmp_path):
     trackers = Trackers(load_config(["model.path=a", "data.path=b"]), RunFolder(tmp_path), fallbacks)
     broken = trackers._open["wandb"] = Broken()
     for step in (1, 2, 3):
-        trackers.take({"event": "step", "step": step, "loss": 2.0, "grad_norm": "NaN", "skipped": True})
+        trackers.write({"event": "step", "step": step, "loss": 2.0, "grad_norm": "NaN", "skipped": True})
     assert broken.taken == [(1, {"step/loss": 2.0, "step/skipped": True})]
     (taken,) = fallbacks.as_records()
     assert (taken["what"], taken["wanted"], taken["used"]) == ("training.report_to", "wandb", "none")
@@ -121,8 +121,8 @@ def test_steps_never_go_back_for_a_checkpoint_that_is_told_later(tmp_path):
     trackers = Trackers(load_config(["model.path=a", "data.path=b"]), RunFolder(tmp_path), Fallbacks())
     trackers._open["wandb"] = Listening()
     for kind, step in (("step", 2), ("checkpoint", 1), ("step", 3)):
-        trackers.take({"event": kind, "step": step, "loss": 2.0})
-    trackers.take({"event": "test", "model": "base", "loss": 2.0})
+        trackers.write({"event": kind, "step": step, "loss": 2.0})
+    trackers.write({"event": "test", "model": "base", "loss": 2.0})
     assert [step for step, _ in told] == [2, 2, 3, None]
 
 
@@ -138,9 +138,9 @@ def test_one_that_cannot_finish_does_not_end_a_run_that_is_over(tmp_path, caplog
 def test_a_strict_run_refuses_to_go_on_without_its_tracker(tmp_path):
     trackers = Trackers(load_config(["model.path=a", "data.path=b"]), RunFolder(tmp_path), Fallbacks(strict=True))
     trackers._open["wandb"] = Broken()
-    trackers.take({"event": "step", "step": 1, "loss": 2.0})
+    trackers.write({"event": "step", "step": 1, "loss": 2.0})
     with pytest.raises(ConfigError, match="ConnectionError"):
-        trackers.take({"event": "step", "step": 2, "loss": 2.0})
+        trackers.write({"event": "step", "step": 2, "loss": 2.0})
 
 
 @pytest.mark.process

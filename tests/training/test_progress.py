@@ -30,7 +30,7 @@ def event(step, epoch, loss, tokens_per_second):
 def run(progress, steps):
     with progress:
         for step in steps:
-            progress.take(event(step, 0, 1.23456, 1900.4))
+            progress.write(event(step, 0, 1.23456, 1900.4))
 
 
 def test_without_a_terminal_the_log_gets_a_line_now_and_then(package_log, capsys):
@@ -60,7 +60,7 @@ def test_a_terminal_sees_one_view_with_the_log_above_it(monkeypatch, capsys):
     progress = TrainingProgress(20, log_every=5, console=Console(file=screen, force_terminal=True, width=120))
     with progress:
         for step in range(1, 21):
-            progress.take(event(step, 1, 0.5, 1000))
+            progress.write(event(step, 1, 0.5, 1000))
         logger.warning("a row was cut")
         logger.warning("step 20: the loss is flat", extra={"is_on_view": True})
     logger.warning("afterwards")
@@ -84,7 +84,7 @@ def test_the_view_shows_how_far_a_validation_has_come(monkeypatch):
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
     with TrainingProgress(20, log_every=5, console=console) as progress:
-        progress.take(event(5, 1, 0.5, 1000))
+        progress.write(event(5, 1, 0.5, 1000))
         assert rows_of_view(console, progress).keys() == {"step", "loss", "rate", "speed"}
         with waiting("validation"):
             report_progress("64 of 200 rows")
@@ -106,7 +106,7 @@ def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):
     progress = TrainingProgress(20, console=Console(file=screen, force_terminal=True, width=80))
     with stops_after_step():
         with progress:
-            progress.take(event(1, 0, 0.5, 1000))
+            progress.write(event(1, 0, 0.5, 1000))
             os.kill(os.getpid(), signal.SIGINT)
             patience = time.monotonic() + 20
             while "press Ctrl-C again to stop at once" not in screen.getvalue():

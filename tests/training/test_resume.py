@@ -14,8 +14,8 @@ import pytest
 from finetune.cli.train import train_from_overrides
 from finetune.config.compose import compose, load_config, resolved_yaml
 from finetune.config.keys import fields, on_resume
-from finetune.config.on_resume import OnResume
 from finetune.config.run_paths import resolved_paths
+from finetune.config.schema import OnResume
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder

@@ -12,7 +12,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.errors import DataError, RunFailedError
 from finetune.model.lora import add_lora
-from finetune.signals import steps_begin
+from finetune.signals import begin_steps
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
@@ -117,7 +117,7 @@ def test_the_step_counts_tokens_and_targets_and_repeats_its_rate(runtime):
 def test_a_signal_is_told_with_the_next_step(runtime):
     model = tiny_lora()
     assert step(runtime, model, split([8])).num_preempted == 0
-    steps_begin()
+    begin_steps()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert step(runtime, model, split([8]), number=2).num_preempted == 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
@@ -18,16 +19,14 @@ from finetune.inference.scores import Evaluation
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import MetricsWriter, iterate_events, subset_key
+from finetune.runs.metrics import subset_key
 from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
 from finetune.terminal import shown_folder
 from finetune.training.profiling import Profile
-from finetune.training.reporting.curve_warnings import CurveWarnings
-from finetune.training.reporting.interval import Interval
-from finetune.training.reporting.progress import TRACE_VIEWER, TrainingProgress, show_what_next
-from finetune.training.reporting.trackers import Trackers
+from finetune.training.reporting.events import Interval, RunEvents
+from finetune.training.reporting.progress import TRACE_VIEWER, show_what_next
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.step import StepResult
@@ -77,24 +76,18 @@ class Journal:
         self._example_prompt: str | None = None
         self._profile_summary: str | None = None
         self._fallbacks = fallbacks
-        self._best_metric = config.checkpoint.best_metric
-        self._log_every = config.training.log_every
-        self._max_skipped_steps = config.training.max_skipped_steps
-        self._progress: TrainingProgress | None = None
+        self._config = config
         self._num_steps = 0
         self._interval = Interval()
-        self._warnings = CurveWarnings()
-        self._trackers = Trackers(config, self.folder, fallbacks)
         self._last_step_at = time.monotonic()
-        self._metrics = MetricsWriter(
-            self.folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue"
-        )
+        self._events = RunEvents(config, self.folder, fallbacks)
         # If a checkpoint survives a crash, so must the metrics of the steps before it.
-        self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._metrics.sync)
+        self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._events.metrics.sync)
         self._num_tokens = self._num_computed = 0
         self._saving = {"checkpoints": 0, "blocked_seconds": 0.0, "write_seconds": 0.0}
         self._record = RunRecord(self.folder.record_file)
-        try:
+        with ExitStack() as opened:  # if this fails, the caller has no journal to close
+            opened.callback(self.folder.close)
             changes = accepted_changes(self.folder, config, fingerprints)
             refuse_other_global_batch(
                 self.folder,
@@ -105,6 +98,7 @@ class Journal:
             recorded = config.model_copy(update={"resume_allow": []})  # an allowed change holds for one start only
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file)
+                opened.callback(stop_logging_to, self._log_file)
                 replace_file(self.folder.config_file, resolved_yaml(recorded).encode())
             start = RunStart(
                 **world,
@@ -117,11 +111,8 @@ class Journal:
                 resume_changes=changes,
             )
             self._record.start(start)
-        except BaseException:
-            if "_log_file" in vars(self):
-                stop_logging_to(self._log_file)
-            self.folder.close()  # the caller has no journal to close yet
-            raise
+            opened.callback(self._events.close)
+            self._opened = opened.pop_all()
 
     def recorded_memory(self) -> Mapping[str, Any] | None:
         """Return the recorded memory choice of a resumed run, empty if it has none; None if the run is new."""
@@ -133,18 +124,12 @@ class Journal:
 
     def start_training(self, state: TrainerState, num_steps: int) -> None:
         """Start or continue training at `state`, and remove the later events from metrics.jsonl."""
-        self._metrics.cut_behind(state.step)
         self.result["num_skipped_steps"] = state.num_skipped_steps
         if state.num_overflows:
             self.result["num_overflows"] = state.num_overflows
         self._record.update(num_steps=num_steps)
         self._num_steps = num_steps
-        self._trackers.start(first_step=state.step)
-        self._progress = TrainingProgress(num_steps, first_step=state.step, log_every=self._log_every)
-        for event in iterate_events(self.folder.metrics_file):
-            self._warnings.take(event)
-            self._progress.recall(event)
-        self._progress.__enter__()
+        self._events.start(state.step, num_steps)
         self._last_step_at = time.monotonic()
 
     def step(self, state: TrainerState, result: StepResult, *, data_wait_seconds: float | None = None) -> None:
@@ -169,10 +154,10 @@ class Journal:
                 "are unchanged",
                 state.step,
                 state.num_skipped_steps,
-                self._max_skipped_steps,
+                self._config.training.max_skipped_steps,
                 result.not_finite,
             )
-        self._emit(
+        self._events.write(
             "step",
             step=state.step,
             epoch=_epoch_of_last_step(state),
@@ -188,25 +173,16 @@ class Journal:
             **({"overflows": result.num_overflows} if result.num_overflows else {}),
             **result.metrics,
         )
-        if state.step % self._log_every == 0 or state.step == self._num_steps:
+        if state.step % self._config.training.log_every == 0 or state.step == self._num_steps:
             interval, self._interval = self._interval, Interval()
-            self._emit("resources", step=state.step, **interval.metrics())
-
-    def _emit(self, name: str, /, **values: Any) -> None:
-        """Write an event to metrics.jsonl, pass it to the listeners, and log the warnings that follow from it."""
-        event = self._metrics.write(name, **values)
-        for listener in (self._progress, self._trackers):
-            if listener is not None:
-                listener.take(event)
-        if warning := self._warnings.take(event):
-            _log.warning("step %d: %s", event["step"], warning.text, extra={"is_on_view": True})
-            self._emit("warning", step=event["step"], kind=warning.name, text=warning.text)
+            self._events.write("resources", step=state.step, **interval.metrics())
 
     def validation(self, state: TrainerState, sums: LossSums, *, metrics: Mapping[str, float]) -> None:
         """Record a validation after a step; `metrics` are its metrics other than the loss."""
+        best_metric = self._config.checkpoint.best_metric
         if metrics:
             self.result["validation_figures"] = dict(metrics)
-        self._emit(
+        self._events.write(
             "validation",
             step=state.step,
             epoch=_epoch_of_last_step(state),
@@ -214,7 +190,7 @@ class Journal:
             standard_error=sums.standard_error,
             num_targets=int(sums.num_targets),
             **metrics,
-            **({} if self._best_metric == "loss" else {"best_metric": self._best_metric}),
+            **({} if best_metric == "loss" else {"best_metric": best_metric}),
         )
         self._last_step_at = time.monotonic()  # validation does not count towards the next step
 
@@ -247,9 +223,7 @@ class Journal:
         if self._num_computed < self._num_tokens and "shared_tokens" not in self.result:
             shared = self.result["shared_tokens"] = 1 - self._num_computed / self._num_tokens
             _log.info("%.0f%% of all tokens were in shared prefixes, computed once", 100 * shared)
-        if self._progress is not None:
-            self._progress.__exit__(None, None, None)
-            self._progress = None
+        self._events.close_view()
 
     def test(self, evaluation: Evaluation) -> None:
         """Record the result of the test phase: the scores of both models, and their answers in run.json."""
@@ -273,7 +247,7 @@ class Journal:
                 for name, each in evaluation.subsets.items()
                 for metric, value in {**each.scores[model].metrics, "loss": each.scores[model].loss}.items()
             }
-            self._emit("test", model=model, **metrics, loss=scores.loss, **in_subsets)
+            self._events.write("test", model=model, **metrics, loss=scores.loss, **in_subsets)
             self.result[f"test_{model}"] = {"loss": scores.loss, **metrics}
 
     def close(self, error: BaseException | None) -> None:
@@ -284,51 +258,46 @@ class Journal:
         try:
             self._note_saved(self._saver.close(error))
             self.end_training()
-            self._trackers.close()
-            status, why = _status(error), f"{type(error).__name__}: {error}"
+            self._events.close()
+            status, reason = _status(error), f"{type(error).__name__}: {error}"
             self._record.update(fallbacks=self._fallbacks.as_records())
             if status == "preempted":
                 self.result["why"] = str(error)
             elif error is not None:
-                self.result["error"] = why
+                self.result["error"] = reason
             self._record.finish(status, self.result)
             if error is None:
                 self._say_what_was_written()
                 step = self.result.get("best_step")
                 show_what_next(self.folder.path, self._example_prompt, step=step, profile=self._profile_summary)
             else:  # the command prints it on the screen
-                said = "from the keyboard" if isinstance(error, KeyboardInterrupt) else why
-                log_only_to(self._log_file, __name__, f"the run {status}: {said}")
+                cause = "from the keyboard" if isinstance(error, KeyboardInterrupt) else reason
+                log_only_to(self._log_file, __name__, f"the run {status}: {cause}")
         except RunFailedError:
             if error is None:
                 raise  # else report the first error: a full disk refuses run.json too
         finally:
-            self._release()
+            self._opened.close()
 
     def abandon(self) -> None:
         """Release the folder and record nothing, because the results are not kept."""
         self.is_closed = True
         self._saver.close(None)
-        self._release()
-
-    def _release(self) -> None:
-        self._metrics.close()
-        stop_logging_to(self._log_file)
-        self.folder.close()
+        self._opened.close()
 
     def _note_saved(self, saved: list[Saved]) -> None:
-        for one in saved:
-            self._emit(
+        for checkpoint in saved:
+            self._events.write(
                 "checkpoint",
-                step=one.step,
-                path=one.path.relative_to(self.folder.path).as_posix(),
-                num_bytes=one.num_bytes,
-                blocked_seconds=round(one.blocked_seconds, 6),
-                write_seconds=round(one.write_seconds, 6),
+                step=checkpoint.step,
+                path=checkpoint.path.relative_to(self.folder.path).as_posix(),
+                num_bytes=checkpoint.num_bytes,
+                blocked_seconds=round(checkpoint.blocked_seconds, 6),
+                write_seconds=round(checkpoint.write_seconds, 6),
             )
             self._saving["checkpoints"] += 1
-            self._saving["blocked_seconds"] += one.blocked_seconds
-            self._saving["write_seconds"] += one.write_seconds
+            self._saving["blocked_seconds"] += checkpoint.blocked_seconds
+            self._saving["write_seconds"] += checkpoint.write_seconds
 
     def _say_what_was_written(self) -> None:
         taken = [f"{record['what']}: {record['used']}" for record in self._fallbacks.as_records()]

@@ -50,12 +50,13 @@ class TrainingProgress:
         """Add an event of an earlier start to the view of a resumed run."""
         self._view.take(event)
 
-    def take(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         """Show an event of metrics.jsonl."""
         self._view.take(event)
         if event["event"] == "step":
             step = self._view.step
-            self._view.seconds_left = self._seconds_left(step)
+            done = max(step - self._first, 1)
+            self._view.seconds_left = (time.monotonic() - self._started) / done * (self._total - step)
             report_progress("" if self._is_live else self._view.line())
             if step % self._log_every == 0 or step == self._total:
                 _log.info("%s", self._view.line(), extra={"is_on_view": True})
@@ -91,10 +92,6 @@ class TrainingProgress:
 
         self._view.task = task_on_view()
         return Group(self._view, *(Text(line, style="bold") for line in ctrl_c_to_show()))
-
-    def _seconds_left(self, step: int) -> float:
-        done = max(step - self._first, 1)
-        return (time.monotonic() - self._started) / done * (self._total - step)
 
 
 def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profile: str | None = None) -> None:

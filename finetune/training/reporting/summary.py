@@ -53,8 +53,8 @@ def show_summary(
         "device": f"{_device(runtime.device)}, {runtime.precision}",
         "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),
     }
-    for name, what in facts.items():
-        line = fold(f"{name:<{_LABEL_WIDTH}}{what}", sys.stderr, indent=" " * _LABEL_WIDTH)
+    for name, fact in facts.items():
+        line = fold(f"{name:<{_LABEL_WIDTH}}{fact}", sys.stderr, indent=" " * _LABEL_WIDTH)
         sys.stderr.write(f"{line}\n")
 
 

@@ -56,7 +56,7 @@ class Trackers:
                 ) from error
             self._open[name] = tracker
 
-    def take(self, event: Event) -> None:
+    def write(self, event: Event) -> None:
         """Report the values of an event, as `step/loss`, `validation/loss`, `resources/host_memory`, ..."""
         prefix = f"test_{event.get('model')}" if event["event"] == "test" else event["event"]
         values = {
@@ -72,8 +72,8 @@ class Trackers:
                 tracker.log(values, step=step)
             except Exception as error:  # of the network, the disk or the service
                 del self._open[name]
-                why = f"{_in_a_line(error)}; metrics.jsonl has every figure"
-                self._fallbacks.take(Fallback(what="training.report_to", wanted=name, used="none", why=why))
+                reason = f"{_in_a_line(error)}; metrics.jsonl has every figure"
+                self._fallbacks.take(Fallback(what="training.report_to", wanted=name, used="none", why=reason))
 
     def close(self) -> None:
         """Let each tracker finish writing. May be called twice."""
@@ -91,10 +91,10 @@ def _in_a_line(error: Exception) -> str:
 
 def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
     """Return nested values under dotted names, with lists and inner mappings as text, which every tracker accepts."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict) and not above:
-            found |= _flat(value, f"{name}.")
+            flat |= _flat(value, f"{name}.")
         else:
-            found[f"{above}{name}"] = value if isinstance(value, (int, float, str)) else str(value)
-    return found
+            flat[f"{above}{name}"] = value if isinstance(value, (int, float, str)) else str(value)
+    return flat

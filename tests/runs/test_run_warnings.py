@@ -1,15 +1,19 @@
+"""Warnings about curves and rewards, on artificial runs."""
+
 import math
 import random
 
 import pytest
 
-from finetune.training.reporting.curve_warnings import CurveWarnings
+from finetune.training.reporting.run_warnings import RunWarnings
 from tests.runs.made_runs import step_event
+
+HEALTHY = {"reward": 0.5, "equal_groups": 0.5, "truncated": 0.1, "entropy": 1.0}
 
 
 def said(losses, warnings=None, **changes):
     """(step, kind) of each warning over a curve."""
-    warnings = warnings or CurveWarnings()
+    warnings = warnings or RunWarnings()
     events = (step_event(step, loss, **changes) for step, loss in enumerate(losses, 1))
     return [(event["step"], found.name) for event in events if (found := warnings.take(event))]
 
@@ -43,7 +47,7 @@ def test_a_slow_but_certain_fall_is_not_flat():
 
 
 def test_a_rate_of_zero_is_named():
-    warnings = CurveWarnings()
+    warnings = RunWarnings()
     events = (step_event(step, 2.0, learning_rate=0.0) for step in range(1, 151))
     [found] = filter(None, map(warnings.take, events))
     assert "the learning rate is 0" in found.text
@@ -75,13 +79,50 @@ def interval(share):
 
 
 def test_a_loader_that_is_waited_for_twice_in_a_row_is_the_brake():
-    warnings = CurveWarnings()
+    warnings = RunWarnings()
     found = [bool(warnings.take(interval(share))) for share in (0.6, 0.1, 0.3, 0.3, 0.5)]
     assert found == [False, False, False, True, False]
-    assert CurveWarnings().take({"event": "resources", "step": 10}) is None
+    assert RunWarnings().take({"event": "resources", "step": 10}) is None
 
 
 def test_what_an_earlier_start_has_said_is_not_said_again():
-    warnings = CurveWarnings()
+    warnings = RunWarnings()
     warnings.take({"event": "warning", "step": 100, "kind": "flat", "text": "…"})
     assert said([2.0] * 300, warnings) == []
+
+
+def kinds(events):
+    warnings = RunWarnings()
+    return [found.name for event in events if (found := warnings.take(event))]
+
+
+def steps(count, **values):
+    return [{"event": "step", "step": n, "loss": (-1) ** n / n, **HEALTHY, **values} for n in range(1, count + 1)]
+
+
+def validation(reward):
+    return {"event": "validation", "step": 1, "loss": -reward, "reward": reward}
+
+
+def test_a_healthy_run_has_none_although_its_loss_is_about_0():
+    assert kinds(steps(300)) == []
+
+
+@pytest.mark.parametrize(("values", "kind"), [({"equal_groups": 0.95}, "equal"), ({"truncated": 0.6}, "truncated")])
+def test_ten_bad_steps_are_said_once(values, kind):
+    assert kinds(steps(9, **values)) == []
+    assert kinds(steps(40, **values)) == [kind]
+
+
+def test_an_entropy_that_collapses():
+    assert kinds([*steps(20), *steps(9, entropy=0.0)]) == []
+    assert kinds([*steps(20), *steps(10, entropy=0.09)]) == ["collapsed"]
+
+
+def test_rewards_that_rise_while_validations_fall():
+    def run(trained, validated):
+        return [e for t, v in zip(trained, validated, strict=True) for e in (*steps(10, reward=t), validation(v))]
+
+    assert kinds(run([0.4, 0.5, 0.6], [0.5, 0.45, 0.4])) == ["overfitted"]
+    assert kinds(run([0.4, 0.5, 0.6], [0.5, 0.55, 0.54])) == []
+    assert kinds(run([0.6, 0.5, 0.4], [0.5, 0.45, 0.4])) == []

@@ -1,12 +1,81 @@
-"""Measure the steps between two log lines: time, waiting and memory of the main process."""
+"""Pass each event of a run on: to metrics.jsonl, the live view, trackers and warnings."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
+
+from finetune.runs.metrics import Event, MetricsWriter, iterate_events
+from finetune.training.reporting.progress import TrainingProgress
+from finetune.training.reporting.run_warnings import RunWarnings
+from finetune.training.reporting.trackers import Trackers
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+    from finetune.fallbacks import Fallbacks
+    from finetune.runs.folder import RunFolder
+
+_log = logging.getLogger(__name__)
+
+
+class Sink(Protocol):
+    """Something that shows or passes on the events of a run."""
+
+    def write(self, event: Event) -> None:
+        """Take an event as metrics.jsonl has it."""
+
+
+class RunEvents:
+    """Write each event to metrics.jsonl and to all sinks, and log the warnings that follow from it."""
+
+    def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks) -> None:
+        self.metrics = MetricsWriter(folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue")
+        self._log_every = config.training.log_every
+        self._warnings = RunWarnings()
+        self._trackers = Trackers(config, folder, fallbacks)
+        self._progress: TrainingProgress | None = None
+        self._sinks: list[Sink] = [self._trackers]
+
+    def start(self, first_step: int, num_steps: int) -> None:
+        """Remove the events after a step from metrics.jsonl, and open the trackers and the live view.
+
+        Raises:
+            ConfigError: a tracker cannot be opened.
+        """
+        self.metrics.cut_behind(first_step)
+        self._trackers.start(first_step=first_step)
+        self._progress = TrainingProgress(num_steps, first_step=first_step, log_every=self._log_every)
+        for event in iterate_events(self.metrics.path):
+            self._warnings.take(event)
+            self._progress.recall(event)
+        self._progress.__enter__()
+        self._sinks = [self._progress, self._trackers]
+
+    def write(self, name: str, /, **values: Any) -> None:
+        """Write one event."""
+        event = self.metrics.write(name, **values)
+        for sink in self._sinks:
+            sink.write(event)
+        if warning := self._warnings.take(event):
+            _log.warning("step %d: %s", event["step"], warning.text, extra={"is_on_view": True})
+            self.write("warning", step=event["step"], kind=warning.name, text=warning.text)
+
+    def close_view(self) -> None:
+        """Close the live view. Later events do not appear on it."""
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
+            self._sinks = [self._trackers]
+
+    def close(self) -> None:
+        """Close everything. Later calls do nothing."""
+        self.close_view()
+        self._trackers.close()
+        self.metrics.close()
 
 
 class Interval:
