@@ -123,10 +123,9 @@ def test_mistakes_are_told(asked, adapter_run, options, error, why):
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_run, monkeypatch):
-    from finetune.inference.answer_reader import Answer
-    from finetune.inference.answering import Answering
+    from finetune.inference.answer_reader import Answer, AnswerReader
 
-    monkeypatch.setattr(Answering, "read", lambda self, ids: Answer("\x1b[2J\x9bgone\u202e\nnext"))
+    monkeypatch.setattr(AnswerReader, "read", lambda self, ids: Answer("\x1b[2J\x9bgone\u202e\nnext"))
     assert asked(adapter_run, PROMPTS[:1]) == "<U+001B>[2J<U+009B>gone<U+202E>\nnext\n"
     assert "<U+001B>[2J" in asked(adapter_run, PROMPTS[:1], compare=True)
     assert "\x1b" not in asked(adapter_run, PROMPTS[:1], compare=True)
