@@ -108,12 +108,12 @@ def generate(
 
 
 def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
-    from finetune.inference.prompts import read_arguments, read_json_lines, read_prompts_file, read_text
+    from finetune.inference.prompts import read_json_lines, read_prompts_file, user_prompt
 
     if arguments and from_file is not None:
         raise DataError("PROMPT and --from are both given. Drop one.")
     if arguments:
-        return read_arguments(arguments)
+        return [user_prompt(text, f"prompt {place}") for place, text in enumerate(arguments, start=1)]
     if from_file == _STANDARD_INPUT:
         return read_json_lines(sys.stdin, "standard input")
     if from_file is not None:
@@ -123,7 +123,10 @@ def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
             "there is nothing to answer. Give a PROMPT, --from FILE, or a text through a pipe; `finetune chat` reads "
             "one line after another."
         )
-    return read_text(sys.stdin.read(), "standard input")
+    text = sys.stdin.read()
+    if not text.strip():
+        raise DataError("standard input is blank: there is nothing to answer.")
+    return [user_prompt(text.rstrip("\r\n"), "standard input")]
 
 
 def _without_template(prompt: Prompt) -> Prompt:

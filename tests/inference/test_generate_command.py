@@ -81,8 +81,11 @@ def test_rows_of_a_file_are_asked_as_they_stand(asked, adapter_run, tmp_path):
 
 
 def test_a_text_through_a_pipe_is_one_prompt_and_json_lines_are_several(asked, adapter_run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\r\n"))
     assert asked(adapter_run) == asked(adapter_run, [PROMPTS[1]])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    with pytest.raises(DataError, match="standard input is blank"):
+        asked(adapter_run)
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Two pens."}\n"330 notebooks to Tamara"\n'))
     assert asked(adapter_run, from_file="-") == asked(adapter_run, PROMPTS[1:])
 
