@@ -99,10 +99,10 @@ def _in_all_sides(sides: Sequence[Mapping[Examples, EncodedExamples]]) -> list[d
         return [dict(sides[0])]
     kept: list[dict[Examples, EncodedExamples]] = [{} for _ in sides]
     for wholes in zip(*sides, strict=True):
-        found = [side[whole] for side, whole in zip(sides, wholes, strict=True)]
-        common = set.intersection(*(set(rows.rows.numbers.tolist()) for rows in found))
-        for side, whole, rows in zip(kept, wholes, found, strict=True):
-            side[whole] = rows.select([row for row, n in enumerate(rows.rows.numbers.tolist()) if n in common])
+        encoded = [side[whole] for side, whole in zip(sides, wholes, strict=True)]
+        common = set.intersection(*(set(rows.numbers.tolist()) for rows in encoded))
+        for side, whole, rows in zip(kept, wholes, encoded, strict=True):
+            side[whole] = rows.select([row for row, n in enumerate(rows.numbers.tolist()) if n in common])
     return kept
 
 
@@ -160,7 +160,7 @@ def encode_rows(
 
     Raises:
         DataError: a row cannot be used, or none has a target token.
-        CannotWriteError: the writer refused a row.
+        OSError: the disk refused a row.
     """
     seen = _look_through(examples, tokens.template, section.train_on)
     train_on: TrainOn = "last" if section.train_on == "last" else "all"
@@ -249,11 +249,12 @@ def _encode_source(
         fallbacks,
         whole.label,
     )
-    if rows.unread:
-        wanted, used = f"the columns {', '.join(rows.unread)} of {whole.label}", "the other columns"
-        why = f"rows of this format have no place for them (data.columns.{rows.unread[0]}=none says that this is meant)"
+    unread = rows.facts.unread
+    if unread:
+        wanted, used = f"the columns {', '.join(unread)} of {whole.label}", "the other columns"
+        why = f"rows of this format have no place for them (data.columns.{unread[0]}=none says that this is meant)"
         fallbacks.take(Fallback(what="the prompt", wanted=wanted, used=used, why=why))
-    return EncodedExamples([rows], tokens.end_id_of(rows.row_type), whole.source.place)
+    return EncodedExamples.of(rows, tokens.end_id_of(rows.facts.row_type), whole.source.place)
 
 
 def _part_of(encoded: EncodedExamples, part: Examples) -> Part:

@@ -200,7 +200,7 @@ class Dialogues:
             self.prompts.append([int(token) for token in prompt])
             self.expected.append(self.reader.read(answer).text)
             if examples.subset_names:
-                self.subsets.append(examples.subset_names[int(examples.rows.subset[row])])
+                self.subsets.append(examples.subset_names[int(examples.subset[row])])
 
     def last_turn(self, row: int) -> str:
         """Return the text of the last turn before the answer, or the whole prompt if it has no turns."""
@@ -281,7 +281,7 @@ def _evaluate_subsets(
     """Return the scores of each subset that has rows, from the losses of all rows and the metrics of those answered."""
     found = {}
     for index, subset in enumerate(examples.subset_names):
-        rows = examples.rows.subset == index
+        rows = examples.subset == index
         if rows.any():
             found[subset] = Evaluation(
                 num_rows=int(rows.sum()),
