@@ -163,13 +163,15 @@ def encode_rows(
         OSError: the disk refused a row.
     """
     seen = _look_through(examples, tokens.template, section.train_on)
+    facts = seen.facts
     train_on: TrainOn = "last" if section.train_on == "last" else "all"
     num_processes = choose_processes(seen.num_to_encode, seen.characters, section.num_processes)
 
-    facts = seen.facts
-
     def batches() -> Iterator[list[Example]]:
-        return _batches(examples, section.train_on, facts.row_type)
+        alike = (as_messages(example) if facts.row_type == "messages" else example for example in examples)
+        remaining = (row for example in alike for row in _to_encode(example, section.train_on))
+        while batch := list(islice(remaining, ROWS_AT_ONCE)):
+            yield batch
 
     def write(encoded: Iterable[Encoded]) -> RowProblems:
         problems = RowProblems(drops=examples.drops)
@@ -264,24 +266,17 @@ def _part_of(encoded: EncodedExamples, part: Examples) -> Part:
     return Part(encoded, part.label, part.weight, part.name)
 
 
-def _batches(examples: Examples, train_on: str, row_type: str) -> Iterator[list[Example]]:
-    alike = (as_messages(example) if row_type == "messages" else example for example in examples)
-    remaining = (row for example in alike for row in _to_encode(example, train_on))
-    while batch := list(islice(remaining, ROWS_AT_ONCE)):
-        yield batch
-
-
 def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int, problems: RowProblems) -> None:
     """Write the rows that could be encoded, and note the problems of the others."""
-    bad = -1  # the answers of a conversation count as one row
+    last_problem = -1  # the answers of a conversation count as one row
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
             if not isinstance(row, BadRowError):
                 writer.add(example.number, row, max_length=max_length, is_good=example.is_good, digest=example.digest)
                 continue
-            if example.number != bad:
+            if example.number != last_problem:
                 problems.add(example.source, str(row))
-            bad = example.number
+            last_problem = example.number
 
 
 def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
