@@ -95,7 +95,7 @@ def _read(path: Path, what: str) -> EncodedRows | None:
         return None
     try:
         rows = map_rows(path)
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
     _log.info(

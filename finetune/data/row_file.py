@@ -154,7 +154,7 @@ def map_rows(path: Path) -> EncodedRows:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError, LookupError, TypeError, AttributeError: it is damaged.
+        ValueError: it is damaged, or of another version.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -162,13 +162,13 @@ def map_rows(path: Path) -> EncodedRows:
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()[_METADATA_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
+        facts = RowFacts(**about["facts"])
+        if _digest(tensors, facts) != about["sha256"]:
+            raise ValueError("its content has changed since it was written")
+        rows = EncodedRows(**tensors, facts=facts)
+        _check_shapes(rows)
+    except (SafetensorError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    facts = RowFacts(**about["facts"])
-    if _digest(tensors, facts) != about["sha256"]:
-        raise ValueError("its content has changed since it was written")
-    rows = EncodedRows(**tensors, facts=facts)
-    _check_shapes(rows)
     return rows
 
 

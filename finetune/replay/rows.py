@@ -48,7 +48,7 @@ def load_rows(title: str, config: Config, fingerprint: str) -> TrainingRows | No
     for path in sorted(Path(config.data.cache_dir).expanduser().glob("encoded-*.safetensors")):
         try:
             rows = EncodedExamples.of(map_rows(path), train.sides[0].end_id)
-        except (ValueError, LookupError, TypeError, AttributeError, OSError):
+        except (ValueError, OSError):
             continue  # damaged, or of another version
         if rows.fingerprint == fingerprint:
             return TrainingRows(title, [rows], tokenizer)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from finetune.config.schema import DataSection
 from finetune.data import row_file, templates
@@ -282,6 +282,15 @@ def test_a_signed_file_whose_tensors_lie_is_encoded_again(what, section, logged)
     assert encode(section).fingerprint == first, "this test writes files that are read"
     assert "is damaged" not in " ".join(logged())
     _signed(path, **LIES[what])
+    assert encode(section).fingerprint == first
+    assert "is damaged" in " ".join(logged())
+
+
+@pytest.mark.parametrize("metadata", [None, {"finetune": "[" * 100_000}, {"finetune": "[]"}, {"finetune": "{}"}])
+def test_a_file_whose_metadata_are_others_is_encoded_again(metadata, section, logged):
+    first = encode(section).fingerprint
+    (path,) = Path(section.cache_dir).glob("*.safetensors")
+    save_file(load_file(path), path, metadata)
     assert encode(section).fingerprint == first
     assert "is damaged" in " ".join(logged())
 

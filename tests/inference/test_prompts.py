@@ -123,12 +123,6 @@ def test_a_template_that_refuses_the_turns_is_told():
         encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
 
 
-def test_rows_of_a_table_are_named_as_rows(tmp_path):
-    path = tmp_path / "asked.csv"
-    path.write_text('prompt\n"two\nlines"\nb\n')
-    assert [prompt.source for prompt in read_prompts_file(path)] == [f"{path} row 1", f"{path} row 2"]
-
-
 def test_a_line_that_is_not_json_is_told_as_in_a_file_of_rows():
     with pytest.raises(DataError, match=r"asked:2: not JSON: .+ at column 2; expected one JSON object per line"):
         read_json_lines(['{"prompt": "a"}', '{"prompt'], "asked")
