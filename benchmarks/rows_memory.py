@@ -113,7 +113,7 @@ def made_rows(folder: Path, num_rows: int) -> EncodedExamples:
             writer.add(number, TokenisedRow(ids[start : start + _MADE_LENGTH], is_target), max_length=_MADE_LENGTH)
         return RowFacts()
 
-    return EncodedExamples([load_or_encode(folder, "0" * 64, encode, Fallbacks(strict=True), "made rows")], 0)
+    return EncodedExamples.of(load_or_encode(folder, "0" * 64, encode, Fallbacks(strict=True), "made rows"), 0)
 
 
 @contextmanager

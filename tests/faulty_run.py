@@ -130,7 +130,7 @@ def main(words: list[str]) -> None:
         tokenizer = build_tokenizer(config.model)
         splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
         if is_faulty and KIND in ("data", "worker"):
-            train = FaultyRows(splits.train.sources, splits.train.end_id)
+            train = FaultyRows.of(splits.train.sources[0], splits.train.end_id)
             splits = EncodedSplits(train, splits.validation, splits.test)
         model = build_base_model(config.model)
         model = add_lora(model, config.lora) if config.training.method == "lora" else model

@@ -69,9 +69,7 @@ GOINGS = [Going(before, now, step) for now in WORLD_SIZES for before in WORLD_SI
 class NotedRows(EncodedExamples):
     """Rows that remember which of them were read."""
 
-    def __init__(self, examples: EncodedExamples) -> None:
-        super().__init__(examples.sources, examples.end_id)
-        self.read: list[int] = []
+    read: list[int]
 
     def __getitem__(self, index: int) -> EncodedExample:
         self.read.append(index)
@@ -84,7 +82,8 @@ def train(words: list[str]) -> None:
     with launch(config) as runtime:
         tokenizer = build_tokenizer(config.model)
         splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
-        rows = NotedRows(splits.train)
+        rows = NotedRows.of(splits.train.sources[0], splits.train.end_id)
+        rows.read = []
         model = add_lora(build_base_model(config.model), config.lora)
         splits = EncodedSplits(rows, splits.validation, splits.test)
         trainer = Trainer(runtime, config, model, tokenizer, splits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -28,11 +29,20 @@ from finetune.errors import ConfigError, DataError
 from finetune.terminal import EMPTY, fold, visible
 
 if TYPE_CHECKING:
+    from finetune.data.turns import Turn
     from finetune.inference.answer_reader import Answer
-    from finetune.inference.answering import Answering
-    from finetune.inference.conversation import Command
+    from finetune.inference.generator import Generator
+    from finetune.inference.prompts import Prompt
 
 _PROMPT = "> "
+_COMMANDS = {
+    "/reset": "forget the conversation",
+    "/system TEXT": "set the system turn and start again; - removes it, and without TEXT it is shown",
+    "/tool TEXT": "give the result of a tool that the model has called",
+    "/compare": "switch the answers of the base on or off",
+    "/help": "this list",
+    "/exit": "leave, like Ctrl-D",
+}
 
 
 def chat(
@@ -50,10 +60,10 @@ def chat(
     settings: SetOption = None,
 ) -> None:
     """Talk with a finished run. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."""
-    from finetune.inference.answering import AnswerSettings, open_answering
     from finetune.inference.finished_run import find_run
+    from finetune.inference.generator import AnswerSettings, Generator
 
-    wished = AnswerSettings(
+    answer_settings = AnswerSettings(
         system=system,
         tools=read_tools_option(tools),
         max_new_tokens=max_new_tokens,
@@ -64,45 +74,81 @@ def chat(
     )
     log_as_this_rank()
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
-    with open_answering(run, wished) as answering:
-        ChatSession(answering, compare=compare).run()
+    with Generator.open(run, answer_settings) as generator:
+        ChatSession(generator, compare=compare).run()
+
+
+@dataclass
+class Conversation:
+    """The system turn, the tools and the turns so far."""
+
+    system: str | None = None
+    tools: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    def add(self, role: str, text: str) -> None:
+        """Add a turn of the user or the result of a tool."""
+        from finetune.data.turns import text_turn
+
+        self.turns.append(text_turn(role, text))
+
+    @property
+    def waits_for_tool(self) -> bool:
+        """Whether the last answer calls a tool."""
+        return bool(self.turns) and bool(self.turns[-1].get("tool_calls"))
+
+    def answer(self, answer: Answer) -> None:
+        """Add the assistant's turn. If it is empty, remove the question instead, because templates expect an answer."""
+        if answer.text:
+            self.turns.append(answer.as_turn())
+        else:
+            self.forget_unanswered()
+
+    def forget_unanswered(self) -> None:
+        """Remove the last question if it has no answer."""
+        if self.turns and self.turns[-1]["role"] != "assistant":
+            self.turns.pop()
+
+    def as_prompt(self) -> Prompt:
+        """Return the prompt for the next answer."""
+        from finetune.inference.prompts import Prompt, with_system_turn
+
+        turns = with_system_turn(self.turns, self.system)
+        return Prompt(source="the conversation", messages=tuple(turns), tools=self.tools)
 
 
 class ChatSession:
     """A conversation at the keyboard, or with the lines of a pipe; with a pipe, only answers go to standard output."""
 
-    def __init__(self, answering: Answering, *, compare: bool) -> None:
+    def __init__(self, generator: Generator, *, compare: bool) -> None:
         from finetune.data.chat_template import WITHOUT_TEMPLATE
-        from finetune.inference.conversation import Conversation
 
-        if answering.tokenizer.chat_template is None:
+        if generator.tokenizer.chat_template is None:
             raise ConfigError(
                 "the run's tokenizer has no chat template, which a conversation needs. Use `finetune generate`, or "
                 f"give a template with --set {WITHOUT_TEMPLATE}."
             )
         if compare:
-            answering.require_base()
-        self._answering = answering
+            generator.require_base()
+        self._generator = generator
         self._compare = compare
-        self._conversation = Conversation(answering.opening.system, answering.opening.tools)
+        self._conversation = Conversation(generator.opening.system, generator.opening.tools)
         self._at_keyboard = sys.stdin.isatty() and sys.stdout.isatty()
 
     def run(self) -> None:
-        """Answer lines up to the last one, or to /exit."""
-        from finetune.inference.conversation import Command, read_line
-
+        """Answer lines up to the last one, or to /exit. A leading `//` stands for `/`."""
         tools = f" tools: {self._conversation.tools}." if self._conversation.tools else ""
-        self._note(f"{_describe_system(self._conversation.system)}{tools} /help lists commands; Ctrl-D leaves.")
-        for line in self._lines():
-            said = read_line(line)
-            if said == Command("/exit"):
+        self._note(f"{self._describe_system()}{tools} /help lists commands; Ctrl-D leaves.")
+        for line in map(str.strip, self._lines()):
+            if line == "/exit":
                 return
             try:
-                if isinstance(said, Command):
-                    self._obey(said)
-                elif said is not None:
-                    self._conversation.ask(said)
-                    self._go_on()
+                if line.startswith("/") and not line.startswith("//"):
+                    name, _, text = line.partition(" ")
+                    self._obey(name, text.strip())
+                elif line:
+                    self._conversation.add("user", line.removeprefix("/"))
+                    self._answer_last_turn()
             except KeyboardInterrupt:  # pressed when the answer had just ended
                 self._conversation.forget_unanswered()
 
@@ -122,10 +168,9 @@ class ChatSession:
                 sys.stdout.write("\n")
                 self._note("Ctrl-D or /exit leaves.")
 
-    def _go_on(self) -> None:
-        """Answer the last turn."""
+    def _answer_last_turn(self) -> None:
         try:
-            ids = self._answering.encode(self._conversation.as_prompt())
+            ids = self._generator.encode(self._conversation.as_prompt())
             if self._compare:
                 self._answer("base", ids)
             answer = self._answer("tuned", ids)
@@ -142,47 +187,44 @@ class ChatSession:
             self._write(f"{name}: ")
         given: list[int] = []
         try:
-            self._answering.stream(name, ids, self._write, given)
+            self._generator.stream(name, ids, self._write, given)
         except KeyboardInterrupt:
             self._write("\n")
             self._note("stopped.")
         else:
-            self._write("\n" if self._answering.text(given).strip() else f"{EMPTY}\n")
-        return self._answering.read(given)
+            self._write("\n" if self._generator.text(given).strip() else f"{EMPTY}\n")
+        return self._generator.read(given)
 
-    def _obey(self, command: Command) -> None:
-        from finetune.inference.conversation import COMMANDS
-
-        talk = self._conversation
-        if command.name == "/reset":
-            talk.reset()
+    def _obey(self, command: str, text: str) -> None:
+        conversation = self._conversation
+        if command == "/reset":
+            conversation.turns.clear()
             self._note("the conversation starts again.")
-        elif command.name == "/system":
-            if command.text:
-                talk.system = None if command.text == "-" else command.text
-                talk.reset()
-            self._note(_describe_system(talk.system))
-        elif command.name == "/tool":
-            if talk.waits_for_tool:
-                talk.tell(command.text)
-                self._go_on()
-            else:
-                self._note("the last answer calls no tool.")
-        elif command.name == "/compare":
-            self._switch_compare()
-        elif command.name == "/help":
-            self._note("\n".join(f"{name:<13} {meaning}" for name, meaning in COMMANDS.items()))
+        elif command == "/system":
+            if text:
+                conversation.system = None if text == "-" else text
+                conversation.turns.clear()
+            self._note(self._describe_system())
+        elif command == "/tool" and conversation.waits_for_tool:
+            conversation.add("tool", text)
+            self._answer_last_turn()
+        elif command == "/tool":
+            self._note("the last answer calls no tool.")
+        elif command == "/compare" and self._generator.has_base:
+            self._compare = not self._compare
+            self._note(f"the base answers {'too' if self._compare else 'no longer'}.")
+        elif command == "/compare":
+            self._note("this run trained every weight: there is no adapter to switch off.")
+        elif command == "/help":
+            self._note("\n".join(f"{name:<13} {meaning}" for name, meaning in _COMMANDS.items()))
         else:
             self._note(
-                f"{command.name} is not a command (/help lists them). To send the line to the model, begin it with //."
+                f"{command} is not a command (/help lists them). To send the line to the model, begin it with //."
             )
 
-    def _switch_compare(self) -> None:
-        if not self._answering.has_base:
-            self._note("this run trained every weight: there is no adapter to switch off.")
-            return
-        self._compare = not self._compare
-        self._note(f"the base answers {'too' if self._compare else 'no longer'}.")
+    def _describe_system(self) -> str:
+        system = self._conversation.system or "none"
+        return f"system: {system}" + ("" if system.endswith((".", "!", "?")) else ".")
 
     def _write(self, text: str) -> None:
         sys.stdout.write(visible(text))
@@ -193,7 +235,3 @@ class ChatSession:
         sys.stdout.flush()
         sys.stderr.write(f"{fold(text, sys.stderr, indent='  ')}\n")
         sys.stderr.flush()
-
-
-def _describe_system(system: str | None) -> str:
-    return f"system: {system or 'none'}" + ("" if (system or "").endswith((".", "!", "?")) else ".")

@@ -31,7 +31,7 @@ from finetune.logs import waiting
 from finetune.terminal import EMPTY, print_json, print_table, visible
 
 if TYPE_CHECKING:
-    from finetune.inference.answering import Answering
+    from finetune.inference.generator import Generator
     from finetune.inference.prompts import Prompt
 
 _STANDARD_INPUT = "-"
@@ -69,8 +69,8 @@ def generate(
     as_json: JsonOption = False,
 ) -> None:
     """Ask a finished run: one answer for each PROMPT, each row of --from FILE, or the text of a pipe."""
-    from finetune.inference.answering import AnswerSettings, open_answering
     from finetune.inference.finished_run import find_run
+    from finetune.inference.generator import AnswerSettings, Generator
 
     OptionRules({"--raw": raw, "--system": system, "--tools": tools}).exclude(
         "--raw",
@@ -79,7 +79,7 @@ def generate(
         because="the chat template writes them, and --raw leaves the chat template out. Drop --raw, or write them "
         "into the prompt.",
     )
-    wished = AnswerSettings(
+    answer_settings = AnswerSettings(
         system=system,
         tools=read_tools_option(tools),
         max_new_tokens=max_new_tokens,
@@ -94,24 +94,26 @@ def generate(
         if from_file == _STANDARD_INPUT or not (prompts or from_file):
             raise DataError("the ranks of a sharded model do not share a pipe. Give PROMPT or --from FILE.")
         run = run.on_all_ranks()
-    asked = [_as_it_stands(prompt) if raw else prompt for prompt in _read_prompts(prompts or [], from_file)]
-    with open_answering(run, wished) as answering, waiting("answering"):
+    questions = _read_prompts(prompts or [], from_file)
+    if raw:
+        questions = [_without_template(prompt) for prompt in questions]
+    with Generator.open(run, answer_settings) as generator, waiting("answering"):
         if compare:
-            answering.require_base()
-        names = ["base", "tuned"] if compare else ["tuned"]
-        records = _answer_all(answering, asked, names, batch_size or run.config.testing.batch_size)
-        if not answering.runtime.is_main_process:
+            generator.require_base()
+        models = ["base", "tuned"] if compare else ["tuned"]
+        records = _answer_all(generator, questions, models, batch_size or run.config.testing.batch_size)
+        if not generator.runtime.is_main_process:
             return
     show_records(records, as_json=as_json, compare=compare)
 
 
 def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
-    from finetune.inference.prompts import read_arguments, read_json_lines, read_prompts_file, read_text
+    from finetune.inference.prompts import read_json_lines, read_prompts_file, user_prompt
 
     if arguments and from_file is not None:
         raise DataError("PROMPT and --from are both given. Drop one.")
     if arguments:
-        return read_arguments(arguments)
+        return [user_prompt(text, f"prompt {place}") for place, text in enumerate(arguments, start=1)]
     if from_file == _STANDARD_INPUT:
         return read_json_lines(sys.stdin, "standard input")
     if from_file is not None:
@@ -121,10 +123,14 @@ def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
             "there is nothing to answer. Give a PROMPT, --from FILE, or a text through a pipe; `finetune chat` reads "
             "one line after another."
         )
-    return read_text(sys.stdin.read(), "standard input")
+    text = sys.stdin.read()
+    if not text.strip():
+        raise DataError("standard input is blank: there is nothing to answer.")
+    return [user_prompt(text.rstrip("\r\n"), "standard input")]
 
 
-def _as_it_stands(prompt: Prompt) -> Prompt:
+def _without_template(prompt: Prompt) -> Prompt:
+    """Return a prompt that the model gets without a template."""
     from finetune.inference.prompts import Prompt
 
     if len(prompt.messages) > 1:
@@ -132,13 +138,14 @@ def _as_it_stands(prompt: Prompt) -> Prompt:
     return Prompt(source=prompt.source, text=prompt.shown, expected=prompt.expected)
 
 
-def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], batch_size: int) -> list[dict[str, Any]]:
+def _answer_all(
+    generator: Generator, prompts: list[Prompt], models: list[str], batch_size: int
+) -> list[dict[str, Any]]:
     """Make the record of each prompt that --json prints: the tuned model's answer, and the base's under `base`."""
-    from finetune.inference.decoding import generate_answers, room_for_answer
+    from finetune.inference.decoding import room_for_answer
 
-    decoding = answering.decoding
-    encoded = [answering.encode(prompt) for prompt in prompts]
-    rooms = [room_for_answer(answering.model, ids, decoding.max_new_tokens) for ids in encoded]
+    encoded = [generator.encode(prompt) for prompt in prompts]
+    rooms = [room_for_answer(generator.model, ids, generator.decoding.max_new_tokens) for ids in encoded]
     records: list[dict[str, Any]] = [
         {
             "source": prompt.source,
@@ -148,19 +155,18 @@ def _answer_all(answering: Answering, prompts: list[Prompt], names: list[str], b
         }
         for prompt, ids in zip(prompts, encoded, strict=True)
     ]
-    for name in reversed(names):
-        with answering.as_model(name) as model:
-            answers = generate_answers(model, encoded, decoding, batch_size=batch_size, runtime=answering.runtime)
+    for model in reversed(models):
+        answers = generator.batch(model, encoded, batch_size=batch_size)
         for record, ids, room in zip(records, answers, rooms, strict=True):
-            read = answering.read(ids)
+            parts = generator.read(ids)
             answer = {
-                "answer": read.text,
-                **({"reasoning": read.reasoning} if read.reasoning else {}),
-                **({"tool_calls": read.calls} if read.calls else {}),
+                "answer": parts.text,
+                **({"reasoning": parts.reasoning} if parts.reasoning else {}),
+                **({"tool_calls": parts.calls} if parts.calls else {}),
                 "ended_by": "stop" if len(ids) < room else "length",
                 "num_tokens": len(ids),
             }
-            record |= answer if name == "tuned" else {name: answer}
+            record |= answer if model == "tuned" else {model: answer}
     return records
 
 
@@ -170,8 +176,8 @@ def show_records(records: list[dict[str, Any]], *, as_json: bool, compare: bool)
         if as_json:
             print_json(record, indent=None)
         elif compare:
-            shown = {"base": record["base"]["answer"] or EMPTY, "tuned": record["answer"] or EMPTY}
-            shown |= {"expected": record["expected"]} if "expected" in record else {}
-            print_table(list(shown), [list(shown.values())], title=record["prompt"])
+            answers = {"base": record["base"]["answer"] or EMPTY, "tuned": record["answer"] or EMPTY}
+            answers |= {"expected": record["expected"]} if "expected" in record else {}
+            print_table(list(answers), [list(answers.values())], title=record["prompt"])
         else:
             sys.stdout.write(f"{visible(record['answer']) or EMPTY}\n")

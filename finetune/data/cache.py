@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.data.row_file import CannotWriteError, Encode, EncodedRows, map_rows, rows_in_memory, write_rows
+from finetune.data.row_file import Encode, EncodedRows, encode_to_disk, map_rows, rows_in_memory, write_rows
 from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.runs.durable import describe_os_error
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-ENCODING_VERSION = 10
+ENCODING_VERSION = 11
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 
@@ -58,34 +58,31 @@ def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks,
         ConfigError: the cache cannot be written and the run is strict.
     """
     path = folder / f"encoded-{key[:32]}.safetensors"
-    found = _read(path, what)
-    if found is not None:
-        return found
+    rows = _read(path, what)
+    if rows is not None:
+        return rows
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(path.with_suffix(".lock"), waiting_for=f"the encoding of {what}"):
-            found = _read(path, what)  # another process may have written it meanwhile
-            if found is None:
+            rows = _read(path, what)  # another process may have written it meanwhile
+            if rows is None:
                 write_rows(path, encode)
-                found = map_rows(path)
-            return found
-    except (OSError, CannotWriteError) as error:
+                rows = map_rows(path)
+            return rows
+    except OSError as error:
         used = "no cache: every process encodes the rows itself, at every start"
-        fallbacks.take(_fallback("data.cache_dir", str(folder), used, error))
-    return _without_cache(encode, fallbacks)
-
-
-def _without_cache(encode: Encode, fallbacks: Fallbacks) -> EncodedRows:
-    """Encode into a temporary file without a name, or into memory if there is no room for a file."""
+        _fall_back(fallbacks, "data.cache_dir", str(folder), used, error)
+    temporary = tempfile.gettempdir()
     try:
-        with tempfile.TemporaryDirectory(prefix="finetune-rows-") as folder:
-            path = Path(folder) / "rows.safetensors"
-            write_rows(path, encode)
-            return map_rows(path)  # the pages outlive the name
-    except (OSError, CannotWriteError) as error:
-        wanted = f"a file in {tempfile.gettempdir()}"
-        fallbacks.take(_fallback("the encoded rows", wanted, "main memory, which holds all of them", error))
+        return encode_to_disk(Path(temporary), encode)
+    except OSError as error:
+        used = "main memory, which holds all of them"
+        _fall_back(fallbacks, "the encoded rows", f"a file in {temporary}", used, error)
     return rows_in_memory(encode)
+
+
+def _fall_back(fallbacks: Fallbacks, what: str, wanted: str, used: str, error: OSError) -> None:
+    fallbacks.take(Fallback(what=what, wanted=wanted, used=used, why=describe_os_error(error)))
 
 
 def _read(path: Path, what: str) -> EncodedRows | None:
@@ -98,13 +95,10 @@ def _read(path: Path, what: str) -> EncodedRows | None:
         return None
     try:
         rows = map_rows(path)
-    except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, OSError) as error:
         _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
         return None
-    _log.info("%s: %s; encoded before, read from %s", what, rows.read_as or ROW_TYPE_NAMES[rows.row_type], path)
+    _log.info(
+        "%s: %s; encoded before, read from %s", what, rows.facts.read_as or ROW_TYPE_NAMES[rows.facts.row_type], path
+    )
     return rows
-
-
-def _fallback(what: str, wanted: str, used: str, error: OSError | CannotWriteError) -> Fallback:
-    cause = error.error if isinstance(error, CannotWriteError) else error
-    return Fallback(what=what, wanted=wanted, used=used, why=describe_os_error(cause))

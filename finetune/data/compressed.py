@@ -16,7 +16,7 @@ from finetune.units import format_bytes
 
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 """The module that opens each. The package zstandard is no choice for the last: it takes a file that was cut short for a
-whole one."""
+whole one. fsspec's own decompression falls back to it."""
 _MOST_RATIO = 200
 """A file may unpack to so many times its size. Rows of text unpack to 3 to 20 times."""
 _ALWAYS_BYTES = 256 << 20

@@ -99,10 +99,10 @@ def _in_all_sides(sides: Sequence[Mapping[Examples, EncodedExamples]]) -> list[d
         return [dict(sides[0])]
     kept: list[dict[Examples, EncodedExamples]] = [{} for _ in sides]
     for wholes in zip(*sides, strict=True):
-        found = [side[whole] for side, whole in zip(sides, wholes, strict=True)]
-        common = set.intersection(*(set(rows.rows.numbers.tolist()) for rows in found))
-        for side, whole, rows in zip(kept, wholes, found, strict=True):
-            side[whole] = rows.select([row for row, n in enumerate(rows.rows.numbers.tolist()) if n in common])
+        encoded = [side[whole] for side, whole in zip(sides, wholes, strict=True)]
+        common = set.intersection(*(set(rows.numbers.tolist()) for rows in encoded))
+        for side, whole, rows in zip(kept, wholes, encoded, strict=True):
+            side[whole] = rows.select([row for row, n in enumerate(rows.numbers.tolist()) if n in common])
     return kept
 
 
@@ -160,16 +160,18 @@ def encode_rows(
 
     Raises:
         DataError: a row cannot be used, or none has a target token.
-        CannotWriteError: the writer refused a row.
+        OSError: the disk refused a row.
     """
     seen = _look_through(examples, tokens.template, section.train_on)
+    facts = seen.facts
     train_on: TrainOn = "last" if section.train_on == "last" else "all"
     num_processes = choose_processes(seen.num_to_encode, seen.characters, section.num_processes)
 
-    facts = seen.facts
-
     def batches() -> Iterator[list[Example]]:
-        return _batches(examples, section.train_on, facts.row_type)
+        alike = (as_messages(example) if facts.row_type == "messages" else example for example in examples)
+        remaining = (row for example in alike for row in _to_encode(example, section.train_on))
+        while batch := list(islice(remaining, ROWS_AT_ONCE)):
+            yield batch
 
     def write(encoded: Iterable[Encoded]) -> RowProblems:
         problems = RowProblems(drops=examples.drops)
@@ -249,11 +251,12 @@ def _encode_source(
         fallbacks,
         whole.label,
     )
-    if rows.unread:
-        wanted, used = f"the columns {', '.join(rows.unread)} of {whole.label}", "the other columns"
-        why = f"rows of this format have no place for them (data.columns.{rows.unread[0]}=none says that this is meant)"
+    unread = rows.facts.unread
+    if unread:
+        wanted, used = f"the columns {', '.join(unread)} of {whole.label}", "the other columns"
+        why = f"rows of this format have no place for them (data.columns.{unread[0]}=none says that this is meant)"
         fallbacks.take(Fallback(what="the prompt", wanted=wanted, used=used, why=why))
-    return EncodedExamples([rows], tokens.end_id_of(rows.row_type), whole.source.place)
+    return EncodedExamples.of(rows, tokens.end_id_of(rows.facts.row_type), whole.source.place)
 
 
 def _part_of(encoded: EncodedExamples, part: Examples) -> Part:
@@ -263,24 +266,17 @@ def _part_of(encoded: EncodedExamples, part: Examples) -> Part:
     return Part(encoded, part.label, part.weight, part.name)
 
 
-def _batches(examples: Examples, train_on: str, row_type: str) -> Iterator[list[Example]]:
-    alike = (as_messages(example) if row_type == "messages" else example for example in examples)
-    remaining = (row for example in alike for row in _to_encode(example, train_on))
-    while batch := list(islice(remaining, ROWS_AT_ONCE)):
-        yield batch
-
-
 def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int, problems: RowProblems) -> None:
     """Write the rows that could be encoded, and note the problems of the others."""
-    bad = -1  # the answers of a conversation count as one row
+    last_problem = -1  # the answers of a conversation count as one row
     for batch, encoded in batches:
         for example, row in zip(batch, encoded, strict=True):
             if not isinstance(row, BadRowError):
                 writer.add(example.number, row, max_length=max_length, is_good=example.is_good, digest=example.digest)
                 continue
-            if example.number != bad:
+            if example.number != last_problem:
                 problems.add(example.source, str(row))
-            bad = example.number
+            last_problem = example.number
 
 
 def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:

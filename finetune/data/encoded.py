@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch.utils.data import Dataset
@@ -22,53 +22,13 @@ from finetune.errors import DataError
 
 RowsT = TypeVar("RowsT")
 
+_OF_EACH_ROW = (
+    *("starts", "lengths", "numbers", "full_lengths", "num_targets"),
+    *("is_good", "raw_digest", "example_of", "subset"),
+)
+"""The fields of `EncodedExamples` that have an entry for each row."""
 _PIECE = 1 << 24
 """Tokens that are looked at together."""
-
-
-class RowTable(NamedTuple):
-    """Facts about each row of a split. `starts` points into the tokens of all sources, one source after the other."""
-
-    starts: torch.Tensor
-    """int64, shape (rows,): the position of the first token of each row in the tokens of all sources."""
-    lengths: torch.Tensor
-    """int64, shape (rows,)."""
-    numbers: torch.Tensor
-    """int64, shape (rows,): line or row in the source."""
-    full_lengths: torch.Tensor
-    """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
-    num_targets: torch.Tensor
-    """int64, shape (rows,)."""
-    is_good: torch.Tensor
-    """bool, shape (rows,): false for an answer that is labelled as bad."""
-    raw_digests: torch.Tensor
-    """uint8, shape (rows, 16): the `digest_row` of each row, whatever its tokens."""
-    example_of: torch.Tensor
-    """int64, shape (rows,): the example of each row, ascending from 0. With `data.train_on=each_turn` the answers of a
-    conversation are rows of one example; otherwise each row is one."""
-    subset: torch.Tensor
-    """int16, shape (rows,): the index of the row's subset in `EncodedExamples.subset_names`; 0 without subsets."""
-
-    @classmethod
-    def of(cls, source: EncodedRows) -> RowTable:
-        """Describe all rows of a source, in their order."""
-        return cls(
-            starts=source.offsets[:-1],
-            lengths=source.offsets.diff(),
-            numbers=source.numbers,
-            full_lengths=source.full_lengths,
-            num_targets=source.num_targets,
-            is_good=source.is_good,
-            raw_digests=source.raw_digests.view(len(source.numbers), 16),
-            example_of=_example_of(source.numbers.diff() != 0),
-            subset=torch.zeros(len(source.numbers), dtype=torch.int16),
-        )
-
-    @property
-    def begins_example(self) -> torch.Tensor:
-        """Whether a row is the first of its example: bool, shape (rows,)."""
-        first = torch.ones(min(1, len(self.starts)), dtype=torch.bool)
-        return torch.cat([first, self.example_of.diff() != 0])
 
 
 def digest_tensors(tensors: Iterable[torch.Tensor]) -> str:
@@ -97,47 +57,69 @@ class PromptAndAnswer(NamedTuple):
     """The answer without its end of turn."""
 
 
+@dataclass(eq=False, repr=False)
 class EncodedExamples(Dataset[EncodedExample]):
-    """The encoded rows of one split. Selecting rows and joining sources copies no token.
+    """The encoded rows of one split. Selecting rows and joining sources copies no token."""
 
-    Args:
-        sources: the tokens, perhaps mapped from files.
-        end_id: the token that ends an answer.
-        name_row: names a row in messages, given its number in the source: `orders/train.jsonl:17`.
-        rows: the chosen rows. Default: all of the only source.
-        subset_names: the names of the subsets that are measured beside the whole split, see `finetune.data.subsets`.
-
-    Attributes:
-        lengths: tokens of each row, int64, shape (rows,).
-        num_targets: target tokens of each row, int64, shape (rows,).
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[EncodedRows],
-        end_id: int,
-        name_row: Callable[[int], str] = "row {}".format,
-        rows: RowTable | None = None,
-        subset_names: Sequence[str] = (),
-    ) -> None:
-        self.sources = tuple(sources)
-        self.rows = RowTable.of(*sources) if rows is None else rows
-        self.lengths, self.num_targets = self.rows.lengths, self.rows.num_targets
-        self.end_id = end_id
-        self.name_row = name_row
-        self.subset_names = tuple(subset_names)
-        self._begins = [0, *accumulate(len(source.token_ids) for source in sources)]
+    sources: tuple[EncodedRows, ...]
+    """The tokens, perhaps mapped from files."""
+    end_id: int
+    """The token that ends an answer."""
+    name_row: Callable[[int], str]
+    """Names a row in messages, given its number in the source: `orders/train.jsonl:17`."""
+    starts: torch.Tensor
+    """int64, shape (rows,): the position of the first token of each row in the tokens of all sources, one source after
+    the other."""
+    lengths: torch.Tensor
+    """int64, shape (rows,): tokens of each row."""
+    numbers: torch.Tensor
+    """int64, shape (rows,): line or row in the source."""
+    full_lengths: torch.Tensor
+    """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
+    num_targets: torch.Tensor
+    """int64, shape (rows,): target tokens of each row."""
+    is_good: torch.Tensor
+    """bool, shape (rows,): false for an answer that is labelled as bad."""
+    raw_digest: torch.Tensor
+    """uint8, shape (rows, 16): the `digest_row` of each row, whatever its tokens."""
+    example_of: torch.Tensor
+    """int64, shape (rows,): the example of each row, ascending from 0. With `data.train_on=each_turn` the answers of a
+    conversation are rows of one example; otherwise each row is one."""
+    subset: torch.Tensor
+    """int16, shape (rows,): the index of the row's subset in `subset_names`; 0 without subsets."""
+    subset_names: tuple[str, ...] = ()
+    """The names of the subsets that are measured beside the whole split, see `finetune.data.subsets`."""
 
     @classmethod
-    def from_rows(cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]], *, end_id: int) -> EncodedExamples:
+    def of(cls, source: EncodedRows, end_id: int, name_row: Callable[[int], str] = "row {}".format) -> Self:
+        """Return all rows of a source, in their order."""
+        return cls(
+            sources=(source,),
+            end_id=end_id,
+            name_row=name_row,
+            starts=source.offsets[:-1],
+            lengths=source.offsets.diff(),
+            numbers=source.numbers,
+            full_lengths=source.full_lengths,
+            num_targets=source.num_targets,
+            is_good=source.is_good,
+            raw_digest=source.raw_digests,
+            example_of=_example_of(source.numbers.diff() != 0),
+            subset=torch.zeros(len(source.numbers), dtype=torch.int16),
+        )
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[tuple[Sequence[int], Sequence[bool]]], *, end_id: int, row_type: str = "text"
+    ) -> Self:
         """Build a split from (token ids, is target) pairs, without a file or a tokenizer."""
 
         def encode(writer: RowWriter) -> RowFacts:
             for number, (ids, is_target) in enumerate(rows, start=1):
                 writer.add(number, TokenisedRow(list(ids), bytearray(is_target)), max_length=len(ids))
-            return RowFacts()
+            return RowFacts(row_type)
 
-        return cls([rows_in_memory(encode)], end_id)
+        return cls.of(rows_in_memory(encode), end_id)
 
     @classmethod
     def joined(cls, parts: Sequence[EncodedExamples], names: Sequence[str] = ()) -> EncodedExamples:
@@ -145,41 +127,36 @@ class EncodedExamples(Dataset[EncodedExample]):
         if len(parts) == 1:
             return parts[0]
         begins = [0, *accumulate(part._begins[-1] for part in parts)]
-        numbers = [0, *accumulate(int(part.rows.numbers.max()) + 1 for part in parts)]
-        tables = [
-            part.rows._replace(
-                starts=part.rows.starts + begin,
-                numbers=part.rows.numbers + number,
-                subset=torch.full_like(part.rows.subset, place if names else 0),
+        numbers = [0, *accumulate(int(part.numbers.max()) + 1 for part in parts)]
+        moved = [
+            replace(
+                part,
+                starts=part.starts + begin,
+                numbers=part.numbers + number,
+                subset=torch.full_like(part.subset, place if names else 0),
             )
             for place, (part, begin, number) in enumerate(zip(parts, begins, numbers, strict=False))
         ]
-        rows = RowTable(*map(torch.cat, zip(*tables, strict=True)))
-        begins_example = torch.cat([part.rows.begins_example for part in parts])
+        rows: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in moved]) for name in _OF_EACH_ROW}
+        begins_example = torch.cat([part.begins_example for part in parts])
         talking = [part for part in parts if part.row_type != "text"] or parts
-        return cls(
-            [source for part in parts for source in part.sources],
-            talking[0].end_id,
-            partial(_name_joined_row, [part.name_row for part in parts], numbers),
-            rows._replace(example_of=_example_of(begins_example[1:])),
-            names,
+        return replace(
+            talking[0],
+            sources=tuple(source for part in parts for source in part.sources),
+            name_row=partial(_name_joined_row, [part.name_row for part in parts], numbers),
+            subset_names=tuple(names),
+            **{**rows, "example_of": _example_of(begins_example[1:])},
         )
-
-    def with_subsets(self, names: Sequence[str], subset: torch.Tensor) -> EncodedExamples:
-        """Return the same rows with these subsets; `subset` has the index of each row's name, int16, shape (rows,)."""
-        rows = self.rows._replace(subset=subset)
-        return EncodedExamples(self.sources, self.end_id, self.name_row, rows, names)
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> EncodedExamples:
         """Return the rows at these indices, in their order; a row may come more than once."""
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         if torch.equal(chosen, torch.arange(len(self))):
             return self
-        rows = RowTable(*(each[chosen] for each in self.rows))
+        rows: dict[str, Any] = {name: getattr(self, name)[chosen] for name in _OF_EACH_ROW}
         # An example that comes again begins again, also where it follows itself.
-        example_of = _example_of((rows.example_of.diff() != 0) | (chosen.diff() <= 0))
-        rows = rows._replace(example_of=example_of)
-        return EncodedExamples(self.sources, self.end_id, self.name_row, rows, self.subset_names)
+        begins = (rows["example_of"].diff() != 0) | (chosen.diff() <= 0)
+        return replace(self, **{**rows, "example_of": _example_of(begins)})
 
     def select_examples(self, examples: Sequence[int]) -> EncodedExamples:
         """Return the rows of the examples at these indices, in their order; an example may come more than once."""
@@ -189,7 +166,7 @@ class EncodedExamples(Dataset[EncodedExample]):
         return self.select([row for example in examples for row in rows[example]])
 
     def __len__(self) -> int:
-        return len(self.rows.starts)
+        return len(self.starts)
 
     def __getitem__(self, index: int) -> EncodedExample:
         if not -len(self) <= index < len(self):
@@ -205,7 +182,7 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     def pieces(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the tokens of all rows in their order, and which are targets, in pieces that are no copies."""
-        starts, ends = self.rows.starts, self.rows.starts + self.rows.lengths
+        starts, ends = self.starts, self.starts + self.lengths
         breaks = (ends[:-1] != starts[1:]).nonzero()[:, 0]
         firsts = torch.cat([starts[:1], starts[1:][breaks]])
         lasts = torch.cat([ends[:-1][breaks], ends[-1:]])
@@ -237,11 +214,17 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     def raw_digests(self) -> list[str]:
         """Return the `digest_row` of each row."""
-        return [digest.tobytes().hex() for digest in self.rows.raw_digests.numpy()]
+        return [digest.tobytes().hex() for digest in self.raw_digest.numpy()]
 
     def digests_of_examples(self) -> list[str]:
         """Return the `digest_row` of each example."""
-        return self.select(self.rows.begins_example.nonzero()[:, 0]).raw_digests()
+        return self.select(self.begins_example.nonzero()[:, 0]).raw_digests()
+
+    @property
+    def begins_example(self) -> torch.Tensor:
+        """Whether a row is the first of its example: bool, shape (rows,)."""
+        first = torch.ones(min(1, len(self)), dtype=torch.bool)
+        return torch.cat([first, self.example_of.diff() != 0])
 
     @property
     def sides(self) -> tuple[EncodedExamples, ...]:
@@ -251,12 +234,12 @@ class EncodedExamples(Dataset[EncodedExample]):
     @property
     def num_examples(self) -> int:
         """Examples, each of which may have several rows."""
-        return int(self.rows.example_of[-1]) + 1 if len(self) else 0
+        return int(self.example_of[-1]) + 1 if len(self) else 0
 
     @cached_property
     def rows_of_examples(self) -> list[range]:
         """The rows of each example."""
-        starts = [*self.rows.begins_example.nonzero()[:, 0].tolist(), len(self)]
+        starts = [*self.begins_example.nonzero()[:, 0].tolist(), len(self)]
         return [range(start, end) for start, end in pairwise(starts)]
 
     @property
@@ -267,12 +250,12 @@ class EncodedExamples(Dataset[EncodedExample]):
     @cached_property
     def is_truncated(self) -> torch.Tensor:
         """Whether each row was cut at data.max_length, bool, shape (rows,)."""
-        return self.rows.full_lengths > self.lengths
+        return self.full_lengths > self.lengths
 
     @property
     def row_type(self) -> str:
         """The type of the rows: messages, prompt_completion, text, or several."""
-        types = {source.row_type for source in self.sources}
+        types = {source.facts.row_type for source in self.sources}
         return types.pop() if len(types) == 1 else "several"
 
     @property
@@ -280,24 +263,24 @@ class EncodedExamples(Dataset[EncodedExample]):
         """Whether each row has an answer with a target token, bool, shape (rows,). Plain text has no answers."""
         is_talk = torch.zeros(len(self), dtype=torch.bool)
         for source, (begin, end) in zip(self.sources, pairwise(self._begins), strict=True):
-            if source.row_type != "text":
-                is_talk |= (begin <= self.rows.starts) & (self.rows.starts < end)
+            if source.facts.row_type != "text":
+                is_talk |= (begin <= self.starts) & (self.starts < end)
         return is_talk & (self.num_targets > 0)
 
     @property
     def read_as(self) -> list[str]:
         """Descriptions of the sources of the rows: their format, and the columns that are read and not read."""
-        return list(dict.fromkeys(source.read_as for source in self.sources if source.read_as))
+        return list(dict.fromkeys(source.facts.read_as for source in self.sources if source.facts.read_as))
 
     @property
     def num_dropped(self) -> int:
         """Rows of the sources that were left out because they cannot be used."""
-        return sum(source.num_dropped for source in self.sources)
+        return sum(source.facts.num_dropped for source in self.sources)
 
     @property
     def ignored_keys(self) -> list[tuple[str, int, int]]:
-        """See `EncodedRows`."""
-        return [key for source in self.sources for key in source.ignored_keys]
+        """See `RowFacts`."""
+        return [key for source in self.sources for key in source.facts.ignored_keys]
 
     @cached_property
     def fingerprint(self) -> str:
@@ -306,13 +289,13 @@ class EncodedExamples(Dataset[EncodedExample]):
         _add_to(digest, torch.int32, num_tokens, (ids for ids, _ in self.pieces()))
         _add_to(digest, torch.bool, num_tokens, (is_target for _, is_target in self.pieces()))
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
-        for tensor in [offsets, self.rows.example_of] if self.has_branches else [offsets]:
+        for tensor in [offsets, self.example_of] if self.has_branches else [offsets]:
             _add_to(digest, torch.int64, len(tensor), [tensor])
         return digest.hexdigest()
 
     def source(self, index: int) -> str:
         """Name the origin of a row: `orders/train.jsonl:17`."""
-        return self.name_row(int(self.rows.numbers[index]))
+        return self.name_row(int(self.numbers[index]))
 
     def prompt_and_answer(self, index: int) -> PromptAndAnswer:
         """Split a row into its last answer and everything before it, for generation.
@@ -330,9 +313,14 @@ class EncodedExamples(Dataset[EncodedExample]):
         end = last if int(ids[last]) == self.end_id else last + 1
         return PromptAndAnswer(ids[:first].tolist(), ids[first:end].tolist())
 
+    @cached_property
+    def _begins(self) -> list[int]:
+        """The position of the first token of each source in the tokens of all sources, and the number of tokens."""
+        return [0, *accumulate(len(source.token_ids) for source in self.sources)]
+
     def _place(self, index: int) -> tuple[EncodedRows, int, int]:
         """Return the source of a row, and where its tokens begin and end there."""
-        start, length = int(self.rows.starts[index]), int(self.rows.lengths[index])
+        start, length = int(self.starts[index]), int(self.lengths[index])
         source = bisect_right(self._begins, start, hi=len(self.sources)) - 1
         start -= self._begins[source]
         return self.sources[source], start, start + length

@@ -61,7 +61,7 @@ class EncodedLabelled(Dataset[LabelledExample]):
 
     def __init__(self, answers: EncodedExamples, label: str, *, max_length: int) -> None:
         self.answers = answers
-        self.is_good = answers.rows.is_good
+        self.is_good = answers.is_good
         self.lengths, self.sides, self.tokens = answers.lengths, answers.sides, answers.tokens
         self.label = label
         self.max_length = max_length

@@ -1,30 +1,29 @@
 """Encode rows in several processes, in order.
 
-Each process runs this module: it receives batches over a connection and sends tokens back. Unlike the processes of
-multiprocessing it does not import the user's script. It ends with the connection, however the parent ended; the
-processes of `datasets.map(num_proc=…)` outlive a parent that is killed. Each process has one batch at a time, and
-batches are assigned in turn. So rows keep their order, and parent and process never wait for each other.
+Each process runs this module: it receives batches over a connection and sends tokens back. It has one batch at a time,
+and batches are assigned in turn. So rows keep their order, and parent and process never wait for each other.
+
+`multiprocessing.Pool` is not used: its processes import the user's script again, and `imap` waits for ever if one of
+them is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import json
 import logging
 import signal
 import subprocess
 import sys
-import tempfile
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from finetune.data.formats import Example
 from finetune.data.rendering import start_child
-from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, digest_tokenizer, encode_batch
+from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, encode_batch
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.threads import num_cores
@@ -64,19 +63,18 @@ def encode_in_processes(
     """Start processes that encode while the block runs. The block gets a function from batches to encoded batches.
 
     Raises:
-        WorkerLostError: also in the block: a process cannot start, ends, or reads another tokenizer from the files.
+        WorkerLostError: also in the block: a process cannot start, or has ended.
         DataError: the tokenizer lacks what the rows need.
     """
+    tokenizer_class = type(tokens.tokenizer)
+    if not tokenizer_class.__module__.startswith("transformers."):
+        raise WorkerLostError(f"the tokenizer's class {tokenizer_class.__qualname__} is not one of transformers")
     workers: list[_Worker] = []
     try:
-        with tempfile.TemporaryDirectory(prefix="finetune-tokenizer-") as folder:
-            start = _describe(tokens, train_on, folder)
-            for _ in range(num_processes):
-                workers.append(_Worker(start))  # if one cannot start, the others end below
-            _log.info("encoding in %d processes", num_processes)
-            yield lambda batches: _encode_in_turn(workers, batches)
-    except OSError as error:
-        raise WorkerLostError(f"a process that encodes was lost ({error})") from error
+        for _ in range(num_processes):
+            workers.append(_Worker(tokens, train_on))  # if one cannot start, the others end below
+        _log.info("encoding in %d processes", num_processes)
+        yield partial(_encode_in_turn, workers)
     finally:
         for worker in workers:
             worker.connection.close()
@@ -99,58 +97,39 @@ def _encode_in_turn(workers: Sequence[_Worker], batches: Iterable[list[Example]]
         yield batch, worker.receive()
 
 
-def _describe(tokens: AnswerTokens, train_on: TrainOn, folder: str) -> bytes:
-    """Save the tokenizer, and describe it for a worker: its folder, its class, and the digest that it must have."""
-    tokenizer = tokens.tokenizer
-    tokenizer_class = type(tokenizer)
-    if not tokenizer_class.__module__.startswith("transformers."):
-        raise WorkerLostError(f"the tokenizer's class {tokenizer_class.__qualname__} is not one of transformers")
-    tokenizer.save_pretrained(folder)
-    about = {
-        "folder": folder,
-        "module": tokenizer_class.__module__,
-        "class": tokenizer_class.__name__,
-        "digest": digest_tokenizer(tokenizer),
-        "template_name": tokens.template.name,
-        "train_on": train_on,
-    }
-    return json.dumps(about).encode()
-
-
 class _Worker:
     """An encoding process, and the connection to it."""
 
-    def __init__(self, start: bytes) -> None:
-        # One core each: the tokenizer's own threads would only stand in each other's way.
-        self.process, self.connection = start_child("finetune.data.parallel", TOKENIZERS_PARALLELISM="false")
-        self.connection.send_bytes(start)
+    def __init__(self, tokens: AnswerTokens, train_on: TrainOn) -> None:
+        try:
+            # One core each: the tokenizer's own threads would only stand in each other's way.
+            self.process, self.connection = start_child("finetune.data.parallel", TOKENIZERS_PARALLELISM="false")
+        except OSError as error:
+            raise WorkerLostError(f"a process that encodes cannot start ({error})") from error
+        self.send((tokens, train_on))
 
-    def send(self, batch: list[Example]) -> None:
+    def send(self, message: Any) -> None:
         """Send a batch. The process must have none."""
-        self.connection.send_bytes(json.dumps(batch).encode())
+        try:
+            self.connection.send(message)
+        except OSError as error:
+            raise WorkerLostError(f"a process that encodes was lost ({error})") from error
 
     def receive(self) -> list[TokenisedRow | BadRowError]:
         """Wait for the rows of the batch.
 
         Raises:
-            WorkerLostError: the process has ended, or has another tokenizer.
+            WorkerLostError: the process has ended.
             DataError: it refuses the batch as a whole.
         """
-        answer = json.loads(self._receive_bytes())
-        if "lost" in answer:
-            raise WorkerLostError(answer["lost"])
-        if "refused" in answer:
-            raise DataError(answer["refused"])
-        token_ids = array("i", self._receive_bytes())
-        is_target = self._receive_bytes()
-        problems = dict(answer["problems"])
-        rows: list[TokenisedRow | BadRowError] = []
-        start = 0
-        for row, length in enumerate(answer["lengths"]):
-            stop = start + length
-            marked = TokenisedRow(token_ids[start:stop], bytearray(is_target[start:stop]))  # type: ignore[arg-type]
-            rows.append(BadRowError(problems[row]) if row in problems else marked)
-            start = stop
+        try:
+            answer = self.connection.recv()
+        except (EOFError, OSError):
+            code = self.process.wait(_ENDING_SECONDS)
+            raise WorkerLostError(f"process {self.process.pid} that encodes has ended with exit code {code}") from None
+        if isinstance(answer, DataError):
+            raise answer
+        rows: list[TokenisedRow | BadRowError] = answer
         return rows
 
     def end(self) -> None:
@@ -161,47 +140,23 @@ class _Worker:
             self.process.kill()
             self.process.wait()
 
-    def _receive_bytes(self) -> bytes:
-        try:
-            return self.connection.recv_bytes()
-        except (EOFError, ConnectionResetError):
-            code = self.process.wait(_ENDING_SECONDS)
-            raise WorkerLostError(f"process {self.process.pid} that encodes has ended with exit code {code}") from None
-
 
 def _encode_until_it_ends(connection: Connection[Any, Any]) -> None:
     """Run a worker: encode batches until the connection ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group: the parent decides
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
-        about = json.loads(connection.recv_bytes())
-        tokenizer_class = getattr(importlib.import_module(about["module"]), about["class"])
-        tokenizer = tokenizer_class.from_pretrained(about["folder"])
-        tokens = (
-            AnswerTokens(tokenizer, about["template_name"]) if digest_tokenizer(tokenizer) == about["digest"] else None
-        )
+        tokens, train_on = connection.recv()
         while True:
-            batch = [Example(*fields) for fields in json.loads(connection.recv_bytes())]
-            for content in _answer(batch, about, tokens):
-                connection.send_bytes(content)
-
-
-def _answer(batch: list[Example], about: dict[str, Any], tokens: AnswerTokens | None) -> Iterator[bytes]:
-    """Yield the messages that answer a batch: problems and lengths, then token ids and targets of all good rows."""
-    if tokens is None:
-        why = f"a {about['class']} that is read from its own files is not equal to the one they were written from"
-        yield json.dumps({"lost": why}).encode()
-        return
-    try:
-        encoded = encode_batch(batch, tokens, about["train_on"])
-    except DataError as error:
-        yield json.dumps({"refused": str(error)}).encode()
-        return
-    problems = [(number, str(row)) for number, row in enumerate(encoded) if isinstance(row, BadRowError)]
-    good = [None if isinstance(row, BadRowError) else row for row in encoded]
-    lengths = [len(row.token_ids) if row else 0 for row in good]
-    yield json.dumps({"problems": problems, "lengths": lengths}).encode()
-    yield array("i", [token_id for row in good if row for token_id in row.token_ids]).tobytes()
-    yield b"".join(bytes(row.is_target) for row in good if row)
+            batch = connection.recv()
+            try:
+                rows: Any = [
+                    # An array takes a quarter of the bytes of a list.
+                    row if isinstance(row, BadRowError) else TokenisedRow(array("i", row.token_ids), row.is_target)
+                    for row in encode_batch(batch, tokens, train_on)
+                ]
+            except DataError as error:
+                rows = error
+            connection.send(rows)
 
 
 if __name__ == "__main__":

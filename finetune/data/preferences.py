@@ -51,7 +51,7 @@ class EncodedPairs(Dataset[EncodedPair]):
         self.chosen, self.rejected = chosen, rejected
         self.sides = chosen, rejected
         self.label = label
-        if chosen.rows.numbers.tolist() != rejected.rows.numbers.tolist():
+        if chosen.numbers.tolist() != rejected.numbers.tolist():
             raise DataError(f"{label}: {len(chosen)} rows have a chosen answer and {len(rejected)} a rejected one.")
         empty = ((chosen.num_targets == 0) | (rejected.num_targets == 0)).nonzero()[:, 0].tolist()
         if empty:

@@ -44,8 +44,8 @@ class RawRow:
     """One row as it was read: its value, or the problem that prevented reading it."""
 
     number: int
-    """Line of the file, or place in the list or table, from 1. Unique and ascending within a source: `RowTable.of`
-    takes encoded rows of one number for the answers of one example."""
+    """Line of the file, or place in the list or table, from 1. Unique and ascending within a source: encoded rows of
+    one number are the answers of one example."""
     value: Any
     problem: str | None = None
 

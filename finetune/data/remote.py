@@ -70,7 +70,7 @@ class RemoteRows:
 
     def check(self) -> None:
         """Check that the file exists and can be read. Raises the errors of `digest`."""
-        self._ask(lambda files, path: files.info(path))
+        ask(self.key, self.address, lambda files, path: files.info(path))
 
     def digest(self) -> str:
         """See `FileRows.digest`.
@@ -86,7 +86,7 @@ class RemoteRows:
 
     @cached_property
     def _copy(self) -> FileRows:
-        info = self._ask(lambda files, path: files.info(path))
+        info = ask(self.key, self.address, lambda files, path: files.info(path))
         version = {key: value for key, value in info.items() if key not in _SAME_IN_ALL_VERSIONS and value is not None}
         known = json.dumps([self.address, info.get("size"), version], sort_keys=True, default=str)
         folder = Path(self.cache_dir).expanduser()
@@ -109,10 +109,10 @@ class RemoteRows:
         """Copy the file piece by piece."""
         with (
             waiting(f"copying {self.label}"),
-            closing(self._ask(lambda files, path: files.open(path, "rb"))) as remote,
+            closing(ask(self.key, self.address, lambda files, path: files.open(path, "rb"))) as remote,
             replacing(file) as copy,
         ):
-            while piece := self._ask(lambda *_: _read_piece(remote)):
+            while piece := ask(self.key, self.address, lambda *_: _read_piece(remote)):
                 copy.write(piece)
                 if copy.tell() > (most := _MOST_BYTES_WITHOUT_SIZE if size is None else size):
                     raise DataError(f"{self.label} has more than {most:,} bytes, the most that its server may send.")
@@ -120,9 +120,6 @@ class RemoteRows:
             if size is not None and copied != size:
                 raise DataError(f"{self.label} ended after {copied:,} of {size:,} bytes. Start again.")
         _log.info("%s: %s copied to %s", self.label, format_bytes(copied), file)
-
-    def _ask(self, question: Callable[[Any, str], _Answer]) -> _Answer:
-        return ask(self.key, self.address, question)
 
 
 def _read_piece(file: Any) -> bytes:
@@ -171,11 +168,11 @@ RowSource: TypeAlias = FileRows | DatasetRows | RemoteRows | JoinedRows
 def names_at(key: str, address: str) -> dict[str, str]:
     """Return the addresses of the data files in a folder at an address, by file name. Raises the errors of `ask`."""
 
-    def listed(files: Any, path: str) -> dict[str, str]:
-        return {name_of(one): files.unstrip_protocol(one) for one in sorted(files.ls(path, detail=False))}
+    def list_files(files: Any, path: str) -> dict[str, str]:
+        return {name_of(file): files.unstrip_protocol(file) for file in sorted(files.ls(path, detail=False))}
 
-    found = ask(key, address, listed)
-    return {name: one for name, one in found.items() if suffix_of(name) in SUFFIXES}
+    addresses = ask(key, address, list_files)
+    return {name: file for name, file in addresses.items() if suffix_of(name) in SUFFIXES}
 
 
 def name_of(address: str) -> str:

@@ -51,14 +51,14 @@ class RowCheck:
 
 def is_answer_truncated(examples: EncodedExamples) -> torch.Tensor:
     """Mark the rows cut within an answer, before its end of turn: bool, shape (rows,). Plain text has no answers."""
-    last, is_target = examples.tokens_at(examples.rows.starts + examples.lengths - 1)
+    last, is_target = examples.tokens_at(examples.starts + examples.lengths - 1)
     is_open = is_target & (last != examples.end_id)
     return is_open & examples.is_truncated & (examples.row_type != "text")
 
 
 def is_bos_doubled(examples: EncodedExamples, bos_id: int | None) -> torch.Tensor:
     """Mark the rows that begin with the beginning-of-sequence token twice: bool, shape (rows,)."""
-    first, second = (examples.tokens_at(examples.rows.starts + place)[0] for place in (0, 1))
+    first, second = (examples.tokens_at(examples.starts + place)[0] for place in (0, 1))
     return (first == bos_id) & (second == bos_id) & (examples.lengths > 1)
 
 
@@ -138,7 +138,7 @@ def _apply(
     ]
     if not found:
         return parts
-    longest = max(int(examples.rows.full_lengths[row]) for examples, row in found)
+    longest = max(int(examples.full_lengths[row]) for examples, row in found)
     known = {"max_length": section.max_length, "longest": longest}
     num_rows = sum(len(part.examples) for part in parts)
     named = name_some(_name_row(*one) for one in found)
@@ -266,5 +266,5 @@ def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, ke
 
 
 def _name_row(examples: EncodedExamples, row: int) -> str:
-    full = int(examples.rows.full_lengths[row])
+    full = int(examples.full_lengths[row])
     return f"{examples.source(row)} ({full:,} tokens)" if bool(examples.is_truncated[row]) else examples.source(row)

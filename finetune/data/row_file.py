@@ -1,19 +1,17 @@
-"""The file of encoded rows: written row by row while they are encoded, and mapped when it is read.
+"""Encoded rows, and the safetensors file that keeps them: written while rows are encoded, and mapped when it is read.
 
-It is a safetensors file. The header has a fixed size, so that rows can be written before their number is known. While
-a file is written, memory holds a few numbers for each row, but not its tokens.
-Format: https://huggingface.co/docs/safetensors, "Format".
+While rows are encoded, memory holds a few numbers for each row, but not its tokens: these go to temporary files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import mmap
 import tempfile
 from array import array
-from collections.abc import Callable, Sequence
-from io import BufferedRandom, BufferedReader, BytesIO
+from collections.abc import Callable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeAlias
 
@@ -22,14 +20,29 @@ import torch
 from finetune.data.held_out import digest_row
 from finetune.data.templates import TokenisedRow
 from finetune.runs.durable import replacing
+from finetune.runs.tensors import TensorFile, digest_tensor
 
-_HEADER_BYTES = 4096
-_METADATA_KEY = "finetune"  # one key only: safetensors writes several in random order
-_DTYPES = {"I32": torch.int32, "I64": torch.int64, "BOOL": torch.bool, "U8": torch.uint8}
+_METADATA_KEY = "finetune"
+
+
+class RowFacts(NamedTuple):
+    """Facts about the rows of a source."""
+
+    row_type: str = "text"
+    """messages, prompt_completion or text."""
+    read_as: str = ""
+    """A description of the format and the columns that the rows were read from."""
+    ignored_keys: Sequence[tuple[str, int, int]] = ()
+    """The keys that the chat template does not render: each with the number of rows of the source that have it, and the
+    number of the first of them."""
+    unread: Sequence[str] = ()
+    """Columns that hold a part of the prompt and are not read."""
+    num_dropped: int = 0
+    """Rows that were left out because they cannot be used."""
 
 
 class EncodedRows(NamedTuple):
-    """Rows as flat tensors: row i is `token_ids[offsets[i]:offsets[i + 1]]`."""
+    """The rows of a source as flat tensors: row i is `token_ids[offsets[i]:offsets[i + 1]]`."""
 
     token_ids: torch.Tensor
     """int32, shape (tokens,)."""
@@ -46,40 +59,8 @@ class EncodedRows(NamedTuple):
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
     raw_digests: torch.Tensor
-    """uint8, shape (16 * rows,): the `digest_row` of each row."""
-    row_type: str = "text"
-    """messages, prompt_completion or text."""
-    read_as: str = ""
-    """A description of the format and the columns that the rows were read from."""
-    ignored_keys: Sequence[tuple[str, int, int]] = ()
-    """The keys that the chat template does not render: each with the number of rows of the source that have it, and the
-    number of the first of them."""
-    unread: Sequence[str] = ()
-    """Columns that hold a part of the prompt and are not read."""
-    num_dropped: int = 0
-    """Rows that were left out because they cannot be used."""
-
-
-class RowFacts(NamedTuple):
-    """Facts about the rows of a source; see `EncodedRows`."""
-
-    row_type: str = "text"
-    read_as: str = ""
-    ignored_keys: Sequence[tuple[str, int, int]] = ()
-    unread: Sequence[str] = ()
-    num_dropped: int = 0
-
-
-Encode: TypeAlias = "Callable[[RowWriter], RowFacts]"
-"""Puts all rows into a writer."""
-
-
-class CannotWriteError(Exception):
-    """The rows cannot be written. Not an OSError, because `encode_in_processes` takes an OSError for a lost process."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    """uint8, shape (rows, 16): the `digest_row` of each row."""
+    facts: RowFacts
 
 
 class RowWriter:
@@ -87,54 +68,72 @@ class RowWriter:
 
     def __init__(self, token_ids: IO[bytes], is_target: IO[bytes]) -> None:
         self._streams = (token_ids, is_target)
-        self._begin = tuple(stream.tell() for stream in self._streams)
         self.restart()
 
     def restart(self) -> None:
         """Forget all rows."""
-        for stream, position in zip(self._streams, self._begin, strict=True):
-            stream.seek(position)
+        for stream in self._streams:
+            stream.seek(0)
             stream.truncate()
-        self.offsets, self.numbers = array("q", [0]), array("q")
+        self._offsets, self._numbers = array("q", [0]), array("q")
         self.full_lengths, self.num_targets = array("q"), array("q")
-        self.is_good, self.raw_digests = bytearray(), bytearray()
+        self._is_good, self._raw_digests = bytearray(), bytearray()
 
     def add(
         self, number: int, row: TokenisedRow, *, max_length: int, is_good: bool = True, digest: str | None = None
     ) -> None:
-        """Append a row, cut at `max_length` tokens. Raise a CannotWriteError if the disk refuses it.
+        """Append a row, cut at `max_length` tokens. Raises OSError if the disk refuses it.
 
         `digest` is the `digest_row` of the row as it was read. Default: that of its tokens.
         """
         ids, is_target = array("i", row.token_ids[:max_length]), row.is_target[:max_length]
-        try:
-            self._streams[0].write(ids)
-            self._streams[1].write(is_target)
-        except OSError as error:
-            raise CannotWriteError(error) from error
-        self.offsets.append(self.offsets[-1] + len(ids))
-        self.numbers.append(number)
+        self._streams[0].write(ids)
+        self._streams[1].write(is_target)
+        self._offsets.append(self._offsets[-1] + len(ids))
+        self._numbers.append(number)
         self.full_lengths.append(len(row.token_ids))
         self.num_targets.append(is_target.count(1))
-        self.is_good.append(is_good)
-        self.raw_digests += bytes.fromhex(digest or digest_row(ids.tolist()))
+        self._is_good.append(is_good)
+        self._raw_digests += bytes.fromhex(digest or digest_row(ids.tolist()))
 
-    def of_each_row(self) -> dict[str, tuple[str, array[int] | bytearray]]:
-        """Return the numbers of the rows by their names in `EncodedRows`, with their types in the file."""
-        int64 = ("offsets", "numbers", "full_lengths", "num_targets")
-        others = {"is_good": ("BOOL", self.is_good), "raw_digests": ("U8", self.raw_digests)}
-        return {**{name: ("I64", getattr(self, name)) for name in int64}, **others}
+    def rows(self, facts: RowFacts) -> EncodedRows:
+        """Return all rows. Their tokens are mapped from the files, and stay there when the files are closed."""
+        token_ids, is_target = map(_content, self._streams)
+        return EncodedRows(
+            token_ids=_as_tensor(token_ids, torch.int32),
+            is_target=_as_tensor(is_target, torch.bool),
+            offsets=_as_tensor(self._offsets, torch.int64),
+            numbers=_as_tensor(self._numbers, torch.int64),
+            full_lengths=_as_tensor(self.full_lengths, torch.int64),
+            num_targets=_as_tensor(self.num_targets, torch.int64),
+            is_good=_as_tensor(self._is_good, torch.bool),
+            raw_digests=_as_tensor(self._raw_digests, torch.uint8).view(-1, 16),
+            facts=facts,
+        )
+
+
+Encode: TypeAlias = Callable[[RowWriter], RowFacts]
+"""Puts all rows into a writer."""
+
+
+def encode_to_disk(folder: Path, encode: Encode) -> EncodedRows:
+    """Encode rows, and map their tokens from files without a name in a folder.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    with tempfile.TemporaryFile(dir=folder) as token_ids, tempfile.TemporaryFile(dir=folder) as is_target:
+        writer = RowWriter(token_ids, is_target)
+        facts = encode(writer)
+        for stream in (token_ids, is_target):
+            stream.flush()
+        return writer.rows(facts)
 
 
 def rows_in_memory(encode: Encode) -> EncodedRows:
     """Encode rows without a file."""
-    streams = BytesIO(), BytesIO()
-    writer = RowWriter(*streams)
-    facts = encode(writer)
-    tokens = [("token_ids", "I32", streams[0]), ("is_target", "BOOL", streams[1])]
-    tensors: dict[str, Any] = {name: _as_tensor(bytearray(stream.getbuffer()), dtype) for name, dtype, stream in tokens}
-    tensors |= {name: _as_tensor(values, dtype) for name, (dtype, values) in writer.of_each_row().items()}
-    return EncodedRows(**tensors, **facts._asdict())
+    writer = RowWriter(BytesIO(), BytesIO())
+    return writer.rows(encode(writer))
 
 
 def write_rows(path: Path, encode: Encode) -> None:
@@ -142,29 +141,12 @@ def write_rows(path: Path, encode: Encode) -> None:
 
     Raises:
         OSError: the disk refused.
-        CannotWriteError: it refused a row.
     """
-    with replacing(path) as file, tempfile.TemporaryFile(dir=path.parent) as is_target:
-        file.write(bytes(_HEADER_BYTES))
-        writer = RowWriter(file, is_target)
-        facts = json.dumps(encode(writer)._asdict()).encode()
-        is_target.seek(0)
-        shutil.copyfileobj(is_target, file)
-        num_tokens = writer.offsets[-1]
-        facts += b" " * (-(file.tell() + len(facts)) % 8)  # the numbers of 8 bytes after it must be aligned
-        file.write(facts)
-        header: dict[str, Any] = {}
-        _enter(header, "token_ids", "I32", num_tokens)
-        _enter(header, "is_target", "BOOL", num_tokens)
-        _enter(header, "facts", "U8", len(facts))
-        for name, (dtype, values) in writer.of_each_row().items():
-            _enter(header, name, dtype, len(values))
-            file.write(values)
-        file.seek(_HEADER_BYTES)
-        metadata = {"__metadata__": {_METADATA_KEY: json.dumps({"sha256": _digest(file, header)})}}
-        text = json.dumps({**metadata, **header}, separators=(",", ":")).encode()
-        file.seek(0)
-        file.write((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
+    rows = encode_to_disk(path.parent, encode)
+    tensors = _tensors_of(rows)
+    about = {"sha256": _digest(tensors, rows.facts), "facts": rows.facts._asdict()}
+    with replacing(path) as file:
+        file.writelines(TensorFile(tensors, (_METADATA_KEY, json.dumps(about))))
 
 
 def map_rows(path: Path) -> EncodedRows:
@@ -172,68 +154,64 @@ def map_rows(path: Path) -> EncodedRows:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is damaged.
+        ValueError: it is damaged, or of another version.
     """
     from safetensors import SafetensorError, safe_open
 
-    with path.open("rb") as raw:
-        header = _read_header(raw)
-        about = json.loads(header.pop("__metadata__")[_METADATA_KEY])
-        if _digest(raw, header) != about["sha256"]:
-            raise ValueError("its content has changed since it was written")
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in header}
-    except SafetensorError as error:
+            about = json.loads(file.metadata()[_METADATA_KEY])
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        facts = RowFacts(**about["facts"])
+        if _digest(tensors, facts) != about["sha256"]:
+            raise ValueError("its content has changed since it was written")
+        rows = EncodedRows(**tensors, facts=facts)
+        _check_shapes(rows)
+    except (SafetensorError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    facts = json.loads(tensors.pop("facts").numpy().tobytes())
-    rows = EncodedRows(**tensors, **facts)
-    _check_shapes(rows)
     return rows
-
-
-def _read_header(file: BufferedReader) -> dict[str, Any]:
-    if int.from_bytes(file.read(8), "little") != _HEADER_BYTES - 8:
-        raise ValueError("it does not begin like a file of encoded rows")
-    try:
-        header: dict[str, Any] = json.loads(file.read(_HEADER_BYTES - 8))
-    except UnicodeDecodeError:
-        raise ValueError("its header is no text") from None
-    return header
 
 
 def _check_shapes(rows: EncodedRows) -> None:
     """Raise a ValueError if the tensors do not belong together. The digest only shows that they are as written."""
     num_tokens, num_rows = len(rows.token_ids), len(rows.numbers)
-    expected = dict.fromkeys(("numbers", "full_lengths", "num_targets"), (torch.int64, num_rows))
-    expected |= {"token_ids": (torch.int32, num_tokens), "is_target": (torch.bool, num_tokens)}
-    expected |= {"offsets": (torch.int64, num_rows + 1), "is_good": (torch.bool, num_rows)}
-    expected |= {"raw_digests": (torch.uint8, 16 * num_rows)}
-    for name, (dtype, length) in expected.items():
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
+        "token_ids": (torch.int32, (num_tokens,)),
+        "is_target": (torch.bool, (num_tokens,)),
+        "offsets": (torch.int64, (num_rows + 1,)),
+        "numbers": (torch.int64, (num_rows,)),
+        "full_lengths": (torch.int64, (num_rows,)),
+        "num_targets": (torch.int64, (num_rows,)),
+        "is_good": (torch.bool, (num_rows,)),
+        "raw_digests": (torch.uint8, (num_rows, 16)),
+    }
+    for name, (dtype, shape) in expected.items():
         tensor: torch.Tensor = getattr(rows, name)
-        if tensor.dtype != dtype or tuple(tensor.shape) != (length,):
-            raise ValueError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}; expected {dtype} of ({length},)")
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}; expected {dtype} of {shape}")
     ends_fit = bool(rows.offsets[0] == 0 and rows.offsets[-1] == num_tokens and (rows.offsets.diff() >= 0).all())
     if not ends_fit or (num_tokens and int(rows.token_ids.min()) < 0):
         raise ValueError("its offsets or tokens are out of range")
-    if rows.row_type not in ("messages", "prompt_completion", "text"):
-        raise ValueError(f"its row type is {rows.row_type}")
+    if rows.facts.row_type not in ("messages", "prompt_completion", "text"):
+        raise ValueError(f"its row type is {rows.facts.row_type}")
 
 
-def _enter(header: dict[str, Any], name: str, dtype: str, length: int) -> None:
-    """Add a tensor to a header, after the tensors that it has."""
-    begin = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    end = begin + length * _DTYPES[dtype].itemsize
-    header[name] = {"dtype": dtype, "shape": [length], "data_offsets": [begin, end]}
+def _tensors_of(rows: EncodedRows) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in rows._asdict().items() if name != "facts"}
 
 
-def _digest(file: BufferedRandom | BufferedReader, header: dict[str, Any]) -> str:
-    """Compute a SHA-256 over the rest of a file and its header, in pieces."""
-    digest = hashlib.file_digest(file, "sha256")
-    digest.update(json.dumps(header, sort_keys=True).encode())
-    return digest.hexdigest()
+def _digest(tensors: Mapping[str, torch.Tensor], facts: RowFacts) -> str:
+    """Compute a SHA-256 over the types, shapes and values of all tensors, and the facts."""
+    digests = {name: digest_tensor(tensor) for name, tensor in tensors.items()}
+    return hashlib.sha256(json.dumps([digests, facts], sort_keys=True).encode()).hexdigest()
 
 
-def _as_tensor(values: array[int] | bytearray, dtype: str) -> torch.Tensor:
-    torch_dtype = _DTYPES[dtype]
-    return torch.frombuffer(values, dtype=torch_dtype) if values else torch.zeros(0, dtype=torch_dtype)
+def _content(stream: IO[bytes]) -> Any:
+    """Return the content of a stream as a buffer: that of a file is mapped."""
+    if isinstance(stream, BytesIO):
+        return stream.getbuffer()
+    return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) if stream.tell() else b""
+
+
+def _as_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(values, dtype=dtype) if len(values) else torch.zeros(0, dtype=dtype)

@@ -6,6 +6,7 @@ The cache of encoded rows does not hold this column, so the rows are read again.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -51,7 +52,9 @@ def by_column(section: DataSection, column: str, splits: Mapping[str, EncodedExa
             )
         index = {value: place for place, value in enumerate(different)}
         subset = torch.tensor([index[values[place]] for place in of_split], dtype=torch.int16)
-        found[name] = splits[name].with_subsets(unique_names([[value] for value in different]), subset)
+        found[name] = replace(
+            splits[name], subset=subset, subset_names=tuple(unique_names([[value] for value in different]))
+        )
     return found
 
 

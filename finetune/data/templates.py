@@ -42,7 +42,7 @@ class RenderedRow:
 class TokenisedRow(NamedTuple):
     """A row as tokens: ids, and for each a byte that is 1 if the model must predict it."""
 
-    token_ids: list[int]
+    token_ids: Sequence[int]
     is_target: bytearray
 
 

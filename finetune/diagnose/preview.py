@@ -230,7 +230,7 @@ def _read_row(split: SplitName, rows: Rows, index: int, tokens: AnswerTokens) ->
     """Yield the sides of the row with this index, counted from 0: two if the row is a pair, else one."""
     answer = None
     if isinstance(rows, EncodedExamples) and rows.has_branches:
-        of_example = rows.rows_of_examples[int(rows.rows.example_of[index])]
+        of_example = rows.rows_of_examples[int(rows.example_of[index])]
         answer = (index - of_example.start + 1, len(of_example))
     is_pair = isinstance(rows, EncodedPairs)
     names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
@@ -239,7 +239,7 @@ def _read_row(split: SplitName, rows: Rows, index: int, tokens: AnswerTokens) ->
         pieces = read_pieces(tokens.tokenizer, ids.tolist(), is_target.tolist(), tokens.special_ids)
         notes = []
         if bool(examples.is_truncated[index]):
-            notes.append(f"cut at data.max_length from {int(examples.rows.full_lengths[index]):,} tokens")
+            notes.append(f"cut at data.max_length from {int(examples.full_lengths[index]):,} tokens")
         if not bool(is_target.any()):
             notes.append("no token carries loss: nothing is learned from it")
         if isinstance(rows, EncodedLabelled):

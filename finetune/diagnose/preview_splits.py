@@ -103,7 +103,7 @@ def _duplicates(rows: Rows) -> list[int]:
     numbers_of: dict[tuple[bytes, ...], set[int]] = {}
     duplicates = []
     digests = zip(*(side.digests(with_targets=True) for side in rows.sides), strict=True)
-    for row, (digest, number) in enumerate(zip(digests, rows.sides[0].rows.numbers.tolist(), strict=True)):
+    for row, (digest, number) in enumerate(zip(digests, rows.sides[0].numbers.tolist(), strict=True)):
         numbers = numbers_of.setdefault(digest, set())
         if numbers and number not in numbers:
             duplicates.append(row)

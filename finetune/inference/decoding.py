@@ -98,8 +98,8 @@ def generate_answers(
     Raises:
         DataError: a prompt leaves no room for an answer in the model's context.
     """
-    found = sample_answers(model, prompts, decoding, batch_size=batch_size, runtime=runtime, is_to_stop=is_to_stop)
-    return [answer.ids for answer in found]
+    answers = sample_answers(model, prompts, decoding, batch_size=batch_size, runtime=runtime, is_to_stop=is_to_stop)
+    return [answer.ids for answer in answers]
 
 
 def sample_answers(
@@ -122,8 +122,10 @@ def sample_answers(
         tokens = _generate(model, prompts, rows, decoding, runtime=runtime)
         if is_mine:
             for row, answer in zip(rows, tokens, strict=True):
-                answers[row] = _until_stop(answer, decoding)
-    return answers if runtime is None else _shared(runtime, answers, decoding.max_new_tokens)
+                num_before = sum(1 for _ in takewhile(lambda token: token not in decoding.stop_ids, answer.ids))
+                end = num_before + decoding.keeps_stop
+                answers[row] = SampledAnswer(answer.ids[:end], answer.nats[:end])
+    return answers if runtime is None else _share_answers(runtime, answers, decoding.max_new_tokens)
 
 
 def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> Iterator[tuple[list[int], bool]]:
@@ -139,23 +141,24 @@ def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> It
         yield from ((rows, False) for rows in batches[: num_rounds - len(mine)])
 
 
-def _shared(runtime: Runtime, answers: Sequence[SampledAnswer], limit: int) -> list[SampledAnswer]:
+def _share_answers(runtime: Runtime, answers: Sequence[SampledAnswer], limit: int) -> list[SampledAnswer]:
     """Return the answers of all ranks. Collective.
 
-    Only one rank answers a prompt, so that the sum over ranks is its answer: `limit` token ids plus 1, with 0 after its
-    end, and as many -log p.
+    Only one rank answers a prompt, so the sum over ranks is its answer. An answer is sent as `limit` token ids plus 1,
+    with 0 after its end, followed by as many -log p.
     """
     if runtime.world_size == 1 or not answers:
         return list(answers)
     padded = (
-        [*(it + 1 for it in ids), *[0] * (limit - len(ids)), *nats, *[0] * (limit - len(nats))] for ids, nats in answers
+        [*(token + 1 for token in ids), *[0] * (limit - len(ids)), *nats, *[0] * (limit - len(nats))]
+        for ids, nats in answers
     )
-    whole = runtime.collectives.sum(float(number) for numbers in padded for number in numbers)
-    found = []
-    for start in range(0, len(whole), 2 * limit):
-        ids = [int(token) - 1 for token in whole[start : start + limit] if token]
-        found.append(SampledAnswer(ids, whole[start + limit : start + limit + len(ids)]))
-    return found
+    sums = runtime.collectives.sum(float(number) for numbers in padded for number in numbers)
+    shared = []
+    for start in range(0, len(sums), 2 * limit):
+        ids = [int(token) - 1 for token in sums[start : start + limit] if token]
+        shared.append(SampledAnswer(ids, sums[start + limit : start + limit + len(ids)]))
+    return shared
 
 
 def group_prompts(
@@ -276,8 +279,8 @@ def _continue_by_engine(
                     draw.keep(going)
             if len(batch[alive[0]]) + len(answers[alive[0]]) - 1 == boundary:
                 # The token is the first that takes the long factors, and the cache is computed with the short ones.
-                whole = [*batch[alive[0]], *answers[alive[0]]]
-                decoder = CachedDecoder(model, [whole], most_tokens=len(batch[alive[0]]) + room)
+                prefix = [*batch[alive[0]], *answers[alive[0]]]
+                decoder = CachedDecoder(model, [prefix], most_tokens=len(batch[alive[0]]) + room)
                 logits = decoder.start()
             else:
                 logits = decoder.go_on(tokens)
@@ -293,7 +296,12 @@ def _continue_by_transformers(
     model: Any,
 ) -> list[list[int]]:
     """Answer a batch with transformers' `generate`."""
-    from transformers import GenerationConfig, LogitsProcessorList
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    def pass_on(input_ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        if on_token is not None:
+            on_token(int(input_ids[0, -1]))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)  # stops no row
 
     rows = [torch.tensor(prompt) for prompt in batch]
     # Padded on the left: every answer starts in the same column.
@@ -314,7 +322,7 @@ def _continue_by_transformers(
             generation_config=settings,
             logits_processor=LogitsProcessorList([] if draw is None else [draw]),
             synced_gpus=is_sharded,  # a rank whose answers have ended goes on with the others
-            **({} if on_token is None else {"streamer": _TokenWatcher(on_token)}),
+            stopping_criteria=StoppingCriteriaList([] if on_token is None else [pass_on]),
         )
     answers: list[list[int]] = generated[:, input_ids.shape[1] :].tolist()
     return answers
@@ -328,13 +336,13 @@ def _only_our_settings(model: Any) -> Iterator[None]:
     """
     from transformers import GenerationConfig
 
-    inner = model.get_base_model() if hasattr(model, "peft_config") else model
-    own = inner.generation_config
-    inner.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    config_of_base = base.generation_config
+    base.generation_config = GenerationConfig()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        inner.generation_config = own
+        base.generation_config = config_of_base
 
 
 class Draw:
@@ -362,45 +370,26 @@ class Draw:
 
     def nats(self) -> list[list[float]]:
         """Return -log p of each token that was drawn, row after row, before temperature and filters."""
-        found: list[list[float]] = [[] for _ in range(self._num_rows)]
+        nats: list[list[float]] = [[] for _ in range(self._num_rows)]
         for rows, values in self._nats:
             for row, value in zip(rows, values.tolist(), strict=True):
-                found[row].append(value)
-        return found
+                nats[row].append(value)
+        return nats
 
     def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
         kept = scores.float()
         if torch.are_deterministic_algorithms_enabled():  # CUDA has no running sum with a fixed order
             kept = kept.cpu()
-        for only in self._filters:
-            kept = only(input_ids, kept)
+        for apply_filter in self._filters:
+            kept = apply_filter(input_ids, kept)
         # In float64, so that the sample is the same on every device.
         below = in_float64(kept).softmax(-1).cumsum(-1)
         level = torch.stack([torch.rand((1,), generator=g, dtype=torch.float64) for g in self._generators])
         drawn = torch.searchsorted(below, level.to(below.device) * below[:, -1:], right=True)
-        whole = scores.float()
-        self._nats.append((self._alive, whole.logsumexp(-1) - whole.gather(1, drawn.to(whole.device))[:, 0]))
+        logits = scores.float()
+        self._nats.append((self._alive, logits.logsumexp(-1) - logits.gather(1, drawn.to(logits.device))[:, 0]))
         return torch.full_like(scores, -torch.inf).scatter(1, drawn.to(scores.device), 0.0)
-
-
-class _TokenWatcher:
-    """A streamer for transformers, which passes the prompt first and then each token."""
-
-    def __init__(self, on_token: Callable[[int], object]) -> None:
-        self._on_token = on_token
-        self._is_prompt = True
-
-    def put(self, tokens: torch.Tensor) -> None:
-        """Pass on new tokens."""
-        if self._is_prompt:
-            self._is_prompt = False
-            return
-        for token in tokens.flatten().tolist():
-            self._on_token(token)
-
-    def end(self) -> None:
-        """Do nothing: no token is held back."""
 
 
 def _refuse_too_long(model: Any, prompts: Sequence[Sequence[int]]) -> None:
@@ -411,8 +400,3 @@ def _refuse_too_long(model: Any, prompts: Sequence[Sequence[int]]) -> None:
                 f"prompt {place} of {len(prompts)} has {len(prompt):,} tokens, and the model's context of {context:,} "
                 "leaves no room for an answer. Shorten it."
             )
-
-
-def _until_stop(answer: SampledAnswer, decoding: Decoding) -> SampledAnswer:
-    length = sum(1 for _ in takewhile(lambda token: token not in decoding.stop_ids, answer.ids)) + decoding.keeps_stop
-    return SampledAnswer(answer.ids[:length], answer.nats[:length])

@@ -48,8 +48,8 @@ def run_test_phase(
     """
     metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
     is_alone = runtime.placement.shard_size is None
-    found = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
-    return replace(found, answers=found.answers[: section.num_samples])
+    evaluation = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
+    return replace(evaluation, answers=evaluation.answers[: section.num_samples])
 
 
 def evaluate_model(
@@ -73,25 +73,25 @@ def evaluate_model(
     assert isinstance(examples, EncodedExamples)
     is_shared = runtime.world_size > 1 and not is_alone
     dialogue = Dialogues(examples if metrics or section.num_samples else None, tokenizer)
-    asked = len(dialogue.prompts) if metrics else min(section.num_samples, len(dialogue.prompts))
+    num_answers = len(dialogue.prompts) if metrics else min(section.num_samples, len(dialogue.prompts))
     is_writer = is_alone or runtime.is_main_process
     names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_adapter(model) else ["tuned"]
     stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
-        without = model.disable_adapter() if name == "base" else nullcontext()
-        with without, waiting(f"measuring the {name} model on {len(examples):,} rows"):
+        adapter = model.disable_adapter() if name == "base" else nullcontext()
+        with adapter, waiting(f"measuring the {name} model on {len(examples):,} rows"):
             losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
             ids = generate_answers(
                 model,
-                dialogue.prompts[:asked],
+                dialogue.prompts[:num_answers],
                 Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens),
                 batch_size=section.batch_size,
                 runtime=runtime if is_shared else None,
             )
             answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
-    measured = {name: _measure(metrics, given, dialogue.expected) for name, given in answers.items()}
+    measured = {name: _measure(metrics, texts, dialogue.expected) for name, texts in answers.items()}
     return Evaluation(
         num_rows=len(examples),
         num_targets=int(losses["tuned"][1].sum()),
@@ -107,7 +107,7 @@ def evaluate_model(
                 answers={name: answers[name][row] for name in names},
                 metrics={name: {key: values[row] for key, values in measured[name].items()} for name in names},
             )
-            for row in range(asked if is_writer else 0)
+            for row in range(num_answers if is_writer else 0)
         ),
         num_left_out=loader.num_left_out,
     )
@@ -136,16 +136,16 @@ def measure_answers(
     ids = answer_unless_stopped(runtime, model, dialogue.prompts, decoding, batch_size=batch_size)
     if ids is None:
         return None
-    found: dict[str, float] = {}
+    means: dict[str, float] = {}
     with runtime.collectives.failing_together("measuring answers"):
         if runtime.is_main_process:
             answers = [dialogue.reader.read(row).text for row in ids]
             measured = _measure(metrics, answers, dialogue.expected)
-            found = _means(measured)
+            means = _means(measured)
             for subset in dict.fromkeys(dialogue.subsets):
-                means = _means(_in_subset(measured, dialogue.subsets, subset))
-                found |= {subset_key(name, subset): mean for name, mean in means.items()}
-    return runtime.collectives.broadcast_from_main(found)
+                means_of_subset = _means(_in_subset(measured, dialogue.subsets, subset))
+                means |= {subset_key(name, subset): mean for name, mean in means_of_subset.items()}
+    return runtime.collectives.broadcast_from_main(means)
 
 
 def answer_unless_stopped(
@@ -200,7 +200,7 @@ class Dialogues:
             self.prompts.append([int(token) for token in prompt])
             self.expected.append(self.reader.read(answer).text)
             if examples.subset_names:
-                self.subsets.append(examples.subset_names[int(examples.rows.subset[row])])
+                self.subsets.append(examples.subset_names[int(examples.subset[row])])
 
     def last_turn(self, row: int) -> str:
         """Return the text of the last turn before the answer, or the whole prompt if it has no turns."""
@@ -249,9 +249,9 @@ def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_sh
     mine = torch.zeros(2, len(loader.dataset), dtype=torch.float64)  # type: ignore[arg-type]
     with evaluation_mode(model):
         for rows, microbatch in zip_longest(loader.row_batches, in_even_rounds(runtime, loader)):
-            found = measure_losses(runtime, model, microbatch)
+            of_batch = measure_losses(runtime, model, microbatch)
             if rows is not None:
-                mine[:, rows] = torch.stack([found.nats, found.num_targets.double()]).cpu()
+                mine[:, rows] = torch.stack([of_batch.nats, of_batch.num_targets.double()]).cpu()
     if not is_shared:
         return mine
     return torch.tensor(runtime.collectives.sum(mine.flatten().tolist()), dtype=torch.float64).view_as(mine)
@@ -279,11 +279,11 @@ def _evaluate_subsets(
     subsets: Sequence[str],
 ) -> dict[str, Evaluation]:
     """Return the scores of each subset that has rows, from the losses of all rows and the metrics of those answered."""
-    found = {}
+    evaluations = {}
     for index, subset in enumerate(examples.subset_names):
-        rows = examples.rows.subset == index
+        rows = examples.subset == index
         if rows.any():
-            found[subset] = Evaluation(
+            evaluations[subset] = Evaluation(
                 num_rows=int(rows.sum()),
                 num_targets=int(losses["tuned"][1][rows].sum()),
                 scores={
@@ -291,7 +291,7 @@ def _evaluate_subsets(
                     for name, of_rows in losses.items()
                 },
             )
-    return found
+    return evaluations
 
 
 def _in_subset(

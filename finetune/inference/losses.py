@@ -121,7 +121,7 @@ def sum_losses(
             batch = (total, counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
             totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
             if len(subsets) and rows is not None:
-                subsets.index_add_(0, examples.rows.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
+                subsets.index_add_(0, examples.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
     of_subsets = (LossSums(*sums) for sums in subsets.tolist())
     whole = LossSums(num_cut_short=1.0) if is_cut_short else LossSums(*totals)
     return SplitLosses(whole, dict(zip(examples.subset_names, of_subsets, strict=True)))

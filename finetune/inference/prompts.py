@@ -65,24 +65,20 @@ class Opening(NamedTuple):
     """Of the training rows that were looked at, the number with this system turn, with any tools, and of all."""
 
 
-def read_arguments(arguments: Sequence[str]) -> list[Prompt]:
-    """Make each argument of the command line a conversation with one user turn."""
-    return [_user_says(text, f"prompt {place}") for place, text in enumerate(arguments, start=1)]
-
-
-def read_text(text: str, source: str) -> list[Prompt]:
-    """Make a whole text one user's turn.
+def user_prompt(text: str, source: str) -> Prompt:
+    """Make a text one user's turn.
 
     Raises:
-        DataError: it is blank.
+        DataError: it cannot be encoded.
     """
-    if not text.strip():
-        raise DataError(f"{source} is blank: there is nothing to answer.")
-    return [_user_says(text.rstrip("\r\n"), source)]
+    try:
+        return _open_prompt(parse_text(text, "it"), source)
+    except BadRowError as error:
+        raise DataError(f"{source}: {error}.") from None
 
 
 def read_prompts_file(path: Path) -> list[Prompt]:
-    """Read the prompts of a file: each row has `prompt`, `messages` or `text`; see `read_rows`.
+    """Read the prompts of a file: each row has `prompt`, `messages` or `text`.
 
     Raises:
         DataError: the file does not exist, or has rows that are not prompts.
@@ -94,7 +90,7 @@ def read_prompts_file(path: Path) -> list[Prompt]:
     if suffix_of(path) not in SUFFIXES:
         raise DataError(f"--from is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
     rows = FileRows(path, str(path))
-    return read_prompts_of_rows(rows.rows(), rows.label, rows.place)
+    return _read_rows(rows.rows(), rows.label, rows.place)
 
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
@@ -104,16 +100,13 @@ def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
         for number, line in enumerate(lines, start=1)
         if line.strip()
     )
-    return read_prompts_of_rows(read, source, lambda number: f"{source}:{number}")
+    return _read_rows(read, source, lambda number: f"{source}:{number}")
 
 
-def read_prompts_of_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], str]) -> list[Prompt]:
+def _read_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], str]) -> list[Prompt]:
     """Read prompts from rows. A last turn of the assistant, or a `completion`, becomes the expected answer.
 
     In messages, `source` names all rows, and `name_row` names one by its number.
-
-    Raises:
-        DataError: rows are not prompts, with the first of them named; or there is no row.
     """
     problems = RowProblems()
     prompts: list[Prompt] = []
@@ -156,22 +149,22 @@ def read_opening(section: DataSection, reads: Reads = "answers") -> Opening:
     from finetune.data.examples import load_examples
 
     # Splits of so few rows could leave none for training.
-    only_a_few = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
-    mixture = [{key: value for key, value in source.items() if key not in only_a_few} for source in section.mixture]
-    loaded_again = logging.getLogger("finetune.data")  # has said all about these rows, in training
-    level = loaded_again.level
-    loaded_again.setLevel(logging.WARNING)
+    few_rows = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
+    mixture = [{key: value for key, value in source.items() if key not in few_rows} for source in section.mixture]
+    data_log = logging.getLogger("finetune.data")  # has said all about these rows, in training
+    level = data_log.level
+    data_log.setLevel(logging.WARNING)
     try:
-        rows = load_examples(section.model_copy(update={**only_a_few, "mixture": mixture}), reads).train
+        rows = load_examples(section.model_copy(update={**few_rows, "mixture": mixture}), reads).train
         openings = [(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT)]
     finally:
-        loaded_again.setLevel(level)
-    offered = Counter(tools for _, tools in openings if tools)
-    has_tools = offered.total() >= _SHARE_WITH_TOOLS * len(openings)
-    tools = offered.most_common(1)[0][0] if offered and has_tools else ""
-    ((system, _),) = Counter(system for system, offers in openings if offers == tools).most_common(1)
+        data_log.setLevel(level)
+    offers = Counter(tools for _, tools in openings if tools)
+    is_offered = offers and offers.total() >= _SHARE_WITH_TOOLS * len(openings)
+    tools = offers.most_common(1)[0][0] if is_offered else ""
+    [(system, _)] = Counter(system for system, offered in openings if offered == tools).most_common(1)
     num_with_system = sum(system == other for other, _ in openings)
-    return Opening(system, tools, num_with_system, offered.total(), len(openings))
+    return Opening(system, tools, num_with_system, offers.total(), len(openings))
 
 
 def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapping[str, Any] | None = None) -> Opening:
@@ -216,7 +209,7 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
         bad = tokens.special_text_in(Example(row_type="messages", messages=dialogue.turns, tools=dialogue.tools))
         if bad is not None:
             raise DataError(f"{prompt.source}: {bad}.")
-        text = _rendered(tokens, dialogue, prompt.source)
+        text = _render(tokens, dialogue, prompt.source)
     ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     if not ids:
         raise DataError(f"{prompt.source} is empty: there is nothing to answer.")
@@ -225,12 +218,12 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
 
 def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
     """Return the turns with this system turn, unless they have a non-empty one or `system` is empty."""
-    opens = bool(turns) and turns[0]["role"] in ("system", "developer")
-    first, rest = (turns[0], turns[1:]) if opens else ({"role": "system"}, turns)
+    has_one = bool(turns) and turns[0]["role"] in ("system", "developer")
+    first, rest = (turns[0], turns[1:]) if has_one else ({"role": "system"}, turns)
     return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
 
 
-def _rendered(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
+def _render(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
     template = tokens.template
     (text,) = template.render([dialogue], with_prompt=True)
     if isinstance(text, BadRowError):
@@ -244,13 +237,6 @@ def _rendered(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
     return text
 
 
-def _user_says(text: str, source: str) -> Prompt:
-    try:
-        return _open_prompt(parse_text(text, "it"), source)
-    except BadRowError as error:
-        raise DataError(f"{source}: {error}.") from None
-
-
 def _prompt_of(value: object, place: str) -> Prompt:
     if isinstance(value, str):
         return _open_prompt(parse_text(value, "the row"), place)
@@ -262,19 +248,15 @@ def _prompt_of(value: object, place: str) -> Prompt:
         return _conversation(with_system_turn(dialogue.turns, system), dialogue.tools, place)
     known = detect_format(value, {})
     if known is not None:  # a row to train on, whose answer is the expected one
-        return _without_answer(parse_row(value, known, {}), place)
+        row = parse_row(value, known, {})
+        if row.row_type == "messages":
+            return _conversation(row.messages, row.tools, place)
+        if row.row_type == "text":
+            return Prompt(source=place, text=row.text)
+        return _open_prompt(row.prompt, place, expected=row.completion)
     if "prompt" in value:
         return _open_prompt(parse_text(value["prompt"], "prompt"), place)
-    found = ", ".join(map(str, value)) or "none"
-    raise BadRowError(f"no column prompt, messages or text; it has {found}")
-
-
-def _without_answer(row: Example, place: str) -> Prompt:
-    if row.row_type == "messages":
-        return _conversation(row.messages, row.tools, place)
-    if row.row_type == "text":
-        return Prompt(source=place, text=row.text)
-    return _open_prompt(row.prompt, place, expected=row.completion)
+    raise BadRowError(f"no column prompt, messages or text; it has {', '.join(map(str, value)) or 'none'}")
 
 
 def _open_prompt(text: str, place: str, *, expected: str | None = None) -> Prompt:

@@ -38,7 +38,7 @@ _COMPLETIONS = "/v1/completions"
 _PAUSE_SECONDS = 1.0
 _LOOK_EVERY = 10
 """Pauses between two looks at a server that has not answered yet."""
-_SAY_EVERY_SECONDS = 60.0
+_REPORT_EVERY_SECONDS = 60.0
 
 _MOST_BYTES = 1 << 20
 """The longest answer to a short request about no tokens."""
@@ -163,34 +163,33 @@ class VllmServer:
         Raises:
             ServerError: the server refuses the adapter or a prompt, its answer is wrong, or it is gone for too long.
         """
-        found: dict[int, list[SampledAnswer]] = {}
-
+        answers: dict[int, list[SampledAnswer]] = {}
         limits = Limits(num_answers, decoding.max_new_tokens, vocabulary, num_likely=0)
 
         def ask(name: str, place: int) -> None:
-            found[place] = self._sample(name, prompts[place], decoding, limits, seeds[place])
+            answers[place] = self._sample(name, prompts[place], decoding, limits, seeds[place])
 
         def ask_for_the_rest() -> None:
             self._gives_up = Event()
             with self.loaded(adapter) as name, ThreadPoolExecutor(at_once) as threads:
-                asked = [threads.submit(ask, name, place) for place in range(len(prompts)) if place not in found]
+                requests = [threads.submit(ask, name, place) for place in range(len(prompts)) if place not in answers]
                 try:
-                    self._wait_for(asked, name)
+                    self._wait_for(requests, name)
                 except BaseException:
                     threads.shutdown(wait=False, cancel_futures=True)
                     self._gives_up.set()  # ends the requests that are under way, and so their threads
                     raise
 
         self._patiently(ask_for_the_rest)
-        return [answer for place in range(len(prompts)) for answer in found[place]]
+        return [answer for place in range(len(prompts)) for answer in answers[place]]
 
-    def _wait_for(self, asked: Sequence[Future[None]], adapter: str) -> None:
+    def _wait_for(self, requests: Sequence[Future[None]], adapter: str) -> None:
         """Wait for all answers. A server that was started anew has no adapter, and earlier requests may hang."""
         for seconds in itertools.count(1):
-            done, others = wait(asked, timeout=_PAUSE_SECONDS, return_when=FIRST_EXCEPTION)
-            for one in done:
-                one.result()
-            if not others:
+            done, pending = wait(requests, timeout=_PAUSE_SECONDS, return_when=FIRST_EXCEPTION)
+            for request in done:
+                request.result()
+            if not pending:
                 return
             if self._is_to_stop():
                 raise ServerLostError("the run was asked to stop while it waited for answers", is_preempted=True)
@@ -310,9 +309,9 @@ class VllmServer:
         except (OSError, HTTPException) as error:
             raise ServerGoneError(self.url, str(error)[:_MOST_SHOWN] or type(error).__name__) from error
         finally:
-            for one in opened:  # a request that goes on would occupy the server
+            for open_socket in opened:  # a request that goes on would occupy the server
                 with suppress(OSError):
-                    one.shutdown(SHUT_RDWR)
+                    open_socket.shutdown(SHUT_RDWR)
         if len(text) > most_bytes:
             raise ServerError(
                 f"{self.url}{path} answers more than {format_bytes(most_bytes)}, the limit for this request. Check "
@@ -328,7 +327,7 @@ class VllmServer:
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
         """Call a function until the server is there for it."""
-        lost_at = next_word = None
+        lost_at = next_report = None
         while True:
             try:
                 return attempt()
@@ -343,10 +342,10 @@ class VllmServer:
                         f"{error}, for {waited} now. Start it, then run the command again; a run goes on with "
                         "resume=auto."
                     ) from None
-                if next_word is None or now >= next_word:
+                if next_report is None or now >= next_report:
                     left = format_duration(self._patience - now + lost_at)
                     _log.log(level, "%s: waiting for it, at most %s", error, left)
-                    next_word = now + _SAY_EVERY_SECONDS
+                    next_report = now + _REPORT_EVERY_SECONDS
                 time.sleep(_PAUSE_SECONDS)
 
 

@@ -47,8 +47,8 @@ def load_rows(title: str, config: Config, fingerprint: str) -> TrainingRows | No
         return TrainingRows(title, train.sides, tokenizer)
     for path in sorted(Path(config.data.cache_dir).expanduser().glob("encoded-*.safetensors")):
         try:
-            rows = EncodedExamples([map_rows(path)], train.sides[0].end_id)
-        except (ValueError, LookupError, TypeError, AttributeError, OSError):
+            rows = EncodedExamples.of(map_rows(path), train.sides[0].end_id)
+        except (ValueError, OSError):
             continue  # damaged, or of another version
         if rows.fingerprint == fingerprint:
             return TrainingRows(title, [rows], tokenizer)
@@ -59,7 +59,7 @@ def first_differing_row(first: TrainingRows, second: TrainingRows) -> tuple[int,
     """Return the number of the first differing row, from 1, and a sentence. The rows have other fingerprints."""
     sides = list(zip(first.sides, second.sides, strict=False))
     digests = [
-        [list(zip(rows.digests(with_targets=True), rows.rows.is_good.tolist(), strict=True)) for rows in side]
+        [list(zip(rows.digests(with_targets=True), rows.is_good.tolist(), strict=True)) for rows in side]
         for side in sides
     ]
     number = next((number for number, (in_a, in_b) in enumerate(digests) if in_a != in_b), 0)

@@ -178,7 +178,7 @@ def _digests_of_rows(splits: EncodedSplits) -> list[str]:
     digests, rows = [split.fingerprint for split in named_splits(splits).values()], splits.validation
     if not isinstance(rows, EncodedExamples):
         return digests
-    return [*digests, *rows.subset_names, digest_tensors([rows.rows.subset])]
+    return [*digests, *rows.subset_names, digest_tensors([rows.subset])]
 
 
 def _try_precision(

@@ -177,9 +177,9 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
     found = []
     sample = answered_rows(config, rows) if config.validation.metrics else None
     for index, name in enumerate(rows.subset_names):
-        if int(rows.num_targets[rows.rows.subset == index].sum()):
+        if int(rows.num_targets[rows.subset == index].sum()):
             found.append(subset_key(LOSS, name))
-        if sample is not None and bool((sample.rows.subset == index).any()):
+        if sample is not None and bool((sample.subset == index).any()):
             found += [subset_key(metric, name) for metric in config.validation.metrics]
     return found
 

@@ -165,7 +165,7 @@ def flat_fingerprint(examples: EncodedExamples) -> str:
     offsets = torch.tensor([0, *accumulate(len(row.input_ids) for row in rows)])
     tensors = [torch.cat([row.input_ids for row in rows]).int(), torch.cat([row.is_target for row in rows]), offsets]
     if examples.has_branches:
-        tensors.append(examples.rows.example_of)
+        tensors.append(examples.example_of)
     return digest_tensors(tensors)
 
 

@@ -264,7 +264,7 @@ def test_each_row_keeps_its_own_place_and_number(make_section, put):
     encoded = encode_train(make_section(path="p"))
     places = ["p/part-9.jsonl:1", "p/part-9.jsonl:2", "p/part-10.jsonl:2", "p/part-11.csv row 1", "p/part-11.csv row 2"]
     assert [encoded.source(index) for index in range(5)] == places
-    assert encoded.rows.numbers.diff().min() > 0
+    assert encoded.numbers.diff().min() > 0
     assert len(encoded) == 5
     put({"p/part-10.jsonl": A + b"{"})
     with pytest.raises(DataError, match=r"p: 1 of 6 rows cannot be used:\n  p/part-10\.jsonl:2: not JSON"):

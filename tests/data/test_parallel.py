@@ -45,7 +45,8 @@ def encode(section: DataSection, fallbacks: Fallbacks | None = None, **keys: Any
 
 
 def encoding_below(process: psutil.Process) -> list[psutil.Process]:
-    return [child for child in process.children(recursive=True) if "finetune.data.parallel" in child.cmdline()]
+    children = (child for child in process.children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE)
+    return [child for child in children if "finetune.data.parallel" in child.cmdline()]
 
 
 def cached_bytes(section: DataSection) -> bytes:
@@ -104,7 +105,7 @@ def killed_at_first_batch(monkeypatch):
 
     def send_and_kill(worker, batch):
         send(worker, batch)
-        if not killed:
+        if not killed and isinstance(batch, list):
             killed.append(worker.process.pid)
             worker.process.kill()
 
@@ -211,9 +212,9 @@ def test_a_process_that_has_started_ends_if_a_later_one_cannot_start(monkeypatch
     numbers = iter(range(2))
 
     class OnlyOne:
-        def __init__(self, _):
+        def __init__(self, *_):
             if next(numbers):
-                raise BlockingIOError("no more processes")
+                raise WorkerLostError("no more processes")
 
         connection = SimpleNamespace(close=lambda: ended.append("closed"))
 

@@ -45,7 +45,7 @@ before = anonymous()
 for _ in ("encoded", "mapped"):
     rows = load_or_encode(Path(sys.argv[1]), "0" * 64, encode, Fallbacks(strict=True), "rows")
     print(f"{anonymous() - before:.0f} MB")
-all_rows = EncodedExamples([rows], end_id=1)
+all_rows = EncodedExamples.of(rows, end_id=1)
 joined = EncodedExamples.joined([all_rows.select(range(0, NUM_ROWS, 2)), all_rows.select(range(NUM_ROWS - 1, 0, -2))])
 joined.fingerprint
 list(joined.digests(with_targets=True))

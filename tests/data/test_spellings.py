@@ -490,5 +490,5 @@ def test_both_sides_of_a_pair_lose_the_same_rows(make_section, write_jsonl):
     path = write_jsonl(pairs)
     for _ in ("encoded", "read from the cache"):
         rows = encode_preferences(make_section(path=path, on_bad_row="drop"), tiny_tokenizer()).train
-        assert rows.chosen.rows.numbers.tolist() == rows.rejected.rows.numbers.tolist() == [1, 3, 5]
+        assert rows.chosen.numbers.tolist() == rows.rejected.numbers.tolist() == [1, 3, 5]
         assert [rows.chosen.num_dropped, rows.rejected.num_dropped] == [2, 3]

@@ -18,7 +18,7 @@ def rows_of(examples: EncodedExamples | None) -> dict[str, str]:
     """The name of the subset of each row, by the row's place."""
     names = examples.subset_names
     return {
-        Path(examples.source(row)).name: names[int(examples.rows.subset[row])] if names else ""
+        Path(examples.source(row)).name: names[int(examples.subset[row])] if names else ""
         for row in range(len(examples))
     }
 

@@ -83,8 +83,7 @@ def test_rows_are_scored_after_the_thinking():
         for answer in answers
     ]
     encoded = [(row.token_ids, row.is_target) for row in encode_batch(rows, tokens, "all")]
-    examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id)
-    examples.sources = tuple(source._replace(row_type="messages") for source in examples.sources)
+    examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id, row_type="messages")
     expected = Dialogues(examples, tokens.tokenizer).expected
     assert expected[0] == "yes"
     assert json.loads(expected[1]) == [CALL]
@@ -106,8 +105,9 @@ def test_a_row_is_shown_by_its_last_turn_before_the_answer(style):
     turns = [{"role": "system", "content": "Be brief."}, QUESTION, {"role": "assistant", "content": "yes"}]
     row = parse_row({"messages": [*turns, {**QUESTION, "content": "And now?"}, turns[-1]]}, FORMATS["messages"], {})
     (encoded,) = encode_batch([row], tokens, "all")
-    examples = EncodedExamples.from_rows([(encoded.token_ids, encoded.is_target)], end_id=tokens.end_id)
-    examples.sources = tuple(source._replace(row_type="messages") for source in examples.sources)
+    examples = EncodedExamples.from_rows(
+        [(encoded.token_ids, encoded.is_target)], end_id=tokens.end_id, row_type="messages"
+    )
     shown = Dialogues(examples, tokens.tokenizer)
     assert shown.last_turn(0) == "And now?"
     assert shown.context(0) == f"user: {QUESTION['content']}\nassistant: yes"
@@ -120,8 +120,7 @@ def test_the_result_of_a_tool_is_shown_with_the_call_before_it_and_is_no_questio
     turns = [QUESTION, call, {"role": "tool", "content": "three crates " * 20}, {"role": "tool", "content": "31"}]
     row = parse_row({"messages": [*turns, {"role": "assistant", "content": "yes"}]}, FORMATS["messages"], {})
     encoded = [(row.token_ids, row.is_target) for row in encode_batch([row], tokens, "all")]
-    examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id)
-    examples.sources = tuple(source._replace(row_type="messages") for source in examples.sources)
+    examples = EncodedExamples.from_rows(encoded, end_id=tokens.end_id, row_type="messages")
     shown = Dialogues(examples, tokens.tokenizer)
     assert (shown.last_turn(0), shown.question(0)) == ("31", QUESTION["content"])
     first, called, long = shown.context(0).splitlines()

@@ -7,11 +7,10 @@ import time
 
 import pytest
 
-from finetune.cli.chat import chat
+from finetune.cli.chat import Conversation, chat
 from finetune.cli.generate import generate
 from finetune.errors import ConfigError
 from finetune.inference.answer_reader import Answer
-from finetune.inference.conversation import Command, Conversation, read_line
 from tests.test_outlives_shell import Terminal
 
 pytestmark = pytest.mark.trains
@@ -21,36 +20,27 @@ CTRL_C, CTRL_D = "\x03", "\x04"
 LIMIT_SECONDS = 180.0
 
 
-def test_a_line_is_a_command_or_what_the_user_says():
-    assert read_line("  hello /exit \n") == "hello /exit"
-    assert read_line(" \n") is None
-    assert read_line("/system  Be brief. \n") == Command("/system", "Be brief.")
-    assert read_line("//etc is a folder") == "/etc is a folder"
-
-
 def test_a_conversation_remembers_turns_and_takes_back_what_had_no_answer():
     talk = Conversation("Be brief.")
-    talk.ask("a")
+    talk.add("user", "a")
     talk.answer(Answer("b", content="b"))
-    talk.ask("c")
+    talk.add("user", "c")
     assert [turn["content"] for turn in talk.as_prompt().messages] == ["Be brief.", "a", "b", "c"]
     talk.answer(Answer(""))
     talk.forget_unanswered()
     assert [turn["content"] for turn in talk.turns] == ["a", "b"]
-    talk.ask("d")
+    talk.add("user", "d")
     talk.forget_unanswered()
     assert len(talk.turns) == 2
-    talk.reset()
-    assert [turn["role"] for turn in talk.as_prompt().messages] == ["system"]
 
 
 def test_a_call_waits_for_its_result():
     talk = Conversation("Be brief.", tools='[{"name": "weather"}]')
-    talk.ask("a")
+    talk.add("user", "a")
     assert not talk.waits_for_tool
     talk.answer(Answer("[…]", "I must look.", "", ({"name": "weather", "arguments": {}},)))
     assert talk.waits_for_tool
-    talk.tell("31")
+    talk.add("tool", "31")
     prompt = talk.as_prompt()
     assert prompt.tools == talk.tools
     assert [turn["role"] for turn in prompt.messages] == ["system", "user", "assistant", "tool"]
@@ -90,14 +80,15 @@ def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, adapter_run, an
     shown, notes = piped(
         adapter_run,
         *(ORDER, ORDER, "/reset", ORDER, "/system Be nice.", ORDER, "/system -", ORDER),
-        *("/reset", "/compare", ORDER, "/nonsense", "a <|end|> b", "/exit", "never read"),
+        *("/reset", "/compare", ORDER, "/nonsense", " \n", "a <|end|> b", "//etc", " /exit ", "never read"),
     )
     (_, usual), (_, nice), (base, bare) = answers(), answers("Be nice."), answers("")
     assert len({usual, nice, base, bare}) == 4
     end = f"\n{usual}\n{nice}\n{bare}\nbase: {base}\ntuned: {bare}\n"
     assert shown.startswith(f"{usual}\n")
-    assert shown.endswith(end)
-    second = shown.removeprefix(f"{usual}\n").removesuffix(end)
+    second, end, literal = shown.removeprefix(f"{usual}\n").partition(end)
+    assert end
+    assert literal.startswith("base: "), "//etc is said to the model"
     assert second not in ("", usual), "the turns before take part"
     for part in (
         "system: Extract the order as JSON. /help",

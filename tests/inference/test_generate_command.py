@@ -81,8 +81,11 @@ def test_rows_of_a_file_are_asked_as_they_stand(asked, adapter_run, tmp_path):
 
 
 def test_a_text_through_a_pipe_is_one_prompt_and_json_lines_are_several(asked, adapter_run, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\r\n"))
     assert asked(adapter_run) == asked(adapter_run, [PROMPTS[1]])
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    with pytest.raises(DataError, match="standard input is blank"):
+        asked(adapter_run)
     monkeypatch.setattr(sys, "stdin", io.StringIO('{"prompt": "Two pens."}\n"330 notebooks to Tamara"\n'))
     assert asked(adapter_run, from_file="-") == asked(adapter_run, PROMPTS[1:])
 
@@ -123,10 +126,9 @@ def test_mistakes_are_told(asked, adapter_run, options, error, why):
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_run, monkeypatch):
-    from finetune.inference.answer_reader import Answer
-    from finetune.inference.answering import Answering
+    from finetune.inference.answer_reader import Answer, AnswerReader
 
-    monkeypatch.setattr(Answering, "read", lambda self, ids: Answer("\x1b[2J\x9bgone\u202e\nnext"))
+    monkeypatch.setattr(AnswerReader, "read", lambda self, ids: Answer("\x1b[2J\x9bgone\u202e\nnext"))
     assert asked(adapter_run, PROMPTS[:1]) == "<U+001B>[2J<U+009B>gone<U+202E>\nnext\n"
     assert "<U+001B>[2J" in asked(adapter_run, PROMPTS[:1], compare=True)
     assert "\x1b" not in asked(adapter_run, PROMPTS[:1], compare=True)

@@ -11,12 +11,11 @@ from finetune.inference.prompts import (
     Opening,
     Prompt,
     encode_prompt,
-    read_arguments,
     read_json_lines,
     read_opening,
     read_prompts_file,
-    read_text,
     read_tools,
+    user_prompt,
     usual_opening,
 )
 from tests.tiny import tiny_tokenizer
@@ -33,22 +32,6 @@ def lines(*rows):
 def text_of(prompt, *, style="phi4_mini", system=None):
     tokens = AnswerTokens(tiny_tokenizer(style))
     return tokens.tokenizer.decode(encode_prompt(tokens, prompt, system=system))
-
-
-def test_each_word_is_a_user_of_its_own():
-    prompts = read_arguments(["one", "two"])
-    assert [prompt.messages for prompt in prompts] == [
-        ({"role": "user", "content": "one"},),
-        ({"role": "user", "content": "two"},),
-    ]
-    assert all(prompt.is_open for prompt in prompts)
-
-
-def test_a_whole_text_is_one_prompt():
-    (prompt,) = read_text("several\nlines\r\n", "standard input")
-    assert prompt.shown == "several\nlines"
-    with pytest.raises(DataError, match="standard input is blank"):
-        read_text(" \n", "standard input")
 
 
 def test_every_kind_of_row_can_be_asked_and_its_answer_is_what_is_expected():
@@ -95,7 +78,7 @@ def test_turns_that_are_none_are_refused(bad):
 
 
 def test_a_prompt_is_rendered_by_the_template_with_the_answers_header():
-    (prompt,) = read_arguments(["three crates"])
+    prompt = user_prompt("three crates", "prompt 1")
     assert text_of(prompt) == "<|user|>three crates<|end|><|assistant|>"
     assert text_of(prompt, system="Be brief.") == "<|system|>Be brief.<|end|><|user|>three crates<|end|><|assistant|>"
     own = Prompt(source="row", messages=(SYSTEM, USER))
@@ -138,12 +121,6 @@ def test_a_template_that_refuses_the_turns_is_told():
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="row: the chat template refuses the row: roles must alternate"):
         encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
-
-
-def test_rows_of_a_table_are_named_as_rows(tmp_path):
-    path = tmp_path / "asked.csv"
-    path.write_text('prompt\n"two\nlines"\nb\n')
-    assert [prompt.source for prompt in read_prompts_file(path)] == [f"{path} row 1", f"{path} row 2"]
 
 
 def test_a_line_that_is_not_json_is_told_as_in_a_file_of_rows():
@@ -201,7 +178,7 @@ def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_pat
     assert f"system turn, as in 1 of the first 1 training rows in {path}: 'Be brief.'" in caplog.text
     file.write_text(json.dumps(tools))
     assert json.loads(read_tools(file)) == tools
-    (prompt,) = read_arguments(["three crates"])
+    prompt = user_prompt("three crates", "prompt 1")
     tokens = AnswerTokens(tiny_tokenizer())
     offered = tokens.tokenizer.decode(encode_prompt(tokens, prompt, tools=read_tools(file)))
     assert offered.startswith("<|system|><|tool|>[{")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections import defaultdict
+from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
 
@@ -71,7 +72,7 @@ def labelled():
     pairs = pairs_of_ids()
     sides = [pairs[0].chosen, pairs[0].rejected, pairs[1].chosen, pairs[2].chosen, pairs[2].rejected]
     rows = EncodedExamples.from_rows([(ids.tolist(), marks.tolist()) for ids, marks in sides], end_id=2)
-    rows.rows = rows.rows._replace(is_good=torch.tensor(LABELS))
+    rows = replace(rows, is_good=torch.tensor(LABELS))
     return EncodedLabelled(rows, "rows", max_length=64)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
-from finetune.inference.finished_run import FinishedRun, LoadedRun, load_finished_run
+from finetune.inference.finished_run import FinishedRun, load_finished_run
 from finetune.logs import importing
 
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
-    from finetune.inference.answer_reader import Answer
-    from finetune.inference.decoding import Decoding
     from finetune.inference.prompts import Opening, Prompt
 
 _log = logging.getLogger(__name__)
@@ -51,46 +49,46 @@ class AnswerSettings:
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p is {self.top_p:g}; expected a number above 0, at most 1.")
 
-    def decoding(self, stops: Sequence[int]) -> Decoding:
-        """Return the decoding with these stop ids: greedy unless temperature, top_p or top_k is set."""
-        from finetune.inference.decoding import Decoding, Sampling
 
-        if self.temperature is self.top_p is self.top_k is None:
-            return Decoding(stop_ids=stops, max_new_tokens=self.max_new_tokens)
-        temperature = 1.0 if self.temperature is None else self.temperature
-        sampling = Sampling(temperature=temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed)
-        return Decoding(stop_ids=stops, max_new_tokens=self.max_new_tokens, sampling=sampling)
-
-
-@contextmanager
-def open_answering(run: FinishedRun, settings: AnswerSettings) -> Iterator[Answering]:
-    """Load a run and yield it ready to answer. Collective: every process of the launch."""
-    with importing():
-        from finetune.distributed.launch import launch
-
-    with launch(run.config, trains=False) as runtime:
-        yield Answering(runtime, load_finished_run(runtime, run), run, settings)
-
-
-class Answering:
+class Generator:
     """A loaded run that answers prompts, with the tuned model or with its base.
 
     By default, the training rows of the run give the system turn and the tools.
+
+    Attributes:
+        decoding: greedy unless the settings have a temperature, top_p or top_k.
+        read: splits the tokens of an answer into its thinking, its text and its calls.
     """
 
-    def __init__(self, runtime: Runtime, loaded: LoadedRun, run: FinishedRun, settings: AnswerSettings) -> None:
+    def __init__(self, runtime: Runtime, run: FinishedRun, settings: AnswerSettings) -> None:
         from finetune.data.templates import AnswerTokens, stop_ids
         from finetune.inference.answer_reader import AnswerReader
+        from finetune.inference.decoding import Decoding, Sampling
 
         self.runtime = runtime
-        self.model, self.tokenizer = loaded
-        self.decoding = settings.decoding(stop_ids(self.tokenizer, self.model.generation_config.eos_token_id))
-        self._tokens = AnswerTokens(self.tokenizer)
-        self._reader = AnswerReader(self._tokens)
-        self._settings = settings
-        self._data = run.config.data
-        self._reads = OBJECTIVES[run.config.training.objective].reads
+        self.model, self.tokenizer = load_finished_run(runtime, run)
         self._run = run
+        self._settings = settings
+        self._tokens = AnswerTokens(self.tokenizer)
+        self.read = AnswerReader(self._tokens).read
+        is_greedy = settings.temperature is settings.top_p is settings.top_k is None
+        temperature = 1.0 if settings.temperature is None else settings.temperature
+        sampling = Sampling(temperature=temperature, top_p=settings.top_p, top_k=settings.top_k, seed=settings.seed)
+        self.decoding = Decoding(
+            stop_ids=stop_ids(self.tokenizer, self.model.generation_config.eos_token_id),
+            max_new_tokens=settings.max_new_tokens,
+            sampling=None if is_greedy else sampling,
+        )
+
+    @classmethod
+    @contextmanager
+    def open(cls, run: FinishedRun, settings: AnswerSettings) -> Iterator[Generator]:
+        """Load a run and yield it ready to answer. Collective: every process of the launch."""
+        with importing():
+            from finetune.distributed.launch import launch
+
+        with launch(run.config, trains=False) as runtime:
+            yield cls(runtime, run, settings)
 
     @property
     def has_base(self) -> bool:
@@ -119,25 +117,20 @@ class Answering:
         from finetune.inference.prompts import Opening, usual_opening
         from finetune.runs.recorded_run import RecordedRun
 
-        system, tools = self._settings.system, self._settings.tools
-        is_known = (system is not None and tools is not None) or self.tokenizer.chat_template is None
-        is_of_run = not self._run.config.origin("data.path").startswith(COMMAND_LINE)
-        recorded = RecordedRun(self._run.folder.path).part("opening") if is_of_run else {}
-        usual = Opening() if is_known else usual_opening(self._data, self._reads, recorded)
+        config, system, tools = self._run.config, self._settings.system, self._settings.tools
+        usual = Opening()
+        if self.tokenizer.chat_template is not None and (system is None or tools is None):
+            is_of_run = not config.origin("data.path").startswith(COMMAND_LINE)
+            recorded = RecordedRun(self._run.folder.path).part("opening") if is_of_run else {}
+            usual = usual_opening(config.data, OBJECTIVES[config.training.objective].reads, recorded)
         if tools is None and usual.tools:
-            tools = "" if self._tokens.template.ignored(Dialogue((), (), usual.tools)) else usual.tools
             count = f"as in {usual.num_with_tools} of the first {usual.num_rows} training rows"
-            if tools:
-                _log.info('tools are offered, %s (--tools "" offers none): %s', count, quote(tools))
-            else:
+            if self._tokens.template.ignored(Dialogue((), (), usual.tools)):
                 _log.info("tools are not offered, %s, because the chat template does not render them", count)
+            else:
+                tools = usual.tools
+                _log.info('tools are offered, %s (--tools "" offers none): %s', count, quote(tools))
         return Opening(usual.system if system is None else system or None, tools or "")
-
-    @contextmanager
-    def as_model(self, name: str) -> Iterator[Any]:
-        """Yield the model as the base (`base`: adapter switched off) or as it is (`tuned`)."""
-        with self.model.disable_adapter() if name == "base" else nullcontext():
-            yield self.model
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Encode a prompt with system turn and tools of the command line. A single turn gets the usual ones."""
@@ -148,20 +141,19 @@ class Answering:
         tools = self.opening.tools if has_turns and (prompt.is_open or self._settings.tools is not None) else ""
         return encode_prompt(self._tokens, prompt, system=system, tools=tools)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """Decode tokens, without special tokens."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+    def batch(self, name: str, prompts: Sequence[Sequence[int]], *, batch_size: int) -> list[list[int]]:
+        """Answer encoded prompts with the model `name`, `base` or `tuned`. Collective; see `generate_answers`."""
+        from finetune.inference.decoding import generate_answers
 
-    def read(self, ids: Sequence[int]) -> Answer:
-        """Split an answer into its thinking, its text and its calls."""
-        return self._reader.read(ids)
+        with self._as_model(name):
+            return generate_answers(self.model, prompts, self.decoding, batch_size=batch_size, runtime=self.runtime)
 
-    def stream(self, name: str, ids: Sequence[int], write: Callable[[str], object], given: list[int]) -> None:
-        """Answer one prompt and write each piece of text as soon as it is final.
+    def stream(self, name: str, prompt: Sequence[int], write: Callable[[str], object], given: list[int]) -> None:
+        """Answer one encoded prompt and write each piece of text as soon as it is final.
 
         Args:
             name: `base` or `tuned`.
-            ids: the prompt.
+            prompt: token ids.
             write: receives the pieces. Joined, they are the text of the answer, up to where Ctrl-C stopped it.
             given: an empty list, which receives the tokens of the answer.
         """
@@ -179,7 +171,15 @@ class Answering:
                 shown = text
 
         try:
-            with self.as_model(name) as model:
-                stream_answer(model, ids, self.decoding, show)
+            with self._as_model(name):
+                stream_answer(self.model, prompt, self.decoding, show)
         finally:
             write(self.text(given)[len(shown) :])
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Decode tokens, without special tokens."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _as_model(self, name: str) -> AbstractContextManager[Any]:
+        """Switch the adapter off within the block if `name` is `base`."""
+        return self.model.disable_adapter() if name == "base" else nullcontext()
