@@ -33,7 +33,6 @@ from finetune.model.base import locate_model
 from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
-from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
 from finetune.runs.verification import STATE_FILE, verify_checkpoint
 from finetune.training.forward import choose_forward
@@ -115,9 +114,10 @@ def verify_run(
     try:
         run = find_run(path, overrides, base=base, checkpoint=checkpoint, is_alone=True)
     except CheckpointError as error:
-        folder = RunFolder(path)
-        recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else RecordedDigests()
-        if changed := _differences(recorded.check(folder.adapter)):
+        unusable = RecordedRun(path)
+        adapter = unusable.folder.adapter
+        recorded = _published_from(unusable) if checkpoint is None and adapter.is_dir() else RecordedDigests()
+        if changed := _differences(recorded.check(adapter)):
             raise RunFailedError(f"{path} is not what was trained: {summarize_mismatches(changed)}.") from error
         raise
     _refuse_other_template(run)
@@ -126,7 +126,7 @@ def verify_run(
         recorded = RecordedDigests(known.trained)
     else:
         known = vectors_of_run(run)
-        recorded = _published_from(run.folder) if checkpoint is None else RecordedDigests()
+        recorded = _published_from(run.recorded) if checkpoint is None else RecordedDigests()
 
     def open_run(folder: Path) -> AbstractContextManager[ServedModel]:
         if run.is_full:
@@ -251,12 +251,12 @@ def _refuse_other_template(run: FinishedRun) -> None:
         )
 
 
-def _published_from(folder: RunFolder) -> RecordedDigests:
+def _published_from(run: RecordedRun) -> RecordedDigests:
     """Digest the checkpoint that `adapter/` was published from, if that checkpoint is kept and intact."""
-    best = whole(RecordedRun(folder.path).result.get("best_step"))
-    if best is None or best not in folder.checkpoint_steps():
+    best = whole(run.result.get("best_step"))
+    if best is None or best not in run.folder.checkpoint_steps():
         return RecordedDigests()
-    checkpoint = folder.checkpoint(best)
+    checkpoint = run.folder.checkpoint(best)
     if verify_checkpoint(checkpoint):
         return RecordedDigests()
     files = {name: digest for name, digest in digest_files(checkpoint).items() if name != STATE_FILE}

@@ -117,12 +117,11 @@ class Answering:
         from finetune.data.turns import Dialogue
         from finetune.data.values import quote
         from finetune.inference.prompts import Opening, usual_opening
-        from finetune.runs.recorded_run import RecordedRun
 
         system, tools = self._settings.system, self._settings.tools
         is_known = (system is not None and tools is not None) or self.tokenizer.chat_template is None
         is_of_run = not self._run.config.origin("data.path").startswith(COMMAND_LINE)
-        recorded = RecordedRun(self._run.folder.path).part("opening") if is_of_run else {}
+        recorded = self._run.recorded.part("opening") if is_of_run else {}
         usual = Opening() if is_known else usual_opening(self._data, self._reads, recorded)
         if tools is None and usual.tools:
             tools = "" if self._tokens.template.ignored(Dialogue((), (), usual.tools)) else usual.tools

@@ -122,7 +122,7 @@ def remove_folder(path: Path) -> None:
     remove(temporary)
 
 
-def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
+def clear_leftovers(parent: Path, is_ours: Callable[[str], object]) -> list[str]:
     """Remove what killed writers left in a folder, and restore folders that were renamed but not replaced.
 
     `is_ours` says whether the file or folder with a final name may be touched. Returns the names that were removed or
