@@ -25,7 +25,7 @@ def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> N
     """List a run's checkpoints: validation loss, size, whether each is whole, and where resume=auto goes on."""
     from finetune.runs.folder import RunFolder
     from finetune.runs.recorded_run import open_run
-    from finetune.runs.verification import read_state
+    from finetune.runs.state import read_state
 
     configure_logs(0, level=logging.ERROR)  # damage is reported below
     RunFolder(run_folder).check("auto")

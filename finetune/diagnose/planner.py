@@ -52,7 +52,7 @@ from finetune.model.published import published_sizes, with_sizes_here
 from finetune.model.quantized import quantize_without_data
 from finetune.model.targets import resolve_targets
 from finetune.model.training_mode import add_embedding_noise
-from finetune.runs.disk_space import DiskNeed
+from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import has_reference
 from finetune.training.forward import choose_forward, wants_fused

@@ -34,7 +34,8 @@ from finetune.model.new_tokens import build_run_tokenizer
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
 from finetune.runs.recorded_run import RecordedRun, whole
-from finetune.runs.verification import STATE_FILE, verify_checkpoint
+from finetune.runs.state import STATE_FILE
+from finetune.runs.verification import verify_checkpoint
 from finetune.training.forward import choose_forward
 from finetune.units import name_first
 

@@ -18,11 +18,11 @@ from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of
 from finetune.runs.record import Status, read_run_record
+from finetune.runs.state import read_state
 from finetune.runs.verification import (
     SavedFolder,
     examine_folder,
     newest_valid,
-    read_state,
     verify_checkpoint,
     verify_published,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from finetune.errors import CheckpointError
-from finetune.runs.durable import MANIFEST, describe_os_error, find_damage, read_manifest
+from finetune.runs.durable import MANIFEST, find_damage, read_manifest
 from finetune.runs.folder import RunFolder
-from finetune.runs.state import TrainerState
+from finetune.runs.state import STATE_FILE, read_state
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FULL_FILES = ("config.json", "generation_config.json", "model.safetensors")
@@ -28,30 +27,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
-_MOST = 1 << 62
 _log = logging.getLogger(__name__)
-
-
-def read_state(path: Path) -> TrainerState:
-    """Read the counters of training from a checkpoint.
-
-    Raises:
-        CheckpointError: state.json is missing, damaged or of another schema.
-    """
-    file = path / STATE_FILE
-    try:
-        record = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{file} is not a JSON object.")
-    state = TrainerState.from_record(record, source=str(file))
-    if not _is_possible(state):
-        raise CheckpointError(f"{file} has numbers that no run can have.")
-    return state
 
 
 def verify_checkpoint(path: Path) -> list[str]:
@@ -149,8 +125,3 @@ def unexpected_names(path: Path, required: Collection[str]) -> list[str]:
     if not (set(ADAPTER_FILES) <= names or {"config.json", "model.safetensors"} <= names):
         problems.append("neither an adapter nor a model is in it")
     return problems
-
-
-def _is_possible(state: TrainerState) -> bool:
-    """Return whether every number of a state is finite, and small enough that counting can continue from it."""
-    return all(-_MOST < it < _MOST for it in state.as_record().values() if isinstance(it, int | float))
