@@ -133,7 +133,7 @@ def clear_leftovers(parent: Path, is_ours: Callable[[str], object]) -> list[str]
     """
     if not parent.is_dir():
         return []
-    found = []
+    cleared = []
     for path in sorted(parent.iterdir()):
         prefix, name = path.name[: len(_TEMPORARY)], path.name[len(_TEMPORARY) :]
         if prefix not in (_TEMPORARY, _REPLACED) or not is_ours(name):
@@ -143,10 +143,10 @@ def clear_leftovers(parent: Path, is_ours: Callable[[str], object]) -> list[str]
             path.rename(target)
         else:
             remove(path)
-        found.append(path.name)
-    if found:
+        cleared.append(path.name)
+    if cleared:
         _sync_folder(parent)
-    return found
+    return cleared
 
 
 def is_leftover(name: str) -> bool:

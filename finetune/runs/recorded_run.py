@@ -288,7 +288,8 @@ class RecordedRun:
             return folder.adapter
         present = f"steps {', '.join(map(str, steps))}" if steps else "none"
         if checkpoint == LATEST:
-            if (newest := newest_valid(folder, self._verify)) is None:
+            newest = newest_valid(folder, self._verify)
+            if newest is None:
                 raise CheckpointError(
                     f"{self.name} has no whole checkpoint (there: {present}). See `finetune checkpoints {self.name}`."
                 )
