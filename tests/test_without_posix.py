@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from finetune.runs.file_lock import is_held
 from tests.launches import run_command
 from tests.tiny_runs import write_base, write_rows
 
@@ -40,6 +41,6 @@ def test_a_run_and_the_commands_around_it_do_without_posix(tmp_path):
     record = json.loads((tmp_path / "run/run.json").read_text())
     assert (record["status"], record["result"]["step"]) == ("completed", 5)
     assert (tmp_path / "page.html").is_file()
-    assert not (tmp_path / "run/.lock").exists()
+    assert not is_held(tmp_path / "run/.lock")
     resources = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert all(event["host_memory"] > 0 for event in resources if event["event"] == "resources")

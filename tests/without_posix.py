@@ -3,15 +3,18 @@
     python -m tests.without_posix COMMAND ... [--then COMMAND ...]
 
 Other packages are imported before, because each of them has its own way on Windows, and none of these is here.
+`msvcrt`, which Windows has instead of `fcntl`, is here one function on top of flock.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import sys
+import types
 
-MODULES = ("fcntl", "grp", "pwd", "resource", "syslog", "termios", "tty")
+MODULES = ("grp", "pwd", "resource", "syslog", "termios", "tty")
 SIGNALS = (
     "ALRM",
     "CHLD",
@@ -36,10 +39,28 @@ FUNCTIONS = (
 )
 
 
+def locking(descriptor: int, mode: int, num_bytes: int) -> None:
+    """Lock a file as Windows locks a byte of it: a lock that another handle has is a PermissionError."""
+    assert (mode, num_bytes) == (2, 1)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise PermissionError(error.errno, "Permission denied") from None
+
+
+def lock_as_windows() -> None:
+    """Replace `fcntl` by `msvcrt`."""
+    sys.modules["fcntl"] = None  # type: ignore[assignment]  # an import of it is an ImportError
+    msvcrt = types.ModuleType("msvcrt")
+    vars(msvcrt).update(LK_NBLCK=2, locking=locking)
+    sys.modules["msvcrt"] = msvcrt
+
+
 def block() -> None:
     """Take away these modules, signals and functions."""
+    lock_as_windows()
     for name in MODULES:
-        sys.modules[name] = None  # type: ignore[assignment]  # an import of it is an ImportError
+        sys.modules[name] = None  # type: ignore[assignment]
     for name in SIGNALS:
         if hasattr(signal, f"SIG{name}"):
             delattr(signal, f"SIG{name}")

@@ -129,12 +129,11 @@ def _keeps_data(run: FinishedRun, *keys: str) -> bool:
     """Return whether the command leaves these keys of `data` as the run had them; all that decide rows by default."""
     from finetune.config.config_files import shown_path
     from finetune.config.keys import on_resume
-    from finetune.runs.recorded_run import RecordedRun
 
     recorded = ("default", shown_path(run.folder.config_file))
     deciding = [key for key in type(run.config.data).model_fields if on_resume(f"data.{key}").matters != "never"]
     origins = [run.config.origin(f"data.{key}") for key in keys or deciding]
-    saved = RecordedRun(run.folder.path).config
+    saved = run.recorded.config
     same = [saved is not None and getattr(saved.data, key) == getattr(run.config.data, key) for key in keys or deciding]
     return all(is_same or origin.startswith(recorded) for is_same, origin in zip(same, origins, strict=True))
 

@@ -34,12 +34,12 @@ def runs(
     """List the runs in a folder: state, step, losses, when, model, data."""
     configure_logs(0, level=logging.ERROR)
     with waiting(f"reading the runs in {folder}"):
-        found = _summaries(folder)
+        summaries = _summaries(folder)
     if as_json:
-        print_json(found)
-    elif found:
+        print_json(summaries)
+    elif summaries:
         head = ("run", "state", "step", *_LOSSES.values(), "started", "model", "data")
-        print_table(head, [_row(run) for run in found], right=("step", *_LOSSES.values()))
+        print_table(head, [_row(run) for run in summaries], right=("step", *_LOSSES.values()))
     else:
         say(f"no run in {folder}")
 
@@ -59,18 +59,18 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
         known = mapping(json.loads(index.read_bytes()))
     except (OSError, ValueError):
         known = {}
-    kept, found = {}, find_runs(folder)
+    kept, unread = {}, find_runs(folder)
     summaries = []
-    while found:
-        run = found.pop()  # what was read of it is then freed
-        report_progress(f"{len(found):,} left")
+    while unread:
+        run = unread.pop()  # what was read of it is then freed
+        report_progress(f"{len(unread):,} left")
         files = (run.folder.config_file, run.folder.record_file, run.folder.metrics_file)
         key = json.dumps([run.name, *map(_stamp, files)])
         is_known = key in known and not is_held(run.folder.lock_file)
-        made: dict[str, Any] = known[key] if is_known else summary(run)
-        if made["state"] != "running":
-            kept[key] = made
-        summaries.append({**made, "path": str(run.folder.path)})
+        values: dict[str, Any] = known[key] if is_known else summary(run)
+        if values["state"] != "running":
+            kept[key] = values
+        summaries.append({**values, "path": str(run.folder.path)})
     if kept != known:
         with suppress(OSError):
             index.parent.mkdir(parents=True, exist_ok=True)

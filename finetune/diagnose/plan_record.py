@@ -11,7 +11,7 @@ from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_evaluation import Evaluating, Section
 from finetune.diagnose.plan_rollouts import Generating
 from finetune.findings import Finding
-from finetune.runs.disk_space import DiskNeed
+from finetune.runs.checkpoints import DiskNeed
 from finetune.training.memory.choice import MemoryChoice
 from finetune.training.memory.forecast import Peak
 

@@ -51,7 +51,7 @@ from finetune.model.lora import attach_adapter
 from finetune.model.quantized import quantize_without_data
 from finetune.model.targets import resolve_targets
 from finetune.model.tokens import build_run_tokenizer
-from finetune.runs.disk_space import DiskNeed
+from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import has_reference
 from finetune.training.forward import choose_forward, wants_fused

@@ -138,7 +138,7 @@ def _card(
     merged: Merged | None = None,
     compressed: Compressed | None = None,
 ) -> str:
-    recorded = RecordedRun(run.folder.path)
+    recorded = run.recorded
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
     scores = {name: scores[name] for name in ("base", "tuned") if name in scores}
     settings = _settings(config)

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.runs.durable import FolderWriter, committed_folder, describe_os_error, disk_failures_end_the_run
-from finetune.runs.file_lock import FileLock, read_holder, try_file_lock
+from finetune.runs.file_lock import FileLock, describe_holder, try_file_lock
 from finetune.units import format_bytes
 
 SPARE_BYTES = 64 << 20
@@ -84,7 +84,7 @@ def _lock(out: Path) -> FileLock:
     lock = try_file_lock(file)
     if lock is None:
         raise CheckpointError(
-            f"{out} is being written by {read_holder(file) or 'another process'}. Wait for it to end, or name another "
+            f"{out} is being written by {describe_holder(file)}. Wait for it to end, or name another "
             "folder. Nothing was changed."
         )
     return lock

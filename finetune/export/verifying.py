@@ -38,9 +38,9 @@ from finetune.inference.finished_run import FinishedRun, find_run, other_base
 from finetune.model.from_hub import locate_model
 from finetune.model.tokens import build_run_tokenizer, set_stop_and_pad_ids
 from finetune.runs.durable import MANIFEST
-from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun, whole
-from finetune.runs.verification import STATE_FILE, verify_checkpoint
+from finetune.runs.state import STATE_FILE
+from finetune.runs.verification import verify_checkpoint
 from finetune.training.forward import choose_forward
 from finetune.units import name_first
 
@@ -103,9 +103,10 @@ def verify_run(
     try:
         run = find_run(path, overrides, base=base, checkpoint=checkpoint, is_alone=True)
     except CheckpointError as error:
-        folder = RunFolder(path)
-        recorded = _published_from(folder) if checkpoint is None and folder.adapter.is_dir() else Digests()
-        if changed := _mismatches(check_digests(folder.adapter, recorded)):
+        unusable = RecordedRun(path)
+        adapter = unusable.folder.adapter
+        recorded = _published_from(unusable) if checkpoint is None and adapter.is_dir() else Digests()
+        if changed := _mismatches(check_digests(adapter, recorded)):
             raise RunFailedError(f"{path} is not what was trained: {summarize_mismatches(changed)}.") from error
         raise
     _refuse_other_template(run)
@@ -114,7 +115,7 @@ def verify_run(
         recorded = Digests(known.trained)
     else:
         known = vectors_of_run(run)
-        recorded = _published_from(run.folder) if checkpoint is None else Digests()
+        recorded = _published_from(run.recorded) if checkpoint is None else Digests()
     runtime = runtime_of(run.weights)
     bound = runtime.bound(known, run.weights) if bound is None else bound
 
@@ -239,11 +240,13 @@ def _refuse_other_template(run: FinishedRun) -> None:
         )
 
 
-def _published_from(folder: RunFolder) -> Digests:
+def _published_from(run: RecordedRun) -> Digests:
     """Digest the checkpoint that `adapter/` was published from, if that checkpoint is kept and intact."""
-    best = whole(RecordedRun(folder.path).result.get("best_step"))
-    if best is None or best not in folder.checkpoint_steps() or verify_checkpoint(folder.checkpoint(best)):
+    best = whole(run.result.get("best_step"))
+    if best is None or best not in run.folder.checkpoint_steps():
         return Digests()
-    checkpoint = folder.checkpoint(best)
+    checkpoint = run.folder.checkpoint(best)
+    if verify_checkpoint(checkpoint):
+        return Digests()
     files = {name: digest for name, digest in digest_files(checkpoint).items() if name != STATE_FILE}
     return Digests(digest_weight_files(checkpoint), files)

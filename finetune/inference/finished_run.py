@@ -15,7 +15,6 @@ from finetune.fallbacks import Fallback
 from finetune.runs.folder import RunFolder
 from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
-from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,17 +22,22 @@ if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
 
 _log = logging.getLogger(__name__)
-LATEST = "latest"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRun:
     """A run's configuration and the weights to use. Nothing is loaded yet."""
 
-    folder: RunFolder
+    recorded: RecordedRun
     config: Config
+    """The configuration of the training, with the changes of this command."""
     weights: Path
     """`adapter/` or a checkpoint, verified."""
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder."""
+        return self.recorded.folder
 
     @property
     def is_full(self) -> bool:
@@ -47,7 +51,7 @@ class FinishedRun:
     @property
     def fingerprints(self) -> dict[str, Any]:
         """The digests of rows, template and base that the training recorded, by name; empty if it recorded none."""
-        return RecordedRun(self.folder.path).part("fingerprints")
+        return self.recorded.part("fingerprints")
 
     @property
     def weights_name(self) -> str:
@@ -86,22 +90,29 @@ def find_run(
         CheckpointError: the folder holds no run, its weights are missing or damaged, or see `read_run_record`.
         ConfigError: the overrides are wrong, or a base is given for a run without an adapter.
     """
-    folder = RunFolder(path)
+    recorded = RecordedRun(path)
+    folder = recorded.folder
     if not folder.config_file.is_file():
         raise CheckpointError(
             f"{path} is not the folder of a run: it has no {folder.config_file.name}. "
             "Give one, for example runs/quickstart."
         )
     read_run_record(folder.record_file)  # refuses values of other types
-    weights = _published(folder, path) if checkpoint is None else _checkpoint(folder, path, checkpoint)
+    weights = recorded.find_weights(checkpoint)
     config = load_run_config(folder.path, overrides)
     if not any(override.startswith(("parallel.", "parallel=")) for override in overrides):
         config = config.model_copy(update={"parallel": ParallelSection()})
     if not _changes("ddp", overrides):
         config = config.model_copy(update={"ddp": False if is_alone else None})
-    saved = None if _changes("model.tokenizer", overrides) else _saved_tokenizer(folder, weights)
-    model = _with_tokenizer(config.model, saved)
-    _refuse_what_changes_nothing(path, config, overrides, base)
+    _refuse_useless_changes(path, config, overrides, base)
+    saved, model = None, config.model
+    if not _changes("model.tokenizer", overrides):
+        # The base's tokenizer may have changed since. A run that has not ended may have saved none.
+        saved = next((place for place in (weights, folder.adapter) if (place / "tokenizer.json").is_file()), None)
+    if saved is not None:
+        model = model.model_copy(update={"tokenizer": str(saved)})
+    elif model.path and not model.tokenizer:
+        model = model.model_copy(update={"tokenizer": model.path})
     if base is not None:
         model = _pretrained(model, base)
     elif config.training.method == "full":
@@ -111,7 +122,8 @@ def find_run(
     data = config.data
     if saved is not None and not _changes("data.chat_template", overrides):
         data = data.model_copy(update={"chat_template": None})  # the saved tokenizer has it, and the file may be gone
-    return FinishedRun(folder=folder, config=config.model_copy(update={"model": model, "data": data}), weights=weights)
+    config = config.model_copy(update={"model": model, "data": data})
+    return FinishedRun(recorded=recorded, config=config, weights=weights)
 
 
 def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
@@ -191,80 +203,32 @@ def _load_base(runtime: Runtime, config: Config) -> Any:
     from finetune.model.base import build_base_model
     from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 
-    wanted = config.lora.quantize
-    if config.training.method == "full" or wanted == "none":
+    quantize = config.lora.quantize
+    if config.training.method == "full" or quantize == "none":
         return build_base_model(config.model)
     try:
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
     except ConfigError as error:
         used = f"the base in {runtime.precision}"
-        runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=wanted, used=used, why=str(error)))
+        runtime.fallbacks.take(Fallback(what="lora.quantize", wanted=quantize, used=used, why=str(error)))
         return build_base_model(config.model)
     return build_quantized_base(config.model, config.lora, runtime.device)
-
-
-def _published(folder: RunFolder, path: Path) -> Path:
-    if not folder.adapter.is_dir():
-        steps = folder.checkpoint_steps()
-        hint = f" Its checkpoints can be used: --checkpoint {steps[-1]}." if steps else ""
-        raise CheckpointError(f"{path} has no adapter/ yet: the run did not end. Continue it with resume=auto.{hint}")
-    problems = verify_published(folder.adapter)
-    if problems:
-        raise CheckpointError(
-            f"{folder.adapter} is damaged: {'; '.join(problems)}. Run the training again with resume=auto to repair it."
-        )
-    return folder.adapter
-
-
-def _checkpoint(folder: RunFolder, path: Path, wish: str) -> Path:
-    steps = folder.checkpoint_steps()
-    there = f"steps {', '.join(map(str, steps))}" if steps else "none"
-    if wish == LATEST:
-        newest = newest_valid(folder)
-        if newest is None:
-            raise CheckpointError(
-                f"{path} has no whole checkpoint (there: {there}). See `finetune checkpoints {path}`."
-            )
-        return newest
-    place, _, name = wish.rstrip("/").rpartition("/")
-    number = name.removeprefix("step-")
-    is_here = not place or any((above / place).resolve() == folder.checkpoints.resolve() for above in (Path(), path))
-    if not number.isdecimal() or int(number) not in steps or not is_here:
-        raise CheckpointError(
-            f"--checkpoint is {wish}, but {path} has no such checkpoint (there: {there}). Choose one, or say {LATEST}."
-        )
-    found = folder.checkpoint(int(number))
-    if problems := verify_checkpoint(found):
-        raise CheckpointError(f"{found} is damaged: {'; '.join(problems)}. Choose another (there: {there}).")
-    return found
 
 
 def _changes(key: str, overrides: Sequence[str]) -> bool:
     return any(override.startswith(f"{key}=") for override in overrides)
 
 
-def _refuse_what_changes_nothing(path: Path, config: Config, overrides: Sequence[str], base: str | None) -> None:
+def _refuse_useless_changes(path: Path, config: Config, overrides: Sequence[str], base: str | None) -> None:
     """Refuse a base for a run without an adapter, and settings of an adapter that is trained."""
     if config.training.method == "full":
-        wish = next((word for word in overrides if word.startswith("model.path=")), base and f"--base {base}")
-        if wish:
-            raise ConfigError(f"{wish}: {path} trained every weight, so no base is needed. Drop it.")
-    settings = [word for word in overrides if word.startswith("lora.") and not word.startswith("lora.quantize=")]
+        given = next((each for each in overrides if each.startswith("model.path=")), base and f"--base {base}")
+        if given:
+            raise ConfigError(f"{given}: {path} trained every weight, so no base is needed. Drop it.")
+    settings = [each for each in overrides if each.startswith("lora.") and not each.startswith("lora.quantize=")]
     if settings:
         raise ConfigError(f"{settings[0]}: the adapter of {path} is trained, and keeps its own settings. Drop it.")
 
 
-def _saved_tokenizer(folder: RunFolder, weights: Path) -> Path | None:
-    """Return where the run saved its tokenizer, with the chat template. A run that has not ended may have none."""
-    return next((place for place in (weights, folder.adapter) if (place / "tokenizer.json").is_file()), None)
-
-
-def _with_tokenizer(section: ModelSection, saved: Path | None) -> ModelSection:
-    """Use the tokenizer that the run saved, because the base's tokenizer may have changed since."""
-    if saved is not None:
-        return section.model_copy(update={"tokenizer": str(saved)})
-    return section if section.tokenizer or not section.path else section.model_copy(update={"tokenizer": section.path})
-
-
-def _pretrained(section: ModelSection, where: str) -> ModelSection:
-    return section.model_copy(update={"path": where, "init": "pretrained", "config": None, "revision": None})
+def _pretrained(section: ModelSection, path: str) -> ModelSection:
+    return section.model_copy(update={"path": path, "init": "pretrained", "config": None, "revision": None})

@@ -115,13 +115,12 @@ class Generator:
         from finetune.data.turns import Dialogue
         from finetune.data.values import quote
         from finetune.inference.prompts import Opening, usual_opening
-        from finetune.runs.recorded_run import RecordedRun
 
         config, system, tools = self._run.config, self._settings.system, self._settings.tools
         usual = Opening()
         if self.tokenizer.chat_template is not None and (system is None or tools is None):
             is_of_run = not config.origin("data.path").startswith(COMMAND_LINE)
-            recorded = RecordedRun(self._run.folder.path).part("opening") if is_of_run else {}
+            recorded = self._run.recorded.part("opening") if is_of_run else {}
             usual = usual_opening(config.data, OBJECTIVES[config.training.objective].reads, recorded)
         if tools is None and usual.tools:
             count = f"as in {usual.num_with_tools} of the first {usual.num_rows} training rows"

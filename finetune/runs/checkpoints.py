@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,19 +24,16 @@ from finetune.runs.durable import (
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
-from finetune.runs.state import TrainerState
+from finetune.runs.state import STATE_FILE, TrainerState, read_state
 from finetune.runs.tensors import TensorFile
 from finetune.runs.verification import (
-    ADAPTER_FILES,
-    FULL_FILES,
     OPTIMIZER_FILE,
-    STATE_FILE,
     TOKENIZER_FILES,
-    read_state,
     unexpected_names,
     verify_published,
     whole_checkpoints,
 )
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,15 +44,12 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The content of a checkpoint, before it is written.
-
-    Attributes:
-        step: optimizer steps done.
-        files: content by name.
-    """
+    """The content of a checkpoint, before it is written."""
 
     step: int
+    """Optimizer steps done."""
     files: Mapping[str, Chunks]
+    """Content by name."""
 
     @property
     def num_bytes(self) -> int:
@@ -70,9 +65,9 @@ class Snapshot:
         """Copy all tensors to the host, so that training can continue while they are written."""
         return self._with(TensorFile.copied)
 
-    def read_by(self, whole: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
-        """Return a snapshot that calls `whole` for the full tensor of each sharded one when it is written."""
-        return self._with(lambda file: replace(file, whole=whole))
+    def read_by(self, full_tensor: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
+        """Return a snapshot that calls `full_tensor` with each sharded tensor when it is written."""
+        return self._with(lambda file: replace(file, full_tensor=full_tensor))
 
     def refuse_not_finite(self) -> None:
         """Refuse to save numbers that are not finite. Looks only at this process's shards.
@@ -94,6 +89,49 @@ class Snapshot:
     def _with(self, change: Callable[[TensorFile], TensorFile]) -> Snapshot:
         files = {name: change(file) if isinstance(file, TensorFile) else file for name, file in self.files.items()}
         return replace(self, files=files)
+
+
+class DiskNeed(NamedTuple):
+    """Sizes in bytes, without headers and small files."""
+
+    model: int
+    """The weights in one checkpoint: the adapter, or the whole model."""
+    optimizer: int | None
+    """The optimizer's state in one checkpoint; None if it is unknown before the first step."""
+    at_once: int
+    """The most checkpoints on disk at one time, including the one being written."""
+    free: int
+    """Free space at the run's folder."""
+
+    @property
+    def checkpoint(self) -> int:
+        """Size of one checkpoint."""
+        return self.model + (self.optimizer or 0)
+
+    @property
+    def total(self) -> int:
+        """The most bytes on disk at the same time, including `adapter/`."""
+        return self.checkpoint * self.at_once + self.model
+
+    def __str__(self) -> str:
+        optimizer = "not known yet" if self.optimizer is None else format_bytes(self.optimizer)
+        checkpoint, model, total = map(format_bytes, (self.checkpoint, self.model, self.total))
+        return (
+            f"a checkpoint takes {checkpoint} (model {model}, optimizer {optimizer}); at most {self.at_once} of them "
+            f"and adapter/ take {total}; {format_bytes(self.free)} are free"
+        )
+
+
+def disk_need(folder: RunFolder, snapshot: Snapshot, *, optimizer_state: int | None, at_once: int) -> DiskNeed:
+    """Predict the size of `at_once` checkpoints like this one.
+
+    `optimizer_state` has the bytes of the optimizer's state after a step, for a snapshot from before the first one.
+    """
+    optimizer = snapshot.files.get(OPTIMIZER_FILE)
+    held = optimizer.num_bytes if isinstance(optimizer, TensorFile) else 0
+    return DiskNeed(
+        snapshot.num_bytes - held, held or optimizer_state, at_once, free=shutil.disk_usage(folder.path).free
+    )
 
 
 def take_snapshot(
@@ -135,7 +173,13 @@ def commit_snapshot(folder: RunFolder, snapshot: Snapshot, *, go_on: Callable[[]
     """
     snapshot.refuse_not_finite()
     path = folder.checkpoint(snapshot.step)
-    files = {name: _asking(go_on, chunks) for name, chunks in snapshot.files.items()}
+
+    def interruptible(chunks: Chunks) -> Iterator[bytes | memoryview]:
+        for chunk in chunks:
+            go_on()
+            yield chunk
+
+    files = {name: interruptible(chunks) for name, chunks in snapshot.files.items()}
     _commit(path, files, doing="Saving checkpoint")
     _log.info("checkpoint committed step=%d", snapshot.step)
     return path
@@ -173,10 +217,9 @@ def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
     newest = next(whole_checkpoints(folder), None)
     if newest is None:
         return []
-    steps = folder.checkpoint_steps()
-    last = next(step for step in steps if folder.checkpoint(step) == newest)
-    older = [step for step in steps if step <= last][:-keep]
-    removed = [step for step in older if step != best]
+    last = read_state(newest).step
+    steps = [step for step in folder.checkpoint_steps() if step <= last]
+    removed = [step for step in steps[:-keep] if step != best]
     for step in removed:
         with disk_failures_end_the_run("Removing old checkpoint", folder.checkpoint(step)):
             remove_folder(folder.checkpoint(step))
@@ -198,9 +241,9 @@ def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTo
     if damage := unexpected_names(checkpoint, {OPTIMIZER_FILE, STATE_FILE}):
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(damage)}.")
     manifest = read_manifest(checkpoint)
-    wanted = {*ADAPTER_FILES, *FULL_FILES, *TOKENIZER_FILES} & manifest.keys()
-    files: dict[str, Chunks] = {name: _read_chunks(checkpoint / name) for name in sorted(wanted)}
-    if tokenizer is not None and not wanted & set(TOKENIZER_FILES):
+    names = sorted(manifest.keys() - {OPTIMIZER_FILE, STATE_FILE})
+    files: dict[str, Chunks] = {name: _read_chunks(checkpoint / name) for name in names}
+    if tokenizer is not None and not manifest.keys() & set(TOKENIZER_FILES):
         files |= encode_tokenizer(tokenizer)
     _commit(folder.adapter, files, doing="Publishing", expected=manifest)
     return folder.adapter
@@ -251,12 +294,6 @@ def _commit(
             entry = writer.write(name, content)
             if expected and name in expected and entry != expected[name]:
                 raise CheckpointError(f"{name} has changed since it was saved (SHA-256 differs); {path} is as it was.")
-
-
-def _asking(go_on: Callable[[], None], chunks: Chunks) -> Iterator[bytes | memoryview]:
-    for chunk in chunks:
-        go_on()
-        yield chunk
 
 
 def _read_chunks(path: Path) -> Iterator[bytes]:

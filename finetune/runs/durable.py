@@ -122,7 +122,7 @@ def remove_folder(path: Path) -> None:
     remove(temporary)
 
 
-def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
+def clear_leftovers(parent: Path, is_ours: Callable[[str], object]) -> list[str]:
     """Remove what killed writers left in a folder, and restore folders that were renamed but not replaced.
 
     `is_ours` says whether the file or folder with a final name may be touched. Returns the names that were removed or
@@ -133,7 +133,7 @@ def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
     """
     if not parent.is_dir():
         return []
-    found = []
+    cleared = []
     for path in sorted(parent.iterdir()):
         prefix, name = path.name[: len(_TEMPORARY)], path.name[len(_TEMPORARY) :]
         if prefix not in (_TEMPORARY, _REPLACED) or not is_ours(name):
@@ -143,10 +143,10 @@ def clear_leftovers(parent: Path, is_ours: Callable[[str], bool]) -> list[str]:
             path.rename(target)
         else:
             remove(path)
-        found.append(path.name)
-    if found:
+        cleared.append(path.name)
+    if cleared:
         _sync_folder(parent)
-    return found
+    return cleared
 
 
 def is_leftover(name: str) -> bool:

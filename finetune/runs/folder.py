@@ -17,6 +17,10 @@ LOCK_TIMEOUT_SECONDS = 30.0
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PROFILE_FILE = re.compile(r"(trace|memory)-steps-\d+-\d+-rank\d+\.json(\.gz)?")
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.json\.gz")
+_MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
+"""Names that only a run writes."""
+_NAMES = {*_MARKS, "config.yaml", "rows.safetensors", "log.txt", "adapter", "base", "profile", "rollouts"}
+"""All that a run writes, except its lock."""
 _LEFT_BY_OTHERS = {".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
 
 
@@ -58,20 +62,15 @@ class RunFolder:
 
     def rollout_steps(self) -> list[int]:
         """Return the steps that have a rollout, in ascending order."""
-        names = (path.name for path in self.rollouts.iterdir()) if self.rollouts.is_dir() else ()
-        return sorted(int(match[1]) for name in names if (match := _ROLLOUT_FILE.fullmatch(name)))
+        return _steps_in(self.rollouts, _ROLLOUT_FILE)
 
     def holds_run(self) -> bool:
         """Whether the folder has files that only a run writes; the lock does not count."""
-        return any(path.exists() for path in (self.record_file, self.metrics_file, self.checkpoints))
+        return any((self.path / name).exists() for name in _MARKS)
 
     def checkpoint_steps(self) -> list[int]:
         """Return the steps that have a checkpoint folder, intact or not, in ascending order."""
-        if not self.checkpoints.is_dir():
-            return []
-        matches = (_STEP_FOLDER.fullmatch(path.name) for path in self.checkpoints.iterdir())
-        steps = (int(match[1]) for match in matches if match)
-        return sorted(step for step in steps if self.checkpoint(step).is_dir())
+        return [step for step in _steps_in(self.checkpoints, _STEP_FOLDER) if self.checkpoint(step).is_dir()]
 
     def check(self, resume: Literal["never", "auto"] = "never") -> None:
         """Refuse a folder that `open` would refuse, before a model is loaded for minutes. Nothing is written.
@@ -92,15 +91,27 @@ class RunFolder:
             raise CheckpointError(
                 f"output_dir={self.path} cannot be read: {describe_os_error(error)}. Name another with output_dir=."
             ) from error
-        ours = sorted(present.keys() & self._our_names().keys())
+        ours = sorted(present.keys() & _NAMES)
         if ours and resume == "never":
             raise CheckpointError(
                 f"output_dir={self.path} holds a run already ({', '.join(ours)}). "
                 f"Go on with it by resume=auto, or start another in a new folder with output_dir=. "
                 f"Nothing was changed."
             )
-        self._refuse_links(present)
-        self._refuse_unknown_files(present)
+        # Writing or deleting through a link would reach outside of the folder.
+        links = sorted(name for name in present.keys() & {*_NAMES, self.lock_file.name} if present[name].is_symlink())
+        if links:
+            raise CheckpointError(
+                f"output_dir={self.path}: {', '.join(links)} is a symbolic link, but finetune writes "
+                f"only inside of a run's folder. Put the file or folder itself there, or name another with output_dir=."
+            )
+        unknown = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
+        if unknown and not present.keys() & {*_MARKS, self.lock_file.name}:
+            shown = ", ".join(unknown[:5]) + (", …" if len(unknown) > 5 else "")
+            raise CheckpointError(
+                f"output_dir={self.path} is not empty and holds no run of finetune: {shown}. "
+                f"Name an empty or a new folder with output_dir=. Nothing was changed."
+            )
 
     def check_writable(self) -> None:
         """Refuse a place where `open` could not write. Only the main process calls this, because only it writes there.
@@ -136,12 +147,11 @@ class RunFolder:
             )
             # The content may have changed while we waited for the lock.
             self.check(resume)
-            clear_leftovers(self.path, self._our_names().__contains__)
-            clear_leftovers(self.checkpoints, lambda name: _STEP_FOLDER.fullmatch(name) is not None)
-            clear_leftovers(self.profile, lambda name: _PROFILE_FILE.fullmatch(name) is not None)
+            clear_leftovers(self.path, _NAMES.__contains__)
+            clear_leftovers(self.checkpoints, _STEP_FOLDER.fullmatch)
+            clear_leftovers(self.profile, _PROFILE_FILE.fullmatch)
             clear_leftovers(
-                self.rollouts,
-                lambda name: name == self.served_adapter.name or _ROLLOUT_FILE.fullmatch(name) is not None,
+                self.rollouts, lambda name: name == self.served_adapter.name or _ROLLOUT_FILE.fullmatch(name)
             )
         except TimeoutError as error:
             raise CheckpointError(
@@ -164,8 +174,9 @@ class RunFolder:
         if self._lock is None:
             return
         try:
-            if self._is_known_by_its_lock():
-                self._lock.forget()
+            present = {path.name for path in self.path.iterdir()}
+            if present & _NAMES and not present & _MARKS:
+                self._lock.forget()  # only the lock's file says that the others are of a run, whose start failed early
             else:
                 self._lock.release()
         except OSError:
@@ -173,53 +184,14 @@ class RunFolder:
             self._lock.forget()
         self._lock = None
 
-    def _is_known_by_its_lock(self) -> bool:
-        """Return whether the folder has no file of a run except the lock, as after a start that failed early."""
-        present = {path.name for path in self.path.iterdir()}
-        return bool(present & self._our_names().keys()) and not present & (self._marks() - {self.lock_file.name})
-
-    def _marks(self) -> set[str]:
-        """Return the names that only a run writes."""
-        return {self.lock_file.name, self.record_file.name, self.metrics_file.name, self.checkpoints.name}
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _our_names(self) -> dict[str, Path]:
-        """Return the paths that a run writes, by name, without the lock."""
-        paths = (
-            self.config_file,
-            self.record_file,
-            self.metrics_file,
-            self.row_file,
-            self.log_file,
-            self.checkpoints,
-            self.adapter,
-            self.base,
-            self.profile,
-            self.rollouts,
-        )
-        return {path.name: path for path in paths}
 
-    def _refuse_links(self, present: dict[str, Path]) -> None:
-        """Refuse links under our names: writing or deleting through them would reach outside of the folder."""
-        names = {*self._our_names(), self.lock_file.name}
-        links = sorted(name for name, path in present.items() if name in names and path.is_symlink())
-        if links:
-            raise CheckpointError(
-                f"output_dir={self.path}: {', '.join(links)} is a symbolic link, but finetune writes "
-                f"only inside of a run's folder. Put the file or folder itself there, or name another with output_dir=."
-            )
-
-    def _refuse_unknown_files(self, present: dict[str, Path]) -> None:
-        """Refuse a folder with other files, unless it also has one that only a run writes."""
-        unknown = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
-        if unknown and not self._marks() & present.keys():
-            shown = ", ".join(unknown[:5]) + (", …" if len(unknown) > 5 else "")
-            raise CheckpointError(
-                f"output_dir={self.path} is not empty and holds no run of finetune: {shown}. "
-                f"Name an empty or a new folder with output_dir=. Nothing was changed."
-            )
+def _steps_in(folder: Path, pattern: re.Pattern[str]) -> list[int]:
+    """Return the steps in the names of a folder's files, in ascending order; none if there is no folder."""
+    matches = (pattern.fullmatch(path.name) for path in (folder.iterdir() if folder.is_dir() else ()))
+    return sorted(int(match[1]) for match in matches if match)

@@ -155,12 +155,12 @@ class MetricsReader:
                 identity = (status.st_dev, status.st_ino)
                 is_new = self._identity is not None and (identity != self._identity or status.st_size < self._offset)
                 file.seek(0 if is_new else self._offset)
-                found = _read(file, "recent")
+                read = _read(file, "recent")
         except OSError:  # not written yet, or being replaced
             return False, []
         self._identity = identity
-        self._offset = found.num_bytes + (0 if is_new else self._offset)
-        return is_new, found.events
+        self._offset = read.num_bytes + (0 if is_new else self._offset)
+        return is_new, read.events
 
 
 class EventsRead(NamedTuple):
@@ -259,41 +259,44 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _read(file: BinaryIO, detail: Detail) -> EventsRead:
+    """Read from the file's position to its end.
+
+    With `recent`, steps and resources before the last 1 MiB are passed over. Only the last such step is parsed, in case
+    no step follows.
+    """
     size = os.fstat(file.fileno()).st_size
-    offset = file.tell()
-    frequent_from = size - _RECENT_BYTES if detail == "recent" else 0
-    passed = b""
+    start = position = file.tell()
+    recent_from = size - _RECENT_BYTES if detail == "recent" else 0
+    last_passed = b""
     kept: list[tuple[int, Event]] = []
-    num_bytes = num_whole = num_left_out = num_thinned = kept_bytes = 0
+    num_left_out = num_thinned = kept_bytes = unfinished = 0
     num_tokens = 0.0
     for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), b"")):
         if number % _PROGRESS_LINES == _PROGRESS_LINES - 1:
-            report_progress(f"{format_bytes(offset + num_bytes)} of {format_bytes(size)}")
-        is_passed = offset + num_bytes < frequent_from and line.startswith(_FREQUENT)
-        num_bytes += len(line)
-        if line.endswith(b"\n"):
-            num_whole = num_bytes
+            report_progress(f"{format_bytes(position)} of {format_bytes(size)}")
+        is_passed = position < recent_from and line.startswith(_FREQUENT)
+        position += len(line)
+        unfinished = 0 if line.endswith(b"\n") else unfinished + len(line)
         if is_passed:
-            passed = line if line.startswith(_FREQUENT[0]) else passed
+            last_passed = line if line.startswith(_FREQUENT[0]) else last_passed
             continue
         event = _parse(line)
         if event is None:
             num_left_out += 1
             continue
         if event["event"] == "step":
-            passed = b""
+            last_passed = b""
             num_tokens += number_in(event, "num_tokens") or 0.0
         kept.append((len(line), event))
         kept_bytes += len(line)
         if detail != "all" and kept_bytes > _MOST_BYTES:
-            before = len(kept)
-            kept = _thinned(kept)
-            num_thinned += before - len(kept)
-            kept_bytes = sum(length for length, _ in kept)
+            thinned = _thinned(kept)
+            num_thinned += len(kept) - len(thinned)
+            kept, kept_bytes = thinned, sum(length for length, _ in thinned)
     events = [event for _, event in kept]
-    if (last := _parse(passed)) is not None:
-        events.append(last)
-    return EventsRead(events, num_left_out, num_thinned, num_tokens, num_whole)
+    if (step := _parse(last_passed)) is not None:
+        events.append(step)
+    return EventsRead(events, num_left_out, num_thinned, num_tokens, position - start - unfinished)
 
 
 def _thinned(kept: list[tuple[int, Event]]) -> list[tuple[int, Event]]:

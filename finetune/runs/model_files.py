@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,12 +53,14 @@ def load_model(model: torch.nn.Module, folder: Path) -> None:
     """
     file = folder / ("adapter_model.safetensors" if has_adapter(model) else "model.safetensors")
     if not file.is_file():
-        what = "an adapter" if has_adapter(model) else "a full model"
+        trained = "an adapter" if has_adapter(model) else "a full model"
         raise CheckpointError(
-            f"{folder} holds no {file.name}, but {what} is to be trained. Go on with the training.method that wrote it."
+            f"{folder} holds no {file.name}, but {trained} is to be trained. "
+            f"Go on with the training.method that wrote it."
         )
     saved, _ = read_tensors(file)
-    expected = _adapter_tensors(model) if has_adapter(model) else _full_tensors(model)
+    read_model = _adapter_tensors if has_adapter(model) else _full_tensors
+    expected = read_model(model)
     refuse_other_tensors(file, saved=_shapes(saved), expected=_shapes(expected))
     if has_adapter(model):
         from peft import set_peft_model_state_dict
@@ -69,7 +71,7 @@ def load_model(model: torch.nn.Module, folder: Path) -> None:
             for name, tensor in saved.items():
                 local_shard(expected[name]).copy_(shard_like(tensor, expected[name]))
     # Read back: a library that drops or renames a key on the way must not go unnoticed.
-    arrived = _adapter_tensors(model) if has_adapter(model) else _full_tensors(model)
+    arrived = read_model(model)
     lost = [name for name, tensor in saved.items() if not _is_equal(tensor, arrived[name])]
     if lost:
         raise CheckpointError(f"{file}: {len(lost)} tensors did not arrive in the model, the first is {lost[0]}.")
@@ -88,15 +90,19 @@ def refuse_other_tensors(
         for name in sorted(saved.keys() & expected.keys())
         if saved[name] != expected[name]
     ]
-    kinds = {
+    differences = {
         "missing there": sorted(expected.keys() - saved.keys()),
         "unknown here": sorted(saved.keys() - expected.keys()),
         "of another shape": reshaped,
     }
-    found = [f"{len(names)} {kind} ({_first(names)})" for kind, names in kinds.items() if names]
-    if found:
+    problems = [
+        f"{len(names)} {difference} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for difference, names in differences.items()
+        if names
+    ]
+    if problems:
         raise CheckpointError(
-            f"{file} is of another model or configuration: {'; '.join(found)}. Resume with the "
+            f"{file} is of another model or configuration: {'; '.join(problems)}. Resume with the "
             f"model and lora sections it was written with (config.yaml in the run's folder)."
         )
 
@@ -111,9 +117,11 @@ def encode_full_model(model: torch.nn.Module) -> dict[str, Chunks]:
     config.dtype = next(model.parameters()).dtype
     # Training switches the key-value cache off; generation needs it.
     config.use_cache = True
-    files: dict[str, Chunks] = {"config.json": [config.to_json_string().encode()], **_encode_generation_config(model)}
-    files["model.safetensors"] = TensorFile(_full_tensors(model), _METADATA)
-    return files
+    return {
+        "config.json": [config.to_json_string().encode()],
+        **_encode_generation_config(model),
+        "model.safetensors": TensorFile(_full_tensors(model), _METADATA),
+    }
 
 
 def encode_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Chunks]:
@@ -200,15 +208,9 @@ def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _is_equal(whole: torch.Tensor, held: torch.Tensor) -> bool:
-    part = local_shard(held).cpu().to(whole.dtype)
-    return torch.equal(part, shard_like(whole, held))
+def _is_equal(full: torch.Tensor, held: torch.Tensor) -> bool:
+    return torch.equal(local_shard(held).cpu().to(full.dtype), shard_like(full, held))
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
-def _first(names: Iterable[str]) -> str:
-    shown = list(names)
-    return ", ".join(shown[:3]) + (", …" if len(shown) > 3 else "")

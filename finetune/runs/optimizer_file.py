@@ -36,7 +36,12 @@ def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     tensors: dict[str, torch.Tensor] = {}
     numbers: dict[str, float | None] = {}
     for index, states in optimizer.state_dict()["state"].items():
-        for state_name, value in _flat(states).items():
+        flat = {
+            f"{name}{_INSIDE}{inner}" if isinstance(held, dict) else name: value
+            for name, held in states.items()
+            for inner, value in (held.items() if isinstance(held, dict) else [("", held)])
+        }
+        for state_name, value in flat.items():
             key = f"{state_name}/{names[index]}"
             if isinstance(value, torch.Tensor):
                 tensors[key] = value
@@ -87,17 +92,6 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, fol
     _set_states(optimizer, parameters, states)
 
 
-def _flat(states: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the states, those in a dict under its name and theirs."""
-    flat: dict[str, Any] = {}
-    for name, value in states.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}{_INSIDE}{inner}": held for inner, held in value.items()}
-        else:
-            flat[name] = value
-    return flat
-
-
 def _set_states(
     optimizer: torch.optim.Optimizer,
     parameters: dict[str, torch.nn.Parameter],
@@ -105,9 +99,8 @@ def _set_states(
 ) -> None:
     for name, saved in states.items():
         states[name] = {key: _sharded_like(parameters[name], value) for key, value in saved.items()}
-    current = optimizer.state_dict()
-    current["state"] = {index: states[name] for index, name in enumerate(parameters) if name in states}
-    optimizer.load_state_dict(current)
+    by_index = {index: states[name] for index, name in enumerate(parameters) if name in states}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": by_index})
     # torch moves each state to the device and the dtype of its parameter. The dtype loses bits if a
     # low-precision weight has a state in fp32.
     for name, saved in states.items():
@@ -141,13 +134,13 @@ def _class_name(optimizer: torch.optim.Optimizer) -> str:
 def _read_record(file: Path, metadata: dict[str, str]) -> dict[str, Any]:
     try:
         record = json.loads(metadata[_METADATA_KEY])
-        is_whole = (
+        is_well_formed = (
             isinstance(record["optimizer"], str)
             and all(isinstance(shape, list) for shape in record["parameters"].values())
             and all(value is None or type(value) in (bool, int, float) for value in record["numbers"].values())
         )
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} does not name its optimizer: its metadata is damaged.") from error
-    if not is_whole:
+    if not is_well_formed:
         raise CheckpointError(f"{file} does not name its optimizer: its metadata is malformed.")
     return dict(record)

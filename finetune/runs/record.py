@@ -86,15 +86,17 @@ class RunRecord:
         if earlier is None and self.path.exists():
             _log.warning("%s cannot be read and is replaced", self.path)
         earlier = earlier or {}
-        starts, changes = (_list(earlier.get(name)) for name in ("starts", "resume_changes"))
         now = _now()
         self._values = {
             "status": "running",
             **vars(run),
-            "resume_changes": [*changes, *({"at": now, **change} for change in run.resume_changes)],
+            "resume_changes": [
+                *(earlier.get("resume_changes") or []),
+                *({"at": now, **change} for change in run.resume_changes),
+            ],
             "versions": read_versions(),
             "git_commit": read_git_commit(Path.cwd()),
-            "starts": [*starts, now],
+            "starts": [*(earlier.get("starts") or []), now],
             "num_steps": None,
             "memory": earlier.get("memory"),
             "low_precision": None,
@@ -167,23 +169,23 @@ def read_run_record(path: Path) -> dict[str, Any] | None:
         _ReadRecord.model_validate(record)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        name, found = ".".join(map(str, first["loc"])), repr(first["input"])
-        found = found if len(found) <= _MOST_SHOWN else f"{found[:_MOST_SHOWN]} ..."
+        name, value = ".".join(map(str, first["loc"])), repr(first["input"])
+        value = value if len(value) <= _MOST_SHOWN else f"{value[:_MOST_SHOWN]} ..."
         raise CheckpointError(
-            f"{path}: {name} is {found}, which no run writes ({first['msg']}). Restore the file, or use another run."
+            f"{path}: {name} is {value}, which no run writes ({first['msg']}). Restore the file, or use another run."
         ) from None
     return record
 
 
 def read_versions() -> dict[str, str]:
     """Return the versions of Python, of this package and of its main dependencies, without importing them."""
-    found = {"python": platform.python_version(), "finetune": finetune.__version__}
+    versions = {"python": platform.python_version(), "finetune": finetune.__version__}
     for name in _PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+            versions[name] = "not installed"
+    return versions
 
 
 def read_git_commit(folder: Path) -> str | None:
@@ -191,23 +193,14 @@ def read_git_commit(folder: Path) -> str | None:
 
     Returns None outside of a repository, before its first commit, and if git is not installed or does not answer.
     """
-    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        said = subprocess.run(
-            ["git", "--no-optional-locks", *describe],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_GIT_SECONDS,
+        commit = subprocess.check_output(
+            command, cwd=folder, stderr=subprocess.DEVNULL, text=True, timeout=_GIT_SECONDS
         )
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip() or None
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return commit.strip() or None
 
 
 def _now() -> str:

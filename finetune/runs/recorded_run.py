@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -17,6 +18,14 @@ from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of
 from finetune.runs.record import Status, read_run_record
+from finetune.runs.state import read_state
+from finetune.runs.verification import (
+    SavedFolder,
+    examine_folder,
+    newest_valid,
+    verify_checkpoint,
+    verify_published,
+)
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -24,6 +33,8 @@ if TYPE_CHECKING:
 Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
 
+LATEST = "latest"
+"""Names the newest intact checkpoint."""
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
 _LARGEST_STEP = 2**53
@@ -44,16 +55,77 @@ class RecordedRun:
         self.folder = RunFolder(path)
         self.name = name or str(path)
         self._detail = detail
+        self._problems: dict[Path, str] = {}
+        self._verify = functools.cache(verify_checkpoint)
 
-    @property
+    @cached_property
     def config(self) -> Config | None:
         """config.yaml, with former keys read as the current ones; None if it cannot be read."""
-        return self._config[0]
+        file = self.folder.config_file
+        try:
+            # Each line is a key. A line that was cut must not be read as a shorter value.
+            if file.read_bytes().endswith(b"\n"):
+                return compose([], run=str(file), complete=False)
+            self._problems[file] = f"{file.name} is empty or cut short"
+        except FileNotFoundError:
+            self._problems[file] = f"{file.name} is missing"
+        except OSError as error:
+            self._problems[file] = f"{file.name} cannot be read: {describe_os_error(error)}"
+        except ConfigError as error:
+            self._problems[file] = f"{file.name} cannot be read: {error}"
+        return None
 
     @property
     def why_no_config(self) -> str:
         """The reason that config.yaml cannot be read; empty if it can."""
-        return self._config[1]
+        return "" if self.config else self._problems[self.folder.config_file]
+
+    @cached_property
+    def record(self) -> dict[str, Any]:
+        """run.json; empty if it is missing, half-written, or has a field of another type than runs write."""
+        file = self.folder.record_file
+        try:
+            record = read_run_record(file)
+        except CheckpointError as error:
+            self._problems[file] = str(error).removesuffix(".")
+            return {}
+        if record is None:
+            self._problems[file] = f"{file.name} is {'half-written and is left out' if file.exists() else 'missing'}"
+        return record or {}
+
+    @cached_property
+    def _events(self) -> EventsRead:
+        file = self.folder.metrics_file
+        try:
+            read = read_events(file, self._detail)
+        except OSError as error:
+            self._problems[file] = f"{file.name} cannot be read: {describe_os_error(error)}"
+            return EventsRead([])
+        num_lines = len(read.events) + read.num_left_out + read.num_thinned
+        problems = []
+        if read.num_left_out:
+            problems.append(f"{read.num_left_out} of {num_lines} lines are half-written and left out")
+        if read.num_thinned:
+            problems.append(
+                f"{read.num_thinned:,} of {num_lines:,} events are left out. The highest and the lowest losses are kept"
+            )
+        if problems:
+            self._problems[file] = f"{file.name}: {'; '.join(problems)}"
+        elif not file.exists():
+            self._problems[file] = f"{file.name} is missing"
+        return read
+
+    @property
+    def problems(self) -> list[str]:
+        """The problems of reading, as sentences without a full stop."""
+        _ = self.config, self.record, self._events  # what is read notes its problem
+        files = (self.folder.config_file, self.folder.record_file, self.folder.metrics_file)
+        return [self._problems[file] for file in files if file in self._problems]
+
+    @property
+    def num_tokens(self) -> float:
+        """The tokens of all steps."""
+        return self._events.num_tokens
 
     @property
     def objective(self) -> Objective:
@@ -62,29 +134,9 @@ class RecordedRun:
         return OBJECTIVES["dpo" if name == "sft" and self.points("step", "reward_margin") else name]
 
     @property
-    def record(self) -> dict[str, Any]:
-        """run.json; empty if it is missing or half-written."""
-        return self._record[0]
-
-    @property
-    def events(self) -> list[Event]:
-        """metrics.jsonl, without lines that are half-written or not events."""
-        return self._events[0].events
-
-    @property
-    def num_tokens(self) -> float:
-        """The tokens of all steps."""
-        return self._events[0].num_tokens
-
-    @property
-    def problems(self) -> list[str]:
-        """The problems of reading, as sentences without a full stop."""
-        return [problem for problem in (self._config[1], self._record[1], self._events[1]) if problem]
-
-    @property
     def status(self) -> str:
         """The status in run.json, or `unknown`. The run may have been killed since."""
-        return str(self.record.get("status") or "unknown")
+        return self.record.get("status") or "unknown"
 
     @property
     def state(self) -> str:
@@ -111,17 +163,18 @@ class RecordedRun:
     @property
     def num_steps(self) -> int | None:
         """Optimizer steps of the whole run, if they are known."""
-        return whole(self.record.get("num_steps"))
+        return self.record.get("num_steps")
 
     @property
     def started(self) -> str | None:
         """The time of the last start, in UTC, ISO 8601."""
-        return next((text(start) for start in reversed(self.entries("starts"))), None)
+        starts = self.entries("starts")
+        return starts[-1] if starts else None
 
     @property
     def finished(self) -> str | None:
         """The time of the end, in the same form; None before it."""
-        return text(self.record.get("finished"))
+        return self.record.get("finished")
 
     @property
     def last_step(self) -> int | None:
@@ -142,26 +195,25 @@ class RecordedRun:
             return None
 
     def part(self, name: str) -> dict[str, Any]:
-        """Return a mapping in run.json; empty if it is missing or something else."""
-        return mapping(self.record.get(name))
+        """Return a mapping in run.json; empty if it is missing."""
+        return self.record.get(name) or {}
 
     def entries(self, name: str) -> list[Any]:
-        """Return a list in run.json; empty if it is missing or something else."""
-        value = self.record.get(name)
-        return value if isinstance(value, list) else []
+        """Return a list in run.json; empty if it is missing."""
+        return self.record.get(name) or []
 
     def of(self, event_type: str) -> list[Event]:
         """Return the events of one type, in their order."""
-        return [event for event in self.events if event["event"] == event_type]
+        return [event for event in self._events.events if event["event"] == event_type]
 
     def points(self, event_type: str, name: str) -> Points:
         """Return one value of each event of a type, in ascending steps. The last event of a step counts."""
-        found = {
+        values = {
             step: value
             for event in self.of(event_type)
             if (step := step_of(event)) is not None and (value := number_in(event, name)) is not None
         }
-        return sorted(found.items())
+        return sorted(values.items())
 
     def last(self, event_type: str, name: str) -> float | None:
         """Return the last value of this name; None if there is none, or it is not finite."""
@@ -191,48 +243,73 @@ class RecordedRun:
         return f"{rows - left_out:,} of {rows:,} rows" if rows and left_out else ""
 
     @cached_property
-    def _config(self) -> tuple[Config | None, str]:
-        file = self.folder.config_file
-        try:
-            # Each line is a key. A line that was cut must not be read as a shorter value.
-            if not file.read_bytes().endswith(b"\n"):
-                return None, f"{file.name} is empty or cut short"
-            return compose([], run=str(file), complete=False), ""
-        except FileNotFoundError:
-            return None, f"{file.name} is missing"
-        except OSError as error:
-            return None, f"{file.name} cannot be read: {describe_os_error(error)}"
-        except ConfigError as error:
-            return None, f"{file.name} cannot be read: {error}"
+    def checkpoints(self) -> list[SavedFolder]:
+        """The checkpoints in ascending steps, after every byte was compared with the manifests."""
+        losses = dict(finite(self.points("validation", "loss")))
+        folders = (
+            examine_folder(self.folder.checkpoint(step), self._verify, step=step, validation_loss=losses.get(step))
+            for step in self.folder.checkpoint_steps()
+        )
+        return [folder for folder in folders if folder]
 
     @cached_property
-    def _record(self) -> tuple[dict[str, Any], str]:
-        file = self.folder.record_file
-        try:
-            record = read_run_record(file)
-        except CheckpointError as error:
-            return {}, str(error).removesuffix(".")
-        if record is None:
-            return {}, f"{file.name} is {'half-written and is left out' if file.exists() else 'missing'}"
-        return record, ""
+    def published(self) -> list[SavedFolder]:
+        """`adapter/` and `base/`, if they exist, compared likewise."""
+        folders = (examine_folder(path, verify_published) for path in (self.folder.adapter, self.folder.base))
+        return [folder for folder in folders if folder]
 
     @cached_property
-    def _events(self) -> tuple[EventsRead, str]:
-        file = self.folder.metrics_file
-        try:
-            found = read_events(file, self._detail)
-        except OSError as error:
-            return EventsRead([]), f"{file.name} cannot be read: {describe_os_error(error)}"
-        num_lines = len(found.events) + found.num_left_out + found.num_thinned
-        problems = {
-            f"{found.num_left_out} of {num_lines} lines are half-written and left out": found.num_left_out,
-            f"{found.num_thinned:,} of {num_lines:,} events are left out. The highest and the lowest losses are kept": (
-                found.num_thinned
-            ),
-        }
-        if what := "; ".join(problem for problem, count in problems.items() if count):
-            return found, f"{file.name}: {what}"
-        return found, "" if file.exists() else f"{file.name} is missing"
+    def resumes_from(self) -> int | None:
+        """The step from which `resume=auto` continues; None if it would start from the beginning."""
+        newest = newest_valid(self.folder, self._verify)
+        return read_state(newest).step if newest else None
+
+    def find_weights(self, checkpoint: str | None = None) -> Path:
+        """Return the folder of the published weights, or of a checkpoint, after every byte was compared.
+
+        Args:
+            checkpoint: a step, a checkpoint's name or path, or `latest`; None: the published weights in `adapter/`.
+
+        Raises:
+            CheckpointError: there are no such weights, or they are damaged.
+        """
+        folder, steps = self.folder, self.folder.checkpoint_steps()
+        if checkpoint is None:
+            if not folder.adapter.is_dir():
+                hint = f" Its checkpoints can be used: --checkpoint {steps[-1]}." if steps else ""
+                raise CheckpointError(
+                    f"{self.name} has no adapter/ yet: the run did not end. Continue it with resume=auto.{hint}"
+                )
+            if problems := verify_published(folder.adapter):
+                raise CheckpointError(
+                    f"{folder.adapter} is damaged: {'; '.join(problems)}. Run the training again with resume=auto to "
+                    "repair it."
+                )
+            return folder.adapter
+        present = f"steps {', '.join(map(str, steps))}" if steps else "none"
+        if checkpoint == LATEST:
+            newest = newest_valid(folder, self._verify)
+            if newest is None:
+                raise CheckpointError(
+                    f"{self.name} has no whole checkpoint (there: {present}). See `finetune checkpoints {self.name}`."
+                )
+            return newest
+        parent, _, name = checkpoint.rstrip("/").rpartition("/")
+        places = [Path(parent).resolve(), (folder.path / parent).resolve()]
+        number = name.removeprefix("step-")
+        if (
+            not number.isdecimal()
+            or int(number) not in steps
+            or (parent and folder.checkpoints.resolve() not in places)
+        ):
+            raise CheckpointError(
+                f"--checkpoint is {checkpoint}, but {self.name} has no such checkpoint (there: {present}). Choose one, "
+                f"or say {LATEST}."
+            )
+        path = folder.checkpoint(int(number))
+        if problems := self._verify(path):
+            raise CheckpointError(f"{path} is damaged: {'; '.join(problems)}. Choose another (there: {present}).")
+        return path
 
 
 def open_run(path: Path, name: str | None = None, *, detail: Detail = "all") -> RecordedRun:

@@ -17,7 +17,7 @@ Rollout = Mapping[str, Any]
 """`step`: the first step that learned from it. `server`: metrics of the server that sampled it, if one did. `groups`:
 for each prompt `source`, the file and line of its row, `prompt`, its tokens, `text`, the same as text, and `answers`.
 Each answer has its tokens `ids`, its `text`, its `rewards` by function (null: none), its `advantage`, and -log p of
-each token: `sampled_nats` as the sampler found it, before temperature and filters, and where the loss needs it `nats`
+each token: `sampled_nats` as the sampler rollout it, before temperature and filters, and where the loss needs it `nats`
 as training computes it."""
 
 _MOST_BYTES = 1 << 30
@@ -49,14 +49,14 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise ValueError(f"it unpacks to more than {format_bytes(_MOST_BYTES)}")
-        found = json.loads(text)
-        if not isinstance(found, dict) or not isinstance(found.get("groups"), list):
+        rollout = json.loads(text)
+        if not isinstance(rollout, dict) or not isinstance(rollout.get("groups"), list):
             raise ValueError("it holds no rollout")
     except OSError as error:  # gzip's errors are among them
         raise CheckpointError(_damaged(path, step, describe_os_error(error))) from error
     except (EOFError, ValueError, zlib.error) as error:
         raise CheckpointError(_damaged(path, step, str(error))) from error
-    return found
+    return rollout
 
 
 def remove_rollouts_after(folder: RunFolder, step: int) -> None:
@@ -71,8 +71,8 @@ def remove_rollouts_after(folder: RunFolder, step: int) -> None:
                 folder.rollout(later).unlink()
 
 
-def _damaged(path: object, step: int, why: str) -> str:
+def _damaged(path: object, step: int, reason: str) -> str:
     return (
-        f"{path} cannot be read: {why}. Step {step} learns from it. To generate its answers again, delete this file "
+        f"{path} cannot be read: {reason}. Step {step} learns from it. To generate its answers again, delete this file "
         f"and the folders of step {step} and later in checkpoints/, then go on with resume=auto."
     )

@@ -31,7 +31,7 @@ class RowChanges(NamedTuple):
     """Rows of the data that are not recorded."""
 
     def __str__(self) -> str:
-        """Say it, as a clause."""
+        """Return a clause for a message."""
         return f"recorded rows that are missing: {self.missing:,}, new rows: {self.new:,}"
 
 
@@ -64,11 +64,11 @@ def write_row_record(folder: RunFolder, splits: Mapping[str, Iterable[str]], tok
     from safetensors.numpy import save
 
     earlier = read_row_record(folder) if folder.checkpoint_steps() else None
-    found = {name: set(digests) for name, digests in splits.items()} | {_TOKENS: set(tokens)}
-    found[_EARLIER] = set(earlier.trained if earlier else ()) - found["train"] - found[_TOKENS]
+    recorded = {name: set(digests) for name, digests in splits.items()} | {_TOKENS: set(tokens)}
+    recorded[_EARLIER] = set(earlier.trained if earlier else ()) - recorded["train"] - recorded[_TOKENS]
     arrays = {
         name: numpy.frombuffer(bytes.fromhex("".join(sorted(digests))), numpy.uint8).reshape(-1, _BYTES)
-        for name, digests in found.items()
+        for name, digests in recorded.items()
     }
     with disk_failures_end_the_run("Writing", folder.row_file):
         replace_file(folder.row_file, save(arrays))
@@ -81,11 +81,11 @@ def read_row_record(folder: RunFolder) -> RowRecord | None:
 
     try:
         arrays = load(folder.row_file.read_bytes())
-        found = {name: {row.tobytes().hex() for row in array} for name, array in arrays.items()}
-        trained = found["train"] | found[_TOKENS] | found[_EARLIER]
+        digests = {name: {row.tobytes().hex() for row in array} for name, array in arrays.items()}
+        trained = digests["train"] | digests[_TOKENS] | digests[_EARLIER]
     except FileNotFoundError:
         return None
     except (OSError, SafetensorError, ValueError, KeyError) as error:
         _log.warning("%s cannot be read, so rows are not compared with it: %s", folder.row_file, error)
         return None
-    return RowRecord({name: found[name] for name in _SPLITS if name in found}, trained)
+    return RowRecord({name: digests[name] for name in _SPLITS if name in digests}, trained)

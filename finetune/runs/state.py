@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from finetune.errors import CheckpointError
+from finetune.runs.durable import describe_os_error
 
+STATE_FILE = "state.json"
 SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
 _ADDED_LATER = {
@@ -16,6 +21,11 @@ _ADDED_LATER = {
     *("loss_scale", "steps_at_loss_scale", "num_overflows"),
 }
 """Fields that older checkpoints lack. Their defaults are the values that they had then."""
+_MOST = 1 << 62
+"""Counting can continue from every number below this one."""
+_Count = Annotated[int, Field(strict=True, ge=0, lt=_MOST)]
+_Value = Annotated[float, Field(strict=True, gt=-_MOST, lt=_MOST, allow_inf_nan=False)]
+_Text = Annotated[str, Field(strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,45 +35,47 @@ class TrainerState:
     There is no RNG state: the order of rows and dropout are functions of the seed and these counters.
     """
 
-    step: int = 0
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: _Count = 0
     """Optimizer steps done since the start of the run."""
-    epoch: int = 0
+    epoch: _Count = 0
     """The epoch of the next step, counted from 0."""
-    steps_in_epoch: int = 0
+    steps_in_epoch: _Count = 0
     """Optimizer steps already done in that epoch."""
-    best_loss: float | None = None
+    best_loss: _Value | None = None
     """Validation loss of the best weights so far, in nats per target token."""
-    best_step: int | None = None
+    best_step: _Count | None = None
     """The step after which the best weights so far were validated."""
-    best_value: float | None = None
+    best_value: _Value | None = None
     """`checkpoint.best_metric` of the best weights; None if that is the loss."""
-    stopping_merit: float | None = None
+    stopping_merit: _Value | None = None
     """The best `early_stopping.metric` so far, negated if a loss; None if `checkpoint.best_metric` is the same."""
-    best_metric: str | None = None
+    best_metric: _Text | None = None
     """`checkpoint.best_metric` of the last validation; None before the first, and in older checkpoints."""
-    stopping_metric: str | None = None
+    stopping_metric: _Text | None = None
     """`early_stopping.metric`, likewise."""
-    validations_without_improvement: int = 0
+    validations_without_improvement: _Count = 0
     """Consecutive validations without improvement, for early stopping."""
-    validated_step: int | None = None
+    validated_step: _Count | None = None
     """The step after which the last validation was; None before the first, and in older checkpoints."""
-    num_targets: int = 0
+    num_targets: _Count = 0
     """Target tokens trained on since the start of the run."""
-    num_tokens: int = 0
+    num_tokens: _Count = 0
     """Tokens, targets or not, seen since the start of the run."""
-    num_skipped_steps: int = 0
+    num_skipped_steps: _Count = 0
     """Steps without an update, because their loss or gradient was not finite (`training.on_nonfinite=skip`)."""
-    loss_scale: int | None = None
+    loss_scale: _Count | None = None
     """The factor of the loss in the next step; None unless the run computes in fp16."""
-    steps_at_loss_scale: int = 0
+    steps_at_loss_scale: _Count = 0
     """Steps since it last changed."""
-    num_overflows: int = 0
+    num_overflows: _Count = 0
     """Steps in fp16 that were computed in vain, because gradients overflowed, and computed again."""
-    world_size: int = 1
+    world_size: _Count = 1
     """Processes that trained this state."""
-    global_batch_size: int = 1
+    global_batch_size: _Count = 1
     """Examples per optimizer step over all processes."""
-    schema_version: int = SCHEMA_VERSION
+    schema_version: _Count = SCHEMA_VERSION
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for state.json."""
@@ -81,26 +93,30 @@ class TrainerState:
                 f"{source} has schema_version {record.get('schema_version')!r}, this version of finetune "
                 f"reads {SCHEMA_VERSION}. Go on with the version that wrote it (see run.json)."
             )
-        defaults = {field.name: field.default for field in fields(cls)}
-        names = defaults.keys()
-        record = {**{name: defaults[name] for name in _ADDED_LATER}, **record}
-        if record.keys() != names:
-            raise CheckpointError(
-                f"{source} has other fields than expected: missing {sorted(names - record.keys()) or 'none'}, "
-                f"unknown {sorted(record.keys() - names) or 'none'}."
-            )
-        wrong = [f"{name}={record[name]!r}" for name in sorted(names) if not _fits(name, record[name])]
-        if wrong:
-            raise CheckpointError(f"{source} has values of the wrong type: {', '.join(wrong)}.")
-        return cls(**record)
+        missing = {field.name for field in fields(cls)} - _ADDED_LATER - record.keys()
+        problems = [f"{name} is missing" for name in sorted(missing)]
+        try:
+            TypeAdapter(cls).validate_python(record)
+        except ValidationError as error:
+            problems += [f"{each['loc'][0]}={each['input']!r} ({each['msg']})" for each in error.errors()]
+        if problems:
+            raise CheckpointError(f"{source} is not as a run writes it: {'; '.join(problems)}.")
+        return cls(**record)  # pydantic would convert integers to floats
 
 
-def _fits(name: str, value: object) -> bool:
-    """Return whether a field may have a value: counts are never negative, and results of validations may be None."""
-    if name in ("best_loss", "best_value", "stopping_merit"):
-        return value is None or type(value) is int or (type(value) is float and math.isfinite(value))
-    if name in ("best_metric", "stopping_metric"):
-        return value is None or type(value) is str
-    if name in ("best_step", "validated_step", "loss_scale") and value is None:
-        return True
-    return type(value) is int and value >= 0
+def read_state(checkpoint: Path) -> TrainerState:
+    """Read the counters of training from a checkpoint.
+
+    Raises:
+        CheckpointError: state.json is missing, damaged or of another schema.
+    """
+    file = checkpoint / STATE_FILE
+    try:
+        record = json.loads(file.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(record, dict):
+        raise CheckpointError(f"{file} is not a JSON object.")
+    return TrainerState.from_record(record, source=str(file))

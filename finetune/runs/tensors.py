@@ -1,7 +1,8 @@
 """Write and read tensors in the safetensors format, one tensor at a time, through plain Python I/O.
 
-The library's own writer either holds a second copy of everything in memory or reports a full disk without its
-errno, and it orders several metadata keys at random.
+The library's own writer needs all tensors at once, and then a second copy of them, or reports a full disk without its
+errno. Tensors that are sharded are made whole here one at a time. The library also orders tensors of different types
+differently, so checkpoints would have other bytes.
 Format: https://huggingface.co/docs/safetensors, "Format".
 """
 
@@ -44,33 +45,30 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def local_shard(tensor: Any) -> torch.Tensor:
     """Return this process's shard of a tensor, or the whole tensor if it is not sharded."""
-    part: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
-    return part
+    shard: torch.Tensor = tensor.to_local() if is_sharded(tensor) else tensor
+    return shard
 
 
-def shard_like(whole: torch.Tensor, held: Any) -> torch.Tensor:
+def shard_like(full: torch.Tensor, held: Any) -> torch.Tensor:
     """Return a view of the part of a full tensor that corresponds to this process's shard of `held`."""
     for axis, placement in enumerate(held.placements if is_sharded(held) else ()):
         if placement.is_shard():
-            pieces = torch.chunk(whole, held.device_mesh.size(axis), placement.dim)
-            place = held.device_mesh.get_local_rank(axis)
-            whole = pieces[place] if place < len(pieces) else whole.narrow(placement.dim, 0, 0)
-    return whole
+            chunks = torch.chunk(full, held.device_mesh.size(axis), placement.dim)
+            rank = held.device_mesh.get_local_rank(axis)
+            full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
+    return full
 
 
 @dataclass(frozen=True)
 class TensorFile:
-    """The content of a safetensors file. Iterating yields its bytes; equal tensors give equal bytes.
-
-    Attributes:
-        tensors: on any device, with any strides; each is copied to the host when it is written.
-        metadata: the one key and value of the file's metadata.
-        whole: returns the full tensor of a sharded one. It is called while iterating, in the order of `ordered`.
-    """
+    """The content of a safetensors file. Iterating yields its bytes; equal tensors give equal bytes."""
 
     tensors: Mapping[str, torch.Tensor]
+    """On any device, with any strides. Each is copied to the host when it is written."""
     metadata: tuple[str, str]
-    whole: Callable[[torch.Tensor], torch.Tensor] = local_shard
+    """The one key and value of the file's metadata."""
+    full_tensor: Callable[[torch.Tensor], torch.Tensor] = local_shard
+    """Returns the full tensor of a sharded one. It is called while iterating, in the order of `ordered`."""
 
     @property
     def ordered(self) -> list[tuple[str, torch.Tensor]]:
@@ -112,9 +110,9 @@ class TensorFile:
         text += b" " * (-len(text) % 8)
         yield len(text).to_bytes(8, "little") + text
         for _, tensor in self.ordered:
-            flat = self.whole(tensor).detach().to("cpu").contiguous().reshape(-1)
-            if len(flat):
-                yield memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy before 2: no stub
+            full = self.full_tensor(tensor)  # also of an empty one: every rank counts these calls
+            if full.numel():
+                yield _bytes_of(full)
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -140,10 +138,13 @@ def each_tensor(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 def digest_tensor(tensor: torch.Tensor) -> str:
     """Return the dtype, the shape and the SHA-256 of a tensor, which may be on any device."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{dtype} {list(tensor.shape)} sha256:{hashlib.sha256(raw).hexdigest()}"
+    return f"{dtype} {list(tensor.shape)} sha256:{hashlib.sha256(_bytes_of(tensor)).hexdigest()}"
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy before 2: no stub
 
 
 @contextmanager

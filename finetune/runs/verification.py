@@ -1,16 +1,17 @@
-"""Verify the content of checkpoints. Imports no torch, so that `finetune checkpoints` answers at once."""
+"""Verify what a run has saved. Imports no torch, so that `finetune checkpoints` answers at once."""
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from finetune.errors import CheckpointError
-from finetune.runs.durable import describe_os_error, find_damage, read_manifest
+from finetune.runs.durable import MANIFEST, find_damage, read_manifest
 from finetune.runs.folder import RunFolder
-from finetune.runs.state import TrainerState
+from finetune.runs.state import STATE_FILE, read_state
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 FULL_FILES = ("config.json", "generation_config.json", "model.safetensors")
@@ -26,30 +27,7 @@ TOKENIZER_FILES = (
     "vocab.txt",
 )
 OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
-_MOST = 1 << 62
 _log = logging.getLogger(__name__)
-
-
-def read_state(path: Path) -> TrainerState:
-    """Read the counters of training from a checkpoint.
-
-    Raises:
-        CheckpointError: state.json is missing, damaged or of another schema.
-    """
-    file = path / STATE_FILE
-    try:
-        record = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{file} is not a JSON object.")
-    state = TrainerState.from_record(record, source=str(file))
-    if not _is_possible(state):
-        raise CheckpointError(f"{file} has numbers that no run can have.")
-    return state
 
 
 def verify_checkpoint(path: Path) -> list[str]:
@@ -69,27 +47,67 @@ def verify_published(path: Path) -> list[str]:
     return unexpected_names(path, set()) or find_damage(path)
 
 
-def newest_valid(folder: RunFolder, verified: Callable[[Path], list[str]] = verify_checkpoint) -> Path | None:
+@dataclass(frozen=True, kw_only=True)
+class SavedFolder:
+    """One folder with a manifest: a checkpoint, or `adapter/` or `base/`, which have no step."""
+
+    name: str
+    step: int | None
+    validation_loss: float | None
+    """The validation loss after that step, in nats per target token; None if it was not measured or is not finite."""
+    num_bytes: int
+    saved: str
+    """The time when its manifest was written, in UTC, ISO 8601."""
+    problems: list[str]
+    """A line for each damaged file; empty if all bytes are as they were written."""
+
+
+def examine_folder(
+    path: Path,
+    verify: Callable[[Path], list[str]],
+    *,
+    step: int | None = None,
+    validation_loss: float | None = None,
+) -> SavedFolder | None:
+    """Examine a folder; None if it does not exist, since a run in progress may have removed an old checkpoint."""
+    try:
+        files = [file.lstat() for file in path.iterdir() if file.is_file() and not file.is_symlink()]
+        problems = verify(path)
+        manifest = path / MANIFEST
+        written = (manifest if manifest.exists() else path).lstat().st_mtime
+    except FileNotFoundError:
+        return None
+    return SavedFolder(
+        name=path.name,
+        step=step,
+        validation_loss=validation_loss,
+        num_bytes=sum(file.st_size for file in files),
+        saved=datetime.fromtimestamp(written, UTC).isoformat(timespec="seconds"),
+        problems=problems,
+    )
+
+
+def newest_valid(folder: RunFolder, verify: Callable[[Path], list[str]] = verify_checkpoint) -> Path | None:
     """Find the newest intact checkpoint. A warning names each damaged one on the way, which stays as it is.
 
     If the checkpoint of the best step is damaged, an older one is preferred, from which the best is trained again.
-    `verified` is `verify`, or a function that remembers what it found.
+    `verify` is `verify_checkpoint`, or a function that remembers its results.
     """
     without_best = None
-    for path in whole_checkpoints(folder, verified):
+    for path in whole_checkpoints(folder, verify):
         best = read_state(path).best_step
-        if best not in folder.checkpoint_steps() or not (problems := verified(folder.checkpoint(best))):
+        if best not in folder.checkpoint_steps() or not (problems := verify(folder.checkpoint(best))):
             return path
         without_best = without_best or path
         _log.warning("checkpoint %s is whole, but its best step %d is damaged: %s", path, best, "; ".join(problems))
     return without_best
 
 
-def whole_checkpoints(folder: RunFolder, verified: Callable[[Path], list[str]] = verify_checkpoint) -> Iterator[Path]:
+def whole_checkpoints(folder: RunFolder, verify: Callable[[Path], list[str]] = verify_checkpoint) -> Iterator[Path]:
     """Yield the intact checkpoints, newest first. A warning names each damaged one on the way; see `newest_valid`."""
     for step in reversed(folder.checkpoint_steps()):
         path = folder.checkpoint(step)
-        if problems := verified(path):
+        if problems := verify(path):
             _log.warning("checkpoint %s is damaged and not used: %s", path, "; ".join(problems))
         else:
             yield path
@@ -107,8 +125,3 @@ def unexpected_names(path: Path, required: Collection[str]) -> list[str]:
     if not (set(ADAPTER_FILES) <= names or {"config.json", "model.safetensors"} <= names):
         problems.append("neither an adapter nor a model is in it")
     return problems
-
-
-def _is_possible(state: TrainerState) -> bool:
-    """Return whether every number of a state is finite, and small enough that counting can continue from it."""
-    return all(-_MOST < it < _MOST for it in state.as_record().values() if isinstance(it, int | float))

@@ -122,8 +122,8 @@ class RunView:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for name, what in self._rows():
-            table.add_row(name, Text(visible(what)))
+        for name, value in self._rows():
+            table.add_row(name, Text(visible(value)))
         for text in self._warnings[-_MAX_WARNINGS:]:
             table.add_row(Text("warning", style="bold magenta"), Text(visible(text)))
         yield table
@@ -203,14 +203,14 @@ class RunView:
         speed = number_in(self._last, "tokens_per_second")
         parts = [] if speed is None else [f"{speed:,.0f} tokens/s"]
         names = {"data_wait_share": "waiting for data", "slowest_rank_share": "for the slowest rank"}
-        fractions = {what: number_in(self._resources, name) for name, what in names.items()}
-        parts += [f"{value:.0%} {what}" for what, value in fractions.items() if value is not None]
+        fractions = {label: number_in(self._resources, name) for name, label in names.items()}
+        parts += [f"{value:.0%} {label}" for label, value in fractions.items() if value is not None]
         return _SEPARATOR.join(parts)
 
     def _memory(self) -> str:
         names = {"host_memory": "of the main process", "device_memory": "on its device"}
-        sizes = {what: number_in(self._resources, name) for name, what in names.items()}
-        parts = [f"{format_bytes(int(size))} {what}" for what, size in sizes.items() if size is not None]
+        sizes = {label: number_in(self._resources, name) for name, label in names.items()}
+        parts = [f"{format_bytes(int(size))} {label}" for label, size in sizes.items() if size is not None]
         return f"{_SEPARATOR.join(parts)}, at most" if parts else ""
 
     def _take_step(self, event: Event) -> None:

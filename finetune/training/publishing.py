@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from finetune.runs.checkpoints import Snapshot, prune, publish_adapter
-from finetune.runs.disk_space import disk_need
+from finetune.runs.checkpoints import Snapshot, disk_need, prune, publish_adapter
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import verify_checkpoint, verify_published

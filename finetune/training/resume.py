@@ -21,7 +21,8 @@ from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
-from finetune.runs.verification import newest_valid, read_state
+from finetune.runs.state import read_state
+from finetune.runs.verification import newest_valid
 from finetune.training.memory.choice import masks_follow_microbatches
 
 if TYPE_CHECKING:

@@ -83,12 +83,12 @@ class Saver:
         self._writer = _Writer(snapshot, self._folder, keep=self._keys.save_total_limit, best=best, before=self._before)
         if self._in_background:
             self._writer.start()
-        else:
-            self._writer.run()
-        self._writer.blocked_seconds = waited = time.monotonic() - began
-        if not self._in_background:
-            _log.info("training waited %.2f s for the checkpoint of step %d", waited, snapshot.step)
-        return saved if self._in_background else [*saved, *self.finish()]
+            self._writer.blocked_seconds = time.monotonic() - began
+            return saved
+        self._writer.run()
+        self._writer.blocked_seconds = time.monotonic() - began
+        _log.info("training waited %.2f s for the checkpoint of step %d", self._writer.blocked_seconds, snapshot.step)
+        return [*saved, *self.finish()]
 
     def collect(self) -> list[Saved]:
         """Return the checkpoint that has been written since the last call, without waiting.
@@ -107,11 +107,19 @@ class Saver:
         writer, self._writer = self._writer, None
         if writer is None:
             return []
-        if writer.ident is not None:
-            writer.join()
+        writer.wait()
         if writer.error is not None:
-            self._go_on_without(writer.error, writer.snapshot.step, is_last=is_last)
-        return [writer.saved] if writer.saved is not None else []
+            if is_last or self._keys.on_disk_failure == "stop" or not isinstance(writer.error.__cause__, OSError):
+                raise writer.error
+            self._fallbacks.take(
+                Fallback(
+                    what=f"saving step {writer.snapshot.step}",
+                    wanted="a checkpoint",
+                    used="training goes on (checkpoint.on_disk_failure=continue)",
+                    why=str(writer.error),
+                )
+            )
+        return writer.saved
 
     def close(self, error: BaseException | None) -> list[Saved]:
         """End the thread. A save in progress is finished, unless the run was asked to stop at once.
@@ -125,18 +133,10 @@ class Saver:
         if error is not None and not isinstance(error, Exception):
             writer.is_abandoned = True
         is_leaving = threading.current_thread() is not threading.main_thread()  # a watchdog ends this process
-        if writer.ident is not None:
-            writer.join(_LAST_WORDS_SECONDS if is_leaving else None)
+        writer.wait(_LAST_WORDS_SECONDS if is_leaving else None)
         if writer.error is not None and error is not None:
             _log.error("%s", writer.error)  # the run ends by another one
-        return [writer.saved] if writer.saved is not None else []
-
-    def _go_on_without(self, error: Exception, step: int, *, is_last: bool) -> None:
-        """Raise the error, unless it is a disk error and the configuration lets training continue."""
-        if is_last or self._keys.on_disk_failure == "stop" or not isinstance(error.__cause__, OSError):
-            raise error
-        used = "training goes on (checkpoint.on_disk_failure=continue)"
-        self._fallbacks.take(Fallback(what=f"saving step {step}", wanted="a checkpoint", used=used, why=str(error)))
+        return writer.saved
 
     def _has_room(self, snapshot: Snapshot) -> bool:
         free = psutil.virtual_memory().available
@@ -167,17 +167,23 @@ class _Writer(threading.Thread):
         self._write_seconds = 0.0
 
     @property
-    def saved(self) -> Saved | None:
-        """The checkpoint; None if it was not written."""
+    def saved(self) -> list[Saved]:
+        """The checkpoint; none if it was not written."""
         if self._path is None:
-            return None
-        return Saved(
+            return []
+        saved = Saved(
             step=self.snapshot.step,
             path=self._path,
             num_bytes=self.snapshot.num_bytes,
             blocked_seconds=self.blocked_seconds,
             write_seconds=self._write_seconds,
         )
+        return [saved]
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the thread, if this save has one."""
+        if self.ident is not None:
+            self.join(timeout)
 
     def run(self) -> None:
         """Commit the checkpoint and prune older ones."""

@@ -307,7 +307,7 @@ def test_pairs_are_refused_unless_the_command_names_other_rows(tmp_path, words, 
         "model: {path: owner/phi}\ndata: {path: pairs.jsonl, max_length: 32}\ntraining: {objective: dpo}\n"
     )
     config = load_config(words, run=str(folder.config_file))
-    run = FinishedRun(folder=folder, config=config, weights=tmp_path)
+    run = FinishedRun(recorded=RecordedRun(tmp_path), config=config, weights=tmp_path)
     with nullcontext() if are_named else pytest.raises(ConfigError, match="was trained on pairs of answers"):
         _refuse_rows_without_one_answer(run)
 

@@ -2,9 +2,7 @@ import hashlib
 import json
 import logging
 import os
-import random
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -291,30 +289,18 @@ def test_equal_runs_write_equal_bytes_in_every_process(tmp_path):
     assert len(contents[0]) == 10
 
 
-def test_any_flip_or_cut_of_any_file_is_found_and_the_older_one_used(folder, lora, package_log):
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(folder, lora, package_log):
+    """Any flip and any cut of a file is found: tests/runs/test_durable.py, tests/runs/test_checkpoints_command.py."""
     older, path = save(folder, lora, 8), save(folder, lora, 12)
     assert newest_valid(folder) == path
-    draw = random.Random(0)
-    tried = 0
     for file in sorted(path.iterdir()):
-        whole = file.read_bytes()
-        for position in [0, len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(5))]:
-            flipped = bytearray(whole)
-            flipped[position] ^= 1 << draw.randrange(8)
-            file.write_bytes(flipped)
-            assert verify_checkpoint(path), (file.name, position)
-            file.write_bytes(whole[:position])
-            assert verify_checkpoint(path), (file.name, position)
-            tried += 2
+        content = file.read_bytes()
+        file.write_bytes(content[:-1])
         package_log.clear()
         assert newest_valid(folder) == older
         assert file.name in package_log.text
         assert "step-000012 is damaged and not used" in package_log.text
-        file.unlink()
-        assert verify_checkpoint(path)
-        file.write_bytes(whole)
-    assert newest_valid(folder) == path
-    print(f"{tried} changes tried")
+        file.write_bytes(content)
     shutil.rmtree(older)
     path.rename(folder.checkpoint(16))
     assert verify_checkpoint(folder.checkpoint(16)) == ["state.json: is of step 12, not of step-000016"]
@@ -351,24 +337,6 @@ def test_a_kill_in_the_middle_of_a_save_costs_nothing_that_was_committed(tmp_pat
             assert torch.equal(logits(model), logits(lora[0]))
             shutil.rmtree(folder.checkpoint(12), ignore_errors=True)
     assert killed >= 4
-
-
-def test_a_save_that_the_disk_refuses_ends_the_run_in_one_line(folder, lora):
-    save(folder, lora, 8)
-    child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
-        status = 70
-        try:
-            save(folder, lora, 12)
-        except RunFailedError as error:
-            parts = (str(folder.checkpoint(12)), "File too large (EFBIG)", "bytes are free", "resume=auto")
-            status = 3 if all(part in str(error) for part in parts) and "\n" not in str(error) else 71
-        os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
-    assert [entry.name for entry in folder.checkpoints.iterdir()] == ["step-000008"]
-    assert newest_valid(folder) == folder.checkpoint(8)
 
 
 @pytest.fixture

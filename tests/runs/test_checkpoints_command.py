@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -15,7 +16,6 @@ from finetune.errors import CheckpointError
 from finetune.runs import verification
 from finetune.runs.durable import committed_folder, find_damage
 from finetune.runs.folder import RunFolder
-from finetune.runs.saved import examine_run
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from tests.in_process import run_finetune
@@ -62,6 +62,13 @@ def listed(path: Path, capsys: pytest.CaptureFixture[str], *, code: int = 0) -> 
     return capsys.readouterr().out
 
 
+def examined(path: Path, capsys: pytest.CaptureFixture[str]) -> SimpleNamespace:
+    capsys.readouterr()
+    with pytest.raises(typer.Exit):
+        checkpoints(path, as_json=True)
+    return json.loads(capsys.readouterr().out, object_hook=lambda values: SimpleNamespace(**values))
+
+
 def line_of(text: str, name: str) -> str:
     return next(line for line in text.splitlines() if f" {name} " in line)
 
@@ -78,7 +85,7 @@ def test_it_lists_metric_size_the_best_and_where_to_go_on(folder, capsys):
     assert text.endswith("resume=auto goes on from step 30.\n")
 
 
-def test_any_damage_is_named_and_what_it_promises_is_what_resume_takes(folder):
+def test_any_damage_is_named_and_what_it_promises_is_what_resume_takes(folder, capsys):
     """Every file of every checkpoint and of adapter/, flipped and cut at several places, one at a time."""
     tried = 0
     for path in sorted(path for path in folder.path.rglob("*") if path.parent.name.startswith(("step-", "adapter"))):
@@ -87,7 +94,7 @@ def test_any_damage_is_named_and_what_it_promises_is_what_resume_takes(folder):
             flipped = whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]
             for damaged in (flipped, whole[:place]):
                 path.write_bytes(damaged)
-                run = examine_run(folder.path)
+                run = examined(folder.path, capsys)
                 (saved,) = (saved for saved in (*run.checkpoints, *run.published) if saved.problems)
                 assert saved.name == path.parent.name
                 # A manifest with another name in it is told by that name.
@@ -98,9 +105,8 @@ def test_any_damage_is_named_and_what_it_promises_is_what_resume_takes(folder):
                 assert run.exit_code == 0
                 tried += 1
         path.write_bytes(whole)
-    print(f"{tried} damages tried")
     assert tried > 120
-    assert not any(saved.problems for saved in examine_run(folder.path).checkpoints)
+    assert not any(saved.problems for saved in examined(folder.path, capsys).checkpoints)
 
 
 def test_no_whole_checkpoint_is_exit_code_2(folder, capsys):
@@ -135,31 +141,31 @@ def test_a_best_step_that_was_not_kept_is_said(folder, capsys):
 
 
 @pytest.mark.parametrize("content", [None, b"", b'{"event": "validation", "step"', b"[]\n3\nnull\n\xff\n"])
-def test_torn_metrics_leave_the_losses_out(folder, content):
+def test_torn_metrics_leave_the_losses_out(folder, content, capsys):
     if content is None:
         folder.metrics_file.unlink()
     else:
         folder.metrics_file.write_bytes(content)
-    run = examine_run(folder.path)
+    run = examined(folder.path, capsys)
     assert [saved.validation_loss for saved in run.checkpoints] == [None] * 3
     assert (run.resumes_from, run.best_step, run.best_loss) == (30, 20, 0.4)
 
 
-def test_it_changes_nothing_and_follows_no_link(folder, tmp_path):
+def test_it_changes_nothing_and_follows_no_link(folder, tmp_path, capsys):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "large.bin").write_bytes(b"x" * 10_000)
     (folder.checkpoint(30) / "large.bin").symlink_to(outside / "large.bin")
     folder.checkpoint(40).symlink_to(outside)
     before = {str(path): path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-    run = examine_run(folder.path)
+    run = examined(folder.path, capsys)
     assert run.checkpoints[-1].problems == ["manifest.json: reached through a symbolic link"]
     assert run.checkpoints[-2].num_bytes < 10_000
     assert run.resumes_from == 30
     assert {str(path): path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
     (folder.path / "base").symlink_to(outside)
     with pytest.raises(CheckpointError, match="base is a symbolic link"):
-        examine_run(folder.path)
+        examined(folder.path, capsys)
 
 
 def test_a_folder_that_is_no_run_is_exit_code_2(tmp_path):
@@ -196,15 +202,15 @@ def test_json(folder):
     assert [saved["name"] for saved in record["published"]] == ["adapter"]
 
 
-def test_each_checkpoint_is_read_once(folder, monkeypatch):
+def test_each_checkpoint_is_read_once(folder, monkeypatch, capsys):
     read = []
     monkeypatch.setattr(verification, "find_damage", lambda path: read.append(path.name) or find_damage(path))
-    assert examine_run(folder.path).resumes_from == 30
+    assert examined(folder.path, capsys).resumes_from == 30
     assert sorted(read) == ["adapter", "step-000010", "step-000020", "step-000030"]
 
 
 @pytest.mark.trains
-def test_a_real_run(tmp_path):
+def test_a_real_run(tmp_path, capsys):
     words = [
         *(f"model.path={write_base(tmp_path / 'base')}", f"data.path={write_rows(tmp_path / 'rows', test=0)}"),
         *(f"data.cache_dir={tmp_path / 'cache'}", f"output_dir={tmp_path / 'run'}", "lora.r=2", "training.device=cpu"),
@@ -213,7 +219,7 @@ def test_a_real_run(tmp_path):
     ]
     train_from_overrides(words)
     losses = {event["step"]: event["loss"] for event in events(tmp_path / "run", "validation")}
-    found = examine_run(tmp_path / "run")
+    found = examined(tmp_path / "run", capsys)
     assert [saved.step for saved in found.checkpoints] == [2, 3, 4, 5]
     assert [saved.validation_loss for saved in found.checkpoints] == [losses.get(step) for step in (2, 3, 4, 5)]
     assert found.best_step == min(losses, key=losses.__getitem__)
@@ -221,6 +227,6 @@ def test_a_real_run(tmp_path):
     assert found.resumes_from == 5
     assert [saved.problems for saved in (*found.checkpoints, *found.published)] == [[]] * 5
     (tmp_path / "run" / "checkpoints" / "step-000005" / "state.json").write_text("{}")
-    assert examine_run(tmp_path / "run").resumes_from == 4
+    assert examined(tmp_path / "run", capsys).resumes_from == 4
     train_from_overrides([*words, "resume=auto"])
     assert "resumed from step=4" in (tmp_path / "run" / "log.txt").read_text()

@@ -1,22 +1,21 @@
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
+import types
 from pathlib import Path
 
 import pytest
 
 from finetune.runs import file_lock as locks
-from finetune.runs.file_lock import file_lock, is_held, read_holder, try_file_lock
+from finetune.runs.file_lock import describe_holder, file_lock, is_held, try_file_lock
+from tests.without_posix import locking
 
-WITHOUT_FCNTL = "import sys\nsys.modules['fcntl'] = None\n"
+AS_WINDOWS = "from tests.without_posix import lock_as_windows\nlock_as_windows()\n"
 
 HOLD = """
 import sys, time
@@ -47,13 +46,14 @@ for _ in range(25):
 """
 
 
-@pytest.fixture(params=["fcntl", "files"])
+@pytest.fixture(params=["flock", "windows"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the scripts of a test begin with: locks of the kernel, or the files that are used where there are none."""
-    if request.param == "fcntl":
+    """Return the first lines of the scripts of a test, which choose the lock."""
+    if request.param == "flock":
         return ""
     monkeypatch.setattr(locks, "fcntl", None)
-    return WITHOUT_FCNTL
+    monkeypatch.setattr(locks, "msvcrt", types.SimpleNamespace(LK_NBLCK=2, locking=locking), raising=False)
+    return AS_WINDOWS
 
 
 def start(script: str, *arguments: object) -> subprocess.Popen[str]:
@@ -75,16 +75,14 @@ def test_one_holder_at_a_time(tmp_path: Path, way: str) -> None:
     path = tmp_path / "a.lock"
     with file_lock(path, waiting_for="it"):
         assert try_file_lock(path) is None
-        holder = read_holder(path)
-        assert holder is not None
-        assert holder.pid == os.getpid()
+        assert f"process {os.getpid()} on" in describe_holder(path)
         assert is_held(path)
-    assert list(tmp_path.iterdir()) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == (["a.lock"] if way else [])
     again = try_file_lock(path)
     assert again is not None
     again.release()
     again.release()
-    assert read_holder(path) is None
+    assert not is_held(path)
 
 
 @pytest.mark.process
@@ -107,9 +105,9 @@ def test_time_over_names_the_holder(
 
 
 @pytest.mark.process
-def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path, way: str) -> None:
+def test_a_forked_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
     path = tmp_path / "a.lock"
-    process = start(way + HOLD_WITH_CHILD, path)
+    process = start(HOLD_WITH_CHILD, path)
     child = int(first_line(process))
     try:
         time.sleep(0.2)
@@ -137,21 +135,3 @@ def test_no_turn_is_lost_between_processes(tmp_path: Path, way: str) -> None:
 def test_a_folder_that_is_missing_is_an_os_error(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file"):
         file_lock(tmp_path / "missing" / "a.lock", waiting_for="it")
-
-
-def test_a_number_that_was_given_to_another_process_holds_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(locks, "fcntl", None)
-    path = tmp_path / "a.lock"
-    holder = locks.LockHolder(host=socket.gethostname(), pid=os.getpid(), started="2001-01-01T00:00:00+00:00")
-    path.write_text(json.dumps(asdict(holder)))
-    assert not is_held(path)
-    lock = try_file_lock(path)
-    assert lock is not None
-    lock.forget()
-    assert not is_held(path)
-    elsewhere = replace(holder, host="another.machine")
-    path.write_text(json.dumps(asdict(elsewhere)))
-    assert is_held(path), "it cannot be asked"
-    assert try_file_lock(path) is None

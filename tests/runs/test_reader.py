@@ -30,12 +30,6 @@ def test_a_line_counts_once_it_is_whole(tmp_path):
     assert steps_of(reader.read()[1]) == [2]
 
 
-def test_lines_that_are_not_ours_are_passed_over(tmp_path):
-    reader = MetricsReader(tmp_path / "metrics.jsonl")
-    reader.path.write_bytes(b'\x00\xff\n[1]\n{"step": 1}\n{"event": 5}\nnull\n{"event": "step", "step": 9}\n')
-    assert steps_of(reader.read()[1]) == [9]
-
-
 def test_a_restart_that_cut_lines_is_noticed(tmp_path):
     path = tmp_path / "metrics.jsonl"
     reader = MetricsReader(path)

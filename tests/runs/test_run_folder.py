@@ -51,7 +51,7 @@ def test_paths_are_those_of_the_design(tmp_path, monkeypatch):
     assert folder.checkpoint_steps() == []
 
 
-def test_steps_come_in_order_and_strangers_are_not_steps(tmp_path):
+def test_steps_come_in_order_and_other_names_are_no_steps(tmp_path):
     folder = RunFolder(tmp_path)
     for name in ("step-000012", "step-000004", "step-1000000", ".tmp-step-000016", "step-12", "notes"):
         (folder.checkpoints / name).mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path, resume, names):
 
 
 @pytest.mark.parametrize("name", MARKS)
-def test_a_stranger_beside_a_run_does_not_stop_a_resume(tmp_path, name):
+def test_an_unknown_file_beside_a_run_does_not_stop_a_resume(tmp_path, name):
     fill(tmp_path, [name, "slurm-1.out"])
     with RunFolder(tmp_path).open(resume="auto"):
         pass

@@ -38,7 +38,7 @@ def test_the_view_has_everything_in_one_place():
 
 
 @pytest.mark.parametrize("step", ["NaN", float("inf"), -1, None])
-def test_hostile_text_and_steps_do_no_harm(step):
+def test_untrusted_text_and_steps_do_no_harm(step):
     view = RunView()
     view.headline = "run \x1b[2J"
     for kind in ("step", "validation"):

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from finetune.config.schema import CheckpointSection
 from finetune.errors import ConfigError, RunFailedError
 from finetune.fallbacks import Fallbacks
-from finetune.runs.checkpoints import take_snapshot
-from finetune.runs.disk_space import disk_need
+from finetune.runs.checkpoints import disk_need, take_snapshot
 from finetune.runs.durable import is_leftover
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
