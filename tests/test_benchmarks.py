@@ -89,7 +89,6 @@ def test_the_count_of_operations_gives_the_known_figures_of_the_real_models(name
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 @pytest.mark.parametrize("family", ["phi3", "phi", "llama"])
 def test_the_count_of_operations_is_that_of_torch(family):
     from peft import get_peft_model
@@ -144,7 +143,6 @@ def test_a_run_that_is_done_is_not_done_again(bench, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_the_profile_accounts_for_all_of_the_time(bench, monkeypatch, capsys):
     monkeypatch.setattr(profile_ours, "matmul_rate", partial(matmul_rate, seconds_each=0.002))
     assert profile_ours.main(["--sizes", JOB.size, "--steps", "2", "--folder", str(bench.folder)]) == 0
@@ -188,7 +186,6 @@ def dense_varlen(q, k, v, edges, key_edges, longest, longest_key, *, scale, wind
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 @pytest.mark.needs("trl")
 @pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile", "ignore:_compile flag on create_block"

@@ -171,7 +171,7 @@ class TwoNodes:
 FILES = pytest.mark.parametrize("command_of", [pod_command, node_command], ids=["kubernetes", "skypilot"])
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @FILES
 def test_two_nodes_train_like_one_process(tmp_path, command_of):
@@ -182,7 +182,7 @@ def test_two_nodes_train_like_one_process(tmp_path, command_of):
     assert_one_curve(trained, curve_alone())
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.sampled(1)
 @FILES
@@ -200,7 +200,7 @@ def test_when_one_node_is_preempted_both_exit_with_75_and_go_on(tmp_path, comman
         assert nodes.exit_codes() == [75, 75], nodes.text()
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @FILES
 def test_a_mistake_of_the_user_keeps_its_exit_code(tmp_path, command_of):

@@ -26,7 +26,7 @@ QUIET_SECONDS = 2.0
 NUM_STEPS = 5
 KILLED = -signal.SIGKILL
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 
 class Play:

@@ -16,7 +16,7 @@ from tests.tiny_runs import write_base, write_rows
 from tests.warm import with_interpreter
 
 pytestmark = [
-    pytest.mark.launch,
+    pytest.mark.slow,
     pytest.mark.warm,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount the small disk that is to be filled"),
 ]

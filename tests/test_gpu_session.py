@@ -228,7 +228,6 @@ def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.launch
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OF_TWO_RANKS)
 def test_two_ranks_are_compared_with_one(tmp_path, name):

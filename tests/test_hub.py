@@ -406,7 +406,7 @@ def test_a_run_leaves_a_silent_hub_after_the_limit(point_to, tmp_path, monkeypat
     assert ended.stdout.count("does not answer within 1 s") == 1
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_all_ranks_end_with_the_same_message(tmp_path):
     (tmp_path / "rows.jsonl").write_text(ROWS)
     words = ["-m", "finetune", "train", "task=finetune_lora", "model=phi4_mini", "data.path=rows.jsonl"]

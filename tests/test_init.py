@@ -156,7 +156,6 @@ def test_on_a_terminal_it_asks_only_what_is_open_and_may_be_stopped(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl"]
 
 
-@pytest.mark.trains
 def test_the_file_trains():
     assert run_finetune("init", "model=phi_tiny", "chats.jsonl", "--file", "mine.yaml").returncode == 0
     words = ["training.max_steps=1", "testing.num_samples=0", "data.cache_dir=cache"]

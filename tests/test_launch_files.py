@@ -14,7 +14,7 @@ FOLDER = REPOSITORY / "recipes" / "launch"
 SCRIPT = REPOSITORY / "tests" / "slurm" / "report_place.py"
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.parametrize(
     ("file", "options"),

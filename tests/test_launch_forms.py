@@ -23,7 +23,7 @@ from tests.curves import (
 )
 from tests.launches import LAUNCHERS, free_port, place_variables, start_command
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.slow
 CASE = Case(REFERENCE_BATCH_SIZE)
 _LIMIT_SECONDS = 300
 

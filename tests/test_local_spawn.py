@@ -17,7 +17,7 @@ with launch(load_config({words!r})):
     pass
 """
 
-pytestmark = [pytest.mark.launch, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 
 @pytest.fixture(scope="module")

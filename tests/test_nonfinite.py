@@ -33,8 +33,6 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
 
-pytestmark = pytest.mark.trains
-
 BAD = "~"
 NUM_EPOCHS, STEPS_PER_EPOCH = 3, 5
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
@@ -139,7 +137,7 @@ def whole(inputs: Path) -> dict[str, tuple[Path, str]]:
 
 
 @slow
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple[Path, str]], world: str) -> None:
@@ -181,7 +179,7 @@ def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple
 
 
 @slow
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_stop_then_skip_then_more_ends_in_the_bytes_of_the_run_that_skipped_all_along(
     whole: dict[str, tuple[Path, str]], inputs: Path, tmp_path: Path
@@ -340,7 +338,7 @@ MEMORY_WORDS = (
 
 
 @slow
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux alone keeps to such a limit")
 def test_memory_that_runs_out_leaves_the_last_checkpoint_and_says_what_to_change(

@@ -63,7 +63,6 @@ def shown(cell: Any) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.launch
 @pytest.mark.warm
 def test_the_tutorial_runs_from_top_to_bottom(tmp_path):
     notebook = read_notebook()

@@ -36,7 +36,7 @@ from tests.distributed.test_sharding import ANSWERS, RECIPE, assert_sharded_is_u
 from tests.launches import LAUNCHERS, free_port, launcher_with_port, run_command, run_launched
 from tests.tiny_runs import conversation_words
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 SHOWN = (Case(2), Case(8), Case(1, 0.1))
 """Those that `pytest` alone runs; the others sweep."""

@@ -19,7 +19,7 @@ from tests.launches import LAUNCHERS
 from tests.tiny_models import LLAMA_KIN
 from tests.tiny_runs import MODEL_VOCABULARY
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 FSDP2 = "parallel.sharding=fsdp2"
 REFERENCE = "training.kernels=reference"

@@ -35,7 +35,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 pytestmark = [
-    pytest.mark.launch,
+    pytest.mark.slow,
     pytest.mark.skipif(not all(map(shutil.which, ("bash", "nohup", "ps"))), reason="there is no bash, nohup or ps"),
 ]
 

@@ -24,7 +24,7 @@ BY_HAND = 130
 _MARK = "FINETUNE_TEST_PLAY"
 STEP = re.compile(r"stopped at step ([0-9]+) as asked by (\w+)(?: on ranks? ([0-9, ]+))?; checkpoint committed")
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 
 class Play:

@@ -92,7 +92,7 @@ SHOWN = {
     "export": (["export", "merged", "ollama"], ["Written to ollama: Modelfile", "ollama create my-model -f Modelfile"]),
 }
 """Words of each command, and values that must be whole."""
-STARTS_PROCESSES = {"sweep": pytest.mark.warm}
+STARTS_PROCESSES = {"sweep": (pytest.mark.warm, pytest.mark.process)}
 CODES = {"diff": 1, "push": 2}
 """There are differences; there is no token for the hub."""
 ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"}
@@ -105,7 +105,6 @@ def test_every_command_is_tried():
 
 
 @pytest.mark.few(3)
-@pytest.mark.trains
 @pytest.mark.parametrize("command", [pytest.param(name, marks=STARTS_PROCESSES.get(name, ())) for name in SHOWN])
 def test_a_command_fits_its_terminal_and_cuts_nothing(command, here):
     columns = 80
@@ -151,7 +150,6 @@ def test_a_path_longer_than_a_line_is_not_broken(here):
     assert path in run_on_terminal(80, "runs", path).raw
 
 
-@pytest.mark.trains
 @SIZES
 def test_training_shows_what_and_on_what_then_the_view_then_the_result(columns, here):
     folder = f"trained-{columns}/a-run-with-a-name"
@@ -184,7 +182,6 @@ def test_training_shows_what_and_on_what_then_the_view_then_the_result(columns, 
     assert f"run {folder}, resumed from step 4" in again.words, again.raw
 
 
-@pytest.mark.trains
 def test_the_log_is_complete_from_the_first_warning_on(here):
     done = run_on_terminal(80, "train", *training_words("older"), "training.epochs=1", "training.max_steps=1")
     assert done.returncode == 0, done.raw
@@ -193,7 +190,6 @@ def test_the_log_is_complete_from_the_first_warning_on(here):
     assert "training.epochs" in Path("older/log.txt").read_text()
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(
     "variables", [{"CI": "true"}, {"TERM": "dumb"}, {"MORE": "training.debug=true"}], ids=["ci", "dumb", "debug"]
 )

@@ -18,7 +18,7 @@ from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY, run_launched
 from tests.tiny_runs import write_base, write_rows
 
-pytestmark = [pytest.mark.trains, pytest.mark.warm]
+pytestmark = pytest.mark.warm
 
 RECIPES = REPOSITORY / "recipes"
 TRIED_IN = {
@@ -63,7 +63,7 @@ def test_every_recipe_runs_in_a_test():
         assert re.search(rf"\b{name}\b", (REPOSITORY / "tests" / file).read_text()), f"{file} does not start {name}"
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_full_fine_tuning_runs_as_two_processes(tmp_path, words):
     """Under accelerate; tests/test_one_curve.py runs it under torchrun."""
     done = run_launched("accelerate", [RECIPES / "finetune_full.py", *words, f"output_dir={tmp_path / 'run'}"])
@@ -92,7 +92,7 @@ def test_the_processes_of_a_recipe_meet_as_the_config_says(monkeypatch, name):
     assert (given["timeout"], given["backend"], given["device"]) == (timedelta(minutes=2), "gloo", "cpu")
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_the_guides_script_trains_as_two_processes_and_tests_on_rank_0(tmp_path, words):
     """That for torchrun; the other one starts its processes in tests/test_one_curve.py."""
     recipe = [RECIPES / "train_ddp_torchrun.py", *words, f"output_dir={tmp_path / 'run'}"]

@@ -48,7 +48,7 @@ WORDS = ["checkpoint.save_every=1", "checkpoint.save_total_limit=100", "lora.dro
 """Dropout: the masks, too, are those of the run that was not interrupted."""
 _LIMIT_SECONDS = 240
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 
 class Going(NamedTuple):

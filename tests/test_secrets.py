@@ -112,7 +112,7 @@ def test_the_search_finds_what_is_there(tmp_path):
         file.unlink()
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_a_run_that_completes(completed):
     place, screen = completed
     assert screen.endswith("exit code 0"), screen
@@ -120,7 +120,7 @@ def test_a_run_that_completes(completed):
     place.assert_nothing_leaked(screen)
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_two_processes_of_which_one_has_a_bug(place):
     """Python's own traceback, the guardians' words and those of torch's launcher."""
     program = (str(REPOSITORY / "tests" / "faulty_run.py"),)
@@ -154,7 +154,7 @@ def test_two_processes_of_which_one_has_a_bug(place):
     ],
     ids=" ".join,
 )
-@pytest.mark.launch
+@pytest.mark.slow
 def test_what_commands_print(completed, monkeypatch, capfd, command):
     place, _ = completed
     for name, value in place.variables.items():
@@ -171,7 +171,7 @@ def test_what_commands_print(completed, monkeypatch, capfd, command):
     assert all(Path(*given[word]).exists() for word in command if word.startswith("NEW"))
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_what_reaches_the_hub(completed):
     """The token that opens it, and the others beside it."""
     place, _ = completed

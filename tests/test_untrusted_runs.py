@@ -27,8 +27,6 @@ from finetune.runs.recorded_run import RecordedRun
 from tests.in_process import run_finetune
 from tests.tiny_runs import write_base, write_rows
 
-pytestmark = pytest.mark.trains
-
 TRUST = "model.trust_remote_code=true"
 CODE = """
 from pathlib import Path

@@ -1,7 +1,6 @@
 """A plugin of pytest that decides which tests run when, and says how many do not.
 
-    pytest -m fast         no process is started, no model trained for long: 2 minutes
-    pytest                 those, and each promise once with real processes: a few minutes
+    pytest                 what is quick, and each promise once with real processes: a few minutes
     pytest --everything    all tests
     pytest --rest          what `pytest` left out, for CI; of a sampled sweep only the sample
     pytest --beyond-ci     the cases that CI's samples leave out
@@ -25,11 +24,12 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-LONG = {"launch", "llama_cpp", "needs", "real", "slow", "slurm", "sweep"}
+LONG = {"llama_cpp", "needs", "slow"}
 """Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
 SAMPLE_SEED = 25
 """CI runs the same cases of a sampled sweep each time."""
-NOT_FAST = {*LONG, "promise", "process", "trains"}
+_MAY_START_PROCESSES = {*LONG, "promise", "process"}
+_REAL_TESTS = Path(__file__).with_name("real")
 _PROGRAMS = re.compile(r"python.*|finetune|torchrun|accelerate|mpirun|srun|sbatch|(ba)?sh")
 _running: list[pytest.Item] = []
 _ran: list[str] = []
@@ -59,8 +59,6 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if not NOT_FAST & _markers(item):
-            item.add_marker("fast")
         missing = [name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None]
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)}: not installed (test-everything, qlora)"))
@@ -72,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("llama_cpp"):
             item.add_marker(pytest.mark.skip(reason="builds llama.cpp, for 5 minutes: pytest --llama-cpp"))
-    real = [item for item in items if item.get_closest_marker("real")]
+    real = [item for item in items if item.path.is_relative_to(_REAL_TESTS)]
     if config.option.real:
         _keep(config, items, real)
         return
@@ -174,7 +172,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 def _refuse_processes(event: str, args: tuple[Any, ...]) -> None:
     """A test starts a process only if it is about processes: then it bears a marker that says so."""
-    if event != "subprocess.Popen" or not _running or not _running[-1].get_closest_marker("fast"):
+    if event != "subprocess.Popen" or not _running or _MAY_START_PROCESSES & _markers(_running[-1]):
         return
     if "finetune.data.rendering" in (args[1] or ()):  # one for all tests, and so many tests render a chat template
         return

@@ -16,8 +16,6 @@ from tests.bisect.scene import Scene, edit_lines, make_scene
 from tests.in_process import run_finetune
 from tests.launches import run_command
 
-pytestmark = pytest.mark.trains
-
 PATCH = """
 import importlib.util, sys
 
@@ -84,7 +82,7 @@ def test_rows_that_have_changed_since_a_run_are_named(scene, tmp_path):
     assert '"Friday<|end|>' in found["cause"]["text"]
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_settings_that_change_nothing_are_equal(scene):
     scene.train("plain", "training.global_batch_size=null")
     code, found = scene.bisect(str(scene.place / "a"), "training.batch_size=2", "training.global_batch_size=4")
@@ -93,7 +91,7 @@ def test_settings_that_change_nothing_are_equal(scene):
     assert (code, found["cause"]["name"]) == (3, "training.global_batch_size")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_keys_that_differ_only_together_are_all_named(scene):
     scene.train("two", "optim.weight_decay=0.1", "lora.alpha=8")
     code, found = scene.bisect(str(scene.place / "a"), str(scene.place / "two"))
@@ -130,7 +128,7 @@ def test_steps_that_cannot_be_computed_leave_the_recorded_facts(scene, tmp_path)
     assert [one["name"] for one in found["differences"]][:2] == ["data.path", "optim.weight_decay"]
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_a_random_base_follows_its_seed(scene):
     words = [*("model.path=null", "model.init=random", f"model.tokenizer={scene.place / 'base'}")]
     config = (scene.place / "base/config.json").read_text().replace("\n", " ")
@@ -168,7 +166,7 @@ def test_another_environment_with_a_patched_optimizer_and_another_package(scene,
 
 
 @pytest.mark.process
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_an_equal_environment_and_one_without_finetune(scene, tmp_path):
     python = other_environment(tmp_path / "env")
     assert scene.bisect(str(scene.place / "a"), "--python", python)[0] == 0
@@ -177,7 +175,7 @@ def test_an_equal_environment_and_one_without_finetune(scene, tmp_path):
         assert (done.returncode, part in done.errors) == (2, True), done.stdout
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_two_processes_are_equal_to_one(scene):
     words = [*scene.words("world"), "parallel.num_processes=2", "training.batch_size=2"]

@@ -21,7 +21,6 @@ from tests.bisect.scene import (
     make_scene,
 )
 
-pytestmark = pytest.mark.trains
 CONFIGURATION = {
     "seed": "1",
     "optim.weight_decay": "0.1",
@@ -80,7 +79,7 @@ def assert_named(found: tuple[int, dict[str, Any]], cause_type: str, *parts: str
     return answer
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("key", CONFIGURATION)
 def test_a_key_of_the_configuration(scene, key):
@@ -90,7 +89,7 @@ def test_a_key_of_the_configuration(scene, key):
     assert found["commands"][1].startswith(found["commands"][0])
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", HARMLESS)
 def test_runs_without_a_fault_are_equal(scene, name):
@@ -99,7 +98,7 @@ def test_runs_without_a_fault_are_equal(scene, name):
     assert (code, found["step"], found["cause"], found["num_steps"]) == (0, None, None, 6), found
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_elsewhere(scene, name):
@@ -122,7 +121,7 @@ def test_rows_that_were_changed_in_place(scene):
     assert_named(scene.bisect_both(), "row", "are no longer on this machine")
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize("part", ["weights", "chat template", "tokenizer"])
@@ -146,7 +145,7 @@ def test_the_base(scene, part, is_in_place):
     assert_named(scene.bisect_both(), "tensor" if part == "weights" else "row", *parts)
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_the_adapter_to_start_from(scene):
     first, second = (shutil.copytree(scene.place / "a/adapter", scene.place / name) for name in ("one", "two"))
     name = "base_model.model.model.layers.0.mlp.down_proj.lora_B.weight"
@@ -158,7 +157,7 @@ def test_the_adapter_to_start_from(scene):
     assert found["cause"]["name"] == "model.layers.0.mlp.down_proj.lora_B.default.weight"
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 def test_what_only_the_record_says(scene):
     scene.train("b")
     record = json.loads((scene.place / "b/run.json").read_text())

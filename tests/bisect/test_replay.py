@@ -18,7 +18,6 @@ from tests.export.finished_runs import words_to_train
 from tests.in_process import run_finetune
 from tests.launches import run_command
 
-pytestmark = pytest.mark.trains
 SAVES = ("training.max_steps=9", "training.batch_size=2", "checkpoint.save_every=3", "checkpoint.save_total_limit=1")
 
 
@@ -108,7 +107,7 @@ def test_masks_of_another_device_are_refused(trained, tmp_path):
     assert "drops tokens by random masks, which cuda draws differently from cpu" in done.errors
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_what_two_processes_recorded_comes_out_again_in_one(tmp_path):
     words = words_to_train(tmp_path, *SAVES, "parallel.num_processes=2", "training.global_batch_size=4")

@@ -14,7 +14,7 @@ from finetune.runs.verification import verify_checkpoint
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end, contents, explained
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.slow
 
 PLACES = 20 if IS_FULL else 5
 KEEP_ALL = ["checkpoint.save_total_limit=9"]

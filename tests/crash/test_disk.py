@@ -20,7 +20,7 @@ EVERY = 1 if IS_FULL else 17
 WORDS = ["training.max_steps=12", "checkpoint.save_total_limit=9", "training.log_every=1"]
 
 pytestmark = [
-    pytest.mark.sweep,
+    pytest.mark.slow,
     pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount the small disks that are to be filled"),
 ]
 

@@ -11,7 +11,7 @@ from finetune.runs.folder import RunFolder
 from tests.crash import IS_FULL
 from tests.crash.runs import DATA_WORKERS, Nursery, assert_same_end, explained
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 10
 STEPS_PER_EPOCH = 4

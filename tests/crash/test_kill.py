@@ -15,7 +15,7 @@ import pytest
 from tests.crash import IS_FULL, STRIDE
 from tests.crash.runs import DATA_WORKERS, Nursery, assert_same_end, explained
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.slow
 
 EVERY = {1: STRIDE, 2: 5 * STRIDE}
 """By number of ranks, in a full sweep."""

@@ -31,7 +31,7 @@ COMMANDS = {
 }
 _MARK = "CRASH_SWEEP"
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 
 class Launch:

@@ -16,7 +16,7 @@ import pytest
 from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, contents
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.slow
 
 STEP = "checkpoints/step-000006"
 OTHER_NAMES = [

@@ -15,7 +15,7 @@ from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end
 from tests.launches import wait_until
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.slow
 
 LONG = ["training.max_steps=2000"]
 

@@ -71,7 +71,6 @@ def finetune(tmp_path):
     return run
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(
     ("write", "command"),
     [(write_as_jsonl, "train"), *((write, "preview") for write in WRITERS)],

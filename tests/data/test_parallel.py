@@ -171,7 +171,7 @@ with encode_in_processes(AnswerTokens(tiny_tokenizer()), "all", 2) as encode:
 """  # an unguarded script on purpose: nothing must import it again
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_they_end_when_the_one_that_asked_is_killed(tmp_path, by):
     script = tmp_path / "script.py"

@@ -380,7 +380,7 @@ def test_a_marker_is_seen_where_the_folder_is_shared_and_not_elsewhere(tmp_path)
 # Several processes
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_under_torchrun_it_forms_the_world_and_reports_once(tmp_path):
     words = ["-m", "finetune", "doctor", "quickstart", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -394,7 +394,7 @@ def test_under_torchrun_it_forms_the_world_and_reports_once(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
@@ -414,7 +414,7 @@ def test_what_only_one_rank_finds_is_in_the_report_and_in_the_exit_code_of_all(t
     assert code == other.returncode == 2
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     started = time.monotonic()
@@ -428,7 +428,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     assert "fix: look at the output of the ranks" in world
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_a_rank_that_came_and_hangs_is_named(tmp_path):
     port = free_port()
@@ -458,7 +458,7 @@ for finding in check_address(read_environment(environ), compose([], complete=Fal
 """
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.skipif(NO_NODES is not None, reason=str(NO_NODES))
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("own_name", "level"), [("address", "ok"), ("loopback", "warning")])
@@ -470,7 +470,7 @@ def test_a_name_that_torchrun_would_give_others_in_vain_is_found_on_two_nodes(ow
     assert ("--local_addr" in output) == (level == "warning")
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.skipif(NO_NODES is not None, reason=str(NO_NODES))
 def test_a_folder_that_is_not_shared_is_found_on_two_nodes(tmp_path):

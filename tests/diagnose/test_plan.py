@@ -39,8 +39,6 @@ from finetune.training.trainer import Trainer
 from tests.tiny_models import LLAMA_KIN, PHI3_SIZES, build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, conversation_words, write_base, write_rows
 
-pytestmark = pytest.mark.trains
-
 DPO = PreferenceLoss("dpo", PreferenceSection())
 
 

@@ -21,7 +21,7 @@ from tests.diagnose.test_plan_memory import SIZES
 from tests.tiny_models import PHI3_SIZES
 from tests.tiny_runs import MODEL_VOCABULARY, write_base
 
-pytestmark = [pytest.mark.trains, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WIDE = {**PHI3_SIZES, **SIZES, "vocab_size": MODEL_VOCABULARY, "num_hidden_layers": 12, "sliding_window": None}
 MODELS = {

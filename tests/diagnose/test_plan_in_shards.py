@@ -76,7 +76,6 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.launch
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("method", "ranks"), [("lora", 4), ("full", 2)])
 def test_the_forecast_is_what_a_rank_holds(base, tmp_path, method, ranks):

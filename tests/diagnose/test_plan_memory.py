@@ -29,7 +29,7 @@ from tests.diagnose.measured import held_by, peak_of
 from tests.model.variants import VARIANTS
 from tests.tiny_models import WIDE_HEADS, WINDOW, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
-pytestmark = [pytest.mark.trains, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SIZES = {"vocab_size": 3000, "hidden_size": 96, "intermediate_size": 320, "max_position_embeddings": 1024}
 WIDER = {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 8000}
@@ -130,7 +130,7 @@ CASES = [
 ]
 SHOWN = {("phi3", "lora", False, "packed"), ("phi3", "full", True, "padded"), ("phi3", "lora", False, "shared")}
 """Those that `pytest` alone measures."""
-SWEEP = [pytest.param(*case, marks=() if case in SHOWN else pytest.mark.sweep) for case in CASES]
+SWEEP = [pytest.param(*case, marks=() if case in SHOWN else pytest.mark.slow) for case in CASES]
 
 PAIRS = [
     *itertools.product(["phi3"], [False, True], ["packed", "padded", "shared"]),

@@ -35,8 +35,6 @@ from tests.diagnose.measured import peak_of
 from tests.tiny_models import LLAMA_KIN, build_tiny, tiny_gemma2_config, tiny_phi3_config
 from tests.tiny_runs import write_base
 
-pytestmark = pytest.mark.trains
-
 PARTS = ("held", "merged", "cache", "logits")
 SIZES = {"vocab_size": 3000, "hidden_size": 64, "num_hidden_layers": 6, "sliding_window": None}
 PROMPTS = [[5, 6, 7], [8, 9], [5, 6, 7, 10, 11]]

@@ -40,7 +40,6 @@ def assert_is_harmless(text: str) -> None:
         assert character in "\r\n" or character.isprintable(), hex(ord(character))
 
 
-@pytest.mark.trains
 def test_colours_say_what_carries_loss_and_the_rows_steer_nothing(words):
     written = run_on_terminal(100, "preview", *words, "--rows", "1").raw
     plain = COLOUR.sub("", written)

@@ -16,7 +16,6 @@ HARD_TEXT = "naïve 🙂 日本語 a\tb\r\n\x1b[31mred\x07 \u202egnp.exe \u200b\
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_no_character_at_all_steers_a_terminal():
     for code in range(0x110000):
         shown = visible_token(chr(code))

@@ -299,7 +299,6 @@ def test_an_adapter_that_has_learned_little_is_merged_in_float32(job: Job, tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.launch
 def test_a_job_of_two_processes_is_rehearsed_to_its_end(job: Job, tmp_path: Path) -> None:
     words = ["parallel.world_size=2", "training.num_epochs=4", "validation.metrics=exact_match"]
     words = job(*words, "lora.new_tokens=[<a>,<b>]", "lora.dropout=0.1")

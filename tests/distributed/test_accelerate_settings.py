@@ -192,7 +192,7 @@ def reports_of_accelerate(options, config, folder, monkeypatch):
     return [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if "REPORT" in line]
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_what_a_real_accelerate_launch_was_asked_for_is_known(launch, tmp_path, monkeypatch):
@@ -200,7 +200,7 @@ def test_what_a_real_accelerate_launch_was_asked_for_is_known(launch, tmp_path, 
     assert reports_of_accelerate(options, config, tmp_path, monkeypatch) == expected
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("options", "asked"), [([], 4), (["--cpu"], None)])
 def test_the_default_config_file_counts_unless_accelerate_passes_over_it(options, asked, tmp_path, monkeypatch):

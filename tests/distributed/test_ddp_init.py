@@ -50,7 +50,7 @@ def _spawned(rank, port, folder):
     write_report(folder, rank, report)
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_spawned_processes_that_are_told_their_rank_join_one_world(tmp_path):
     port = free_port()

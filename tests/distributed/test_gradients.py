@@ -22,7 +22,7 @@ def two_ranks(tmp_path_factory):
     return reports_of("torchrun", Path(__file__).with_name("reducing.py"), tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_the_reducer_sums_as_the_flat_sum_does(two_ranks):
     assert len(two_ranks) == 2
@@ -32,13 +32,13 @@ def test_the_reducer_sums_as_the_flat_sum_does(two_ranks):
         assert {name: value for name, value in differences.items() if not value <= 1e-6} == {}
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_a_weight_that_one_rank_leaves_out_still_gets_the_sum(two_ranks):
     assert [seen["unused"] for seen in two_ranks] == [[[2.0, 2.0], [3.0, 3.0], None]] * 2
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_each_model_of_a_launch_has_a_reducer_of_its_own(two_ranks):
     for seen in two_ranks:
@@ -47,7 +47,7 @@ def test_each_model_of_a_launch_has_a_reducer_of_its_own(two_ranks):
         assert abs(expected[0] - expected[1]) > 1e-3
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_no_reducer_outlives_its_launch(two_ranks):
     """It would keep the threads of the group, with which a process is aborted as it ends, now and then."""

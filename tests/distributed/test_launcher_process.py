@@ -122,7 +122,7 @@ def test_the_parent_is_watched_where_it_is_a_launcher(words, variables, expected
     assert reported([sys.executable, "SCRIPT", *words], tmp_path, **variables) == [expected]
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "options"),
     [("mpirun", ["--allow-run-as-root", "--oversubscribe", "-n", "2"]), ("mpiexec.hydra", ["-n", "2"])],

@@ -25,7 +25,7 @@ from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port, place_variables, wait_until
 from tests.scenes import Scenes
 
-pytestmark = [pytest.mark.launch, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 SCRIPT = Path(__file__).with_name("joining.py")
 
 

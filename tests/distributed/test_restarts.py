@@ -41,7 +41,6 @@ def train_and_be_killed_once(words: list[str]) -> None:
         trainer.run_test(test_loader)
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.sampled(1)

@@ -30,7 +30,7 @@ def two_ranks(request, tmp_path_factory):
     return request.param, reports_of(request.param, script, tmp_path_factory.mktemp("ranks"))
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_two_processes_are_one_world(two_ranks):
     launcher, ranks = two_ranks
@@ -40,7 +40,7 @@ def test_two_processes_are_one_world(two_ranks):
     assert [seen["visible_gpus"] for seen in ranks] == ["", ""], "tests hide this machine's GPUs"
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_collectives_give_both_ranks_the_same_values(two_ranks):
     first, second = two_ranks[1]
@@ -54,7 +54,7 @@ def test_collectives_give_both_ranks_the_same_values(two_ranks):
     assert first["placed"] == second["placed"]
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
     _, (first, second) = two_ranks
@@ -67,7 +67,7 @@ def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
     assert (second["a_bug"]["type"], second["a_bug"]["exit_code"]) == ("PeerFailedError", 1)
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_joining_and_leaving_respect_the_launchers_variables(two_ranks):
     for seen in two_ranks[1]:

@@ -139,7 +139,7 @@ def assert_same_bytes(one, other):
     assert [file for file in tensor_files(one) if (one / file).read_bytes() != (other / file).read_bytes()] == []
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_sharded_full_fine_tuning_has_the_curve_of_one_process(plain, both):
     shards, again = both
     assert_one_curve(read_run(shards), read_run(plain))
@@ -162,7 +162,6 @@ def header_of(checkpoint: Path) -> dict[str, bytes]:
     return headers
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "cases"), [("torchrun", TWO), ("torchrun_4", FOUR)])
 def test_so_it_has_in_every_way(plain, tmp_path, launcher, cases):
@@ -170,7 +169,6 @@ def test_so_it_has_in_every_way(plain, tmp_path, launcher, cases):
         assert_one_curve(read_run(folder), read_run(plain)), case
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_with_one_microbatch_a_rank_the_bytes_are_those_without_shards(tmp_path):
     """Two numbers have only one sum. So with more, nothing but the order in which gradients are added can differ."""
@@ -182,7 +180,6 @@ def test_with_one_microbatch_a_rank_the_bytes_are_those_without_shards(tmp_path)
         assert_same_bytes(whole, shards)
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_transformers_loads_what_is_published(both):
     from transformers import AutoModelForCausalLM
@@ -194,7 +191,6 @@ def test_transformers_loads_what_is_published(both):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in saved.items())
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_if_the_disk_fails_the_other_ranks_do_not_wait_for_ever(both, tmp_path):
     whole, _ = both
@@ -213,7 +209,6 @@ def test_if_the_disk_fails_the_other_ranks_do_not_wait_for_ever(both, tmp_path):
     assert "File too large" in done.stdout
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_a_checkpoint_is_gone_on_with_in_parts_and_whole_and_by_any_number_of_ranks(plain, both, tmp_path):
     shards, _ = both

@@ -156,7 +156,6 @@ def assert_sharded_is_unsharded(whole, shards):
     assert {event["model"] for event in in_test_phase(shards)} == {"base", "tuned"}
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "others", "message"),
@@ -182,7 +181,6 @@ def pairs(request, tmp_path_factory):
     return dict(zip(["plain", *names], trained, strict=True))
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
@@ -190,7 +188,6 @@ def test_so_has_every_kind_of_adapter_and_forward(pairs, name):
     assert_same_bytes(*pairs[name])
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_two_nodes_of_two_keep_a_copy_each(tmp_path):
     ((whole, shards),) = train_both_ways(tmp_path, [PLAIN], "parallel.shard_size=2", launcher="torchrun_4")
@@ -198,7 +195,6 @@ def test_two_nodes_of_two_keep_a_copy_each(tmp_path):
     assert record(shards)["shard_size"] == 2
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_pairs_of_answers_are_compared_with_the_sharded_base(tmp_path):
     (tmp_path / "pairs").mkdir()
@@ -212,7 +208,6 @@ def test_pairs_of_answers_are_compared_with_the_sharded_base(tmp_path):
         assert figures(whole, "reward_margin") == figures(shards, "reward_margin") != []
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_accelerate_launch_with_fsdp_is_the_same_run(pairs, tmp_path):
     """Neither checkpointing nor weights that are kept change a byte."""
@@ -241,7 +236,6 @@ def begun_again(begun, folder, step):
     shutil.rmtree(run.adapter)
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_a_run_goes_on_with_shards_and_without(pairs, tmp_path):
     whole, shards = pairs["plain"]

@@ -13,7 +13,7 @@ from tests.launches import REPOSITORY, reports_in, wait_until
 from tests.two_nodes import reason_against, torchrun, two_nodes
 from tests.warm import with_interpreter
 
-pytestmark = pytest.mark.launch
+pytestmark = pytest.mark.slow
 SCRIPT = REPOSITORY / "tests" / "slurm" / "report_place.py"
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
 

@@ -20,7 +20,7 @@ from tests.tiny_runs import random_model_words, write_base, write_rows
 
 # Not warm: the workers of a warm launch are not its children, and would not be found.
 pytestmark = [
-    pytest.mark.launch,
+    pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="listening sockets are found in /proc"),
 ]
 

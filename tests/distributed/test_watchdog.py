@@ -538,13 +538,13 @@ def test_a_link_ends_at_a_message_that_cannot_be_read(garbage, why):
     assert "\x1b" not in link.garbage
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.parametrize("act", SCENES.params)
 def test_scene(scenes, act):
     scenes[act].result()
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_saying_where_one_is_costs_microseconds(tmp_path):
     play = Play(tmp_path, 2)
     try:

@@ -14,7 +14,7 @@ from tests.docs.pages import DOCS, README, Block, marked_blocks, name_of, pages_
 from tests.launches import run_command
 from tests.warm import programs
 
-pytestmark = [pytest.mark.slow, pytest.mark.launch, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 _LONGEST_SECONDS = 400
 _BIN = str(Path(sys.executable).parent)

@@ -49,7 +49,7 @@ def text_of(page: Path) -> str:
     return unescape(re.sub("<[^>]*>", "", page.read_text(encoding="utf-8")))
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @needs_mkdocs
 def test_the_site_is_complete(site):
     for page in DOCS.rglob("*.md"):
@@ -65,7 +65,7 @@ def test_the_site_is_complete(site):
     assert not (site / "generate").exists()
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @needs_mkdocs
 def test_a_reader_fetches_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))

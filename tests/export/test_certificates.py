@@ -23,7 +23,7 @@ from tests.export.finished_runs import write_run
 from tests.export.llama_cpp_build import add_to_path, build
 from tests.export.sentencepiece_models import build_base, build_tokenizer, train
 
-pytestmark = [pytest.mark.llama_cpp, pytest.mark.launch]
+pytestmark = [pytest.mark.llama_cpp, pytest.mark.slow]
 
 PAGE, MARK = DOCS / "verify.md", "<!-- certificates -->"
 HEAD = "| what is served | runtime | conversations | greedy answers | tensors | logits apart by at most | bound |"

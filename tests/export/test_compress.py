@@ -107,7 +107,7 @@ def test_inputs_are_rounded_as_a_server_rounds_them(exports):
 
 
 @runs_llm_compressor
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.skipif("FINETUNE_VLLM" not in os.environ, reason="vLLM: not installed; FINETUNE_VLLM names its Python")
 def test_vllm_serves_the_compressed_model(exports):
     out, printed = exports("w4a16")

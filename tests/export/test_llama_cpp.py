@@ -39,7 +39,7 @@ from tests.export.sentencepiece_models import Spacing, build_base, build_tokeniz
 from tests.export.test_gguf import write_model
 from tests.launches import free_port
 
-pytestmark = [pytest.mark.llama_cpp, pytest.mark.launch]
+pytestmark = [pytest.mark.llama_cpp, pytest.mark.slow]
 
 LENGTH = 15
 PAGE, MARK = DOCS / "tasks" / "serve.md", "<!-- figures of llama.cpp -->"

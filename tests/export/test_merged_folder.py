@@ -30,7 +30,7 @@ from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables
 
-pytestmark = pytest.mark.trains
+pytestmark = pytest.mark.process
 
 ANSWER_WITHOUT_US = """
 import json, sys
@@ -317,7 +317,7 @@ def test_a_fully_tuned_model_is_copied_and_compared(tmp_path):
     assert "Full fine-tuning of full-base." in (merged.folder / "README.md").read_text()
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.warm
 def test_trained_tokens_come_along_and_embeddings_stay_tied(tmp_path):
     """The trained rows are in fp32; what is stored has the base's type all the same."""

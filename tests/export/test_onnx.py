@@ -218,7 +218,6 @@ def test_a_runtime_that_ends_its_process_does_not_end_this_one(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_a_folder_without_vectors_is_told_to_be_merged_again(merged, tmp_path, monkeypatch):
     monkeypatch.setattr(onnx, "refuse_missing_packages", lambda *, builds: None)
     older = shutil.copytree(merged, tmp_path / "older")

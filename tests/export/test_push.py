@@ -71,7 +71,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_an_adapter_arrives_as_one_private_commit_and_loads_in_plain_peft(hub, run, tmp_path):
     """A push as a process, with address and token in its environment."""
     variables = {"HF_ENDPOINT": hub.address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}

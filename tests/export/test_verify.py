@@ -32,7 +32,6 @@ from tests.bisect.scene import change_tensor, edit_json
 from tests.export.finished_runs import words_to_train, write_run
 from tests.in_process import run_finetune
 
-pytestmark = pytest.mark.trains
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 LORA = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
 

@@ -12,8 +12,6 @@ from finetune.engine.attention_cuda import EQUAL_ROWS_MULTIPLE, why_not_varlen
 from finetune.engine.layout import dense_mask, pack
 from tests.engine.prefix_rows import random_rows, rows_of
 
-pytestmark = pytest.mark.trains
-
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 ROWS = random_rows(4, longest=150)
 EQUAL_ROWS = rows_of(*([*range(EQUAL_ROWS_MULTIPLE)] for _ in range(3)))

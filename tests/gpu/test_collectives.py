@@ -20,8 +20,6 @@ from tests.engine.prefix_rows import random_rows
 from tests.gpu.models import placed
 from tests.launches import free_port, place_variables
 
-pytestmark = pytest.mark.trains
-
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 

@@ -17,8 +17,6 @@ from tests.gpu.models import write_inputs
 from tests.in_process import run_finetune
 from tests.methods.tiny_training import events, words_for
 
-pytestmark = pytest.mark.trains
-
 
 def test_a_real_gpu_has_an_identity(device: torch.device, only_on_cuda: None) -> None:
     index = torch.cuda.device_count() - 1

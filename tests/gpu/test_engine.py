@@ -19,8 +19,6 @@ from finetune.model.base import checkpoint_gradients
 from tests.engine.prefix_rows import random_rows
 from tests.gpu.models import FAMILIES, LONGROPE_BOUNDARY, PRECISIONS, placed
 
-pytestmark = pytest.mark.trains
-
 ROWS = [EncodedExample(*row) for row in random_rows(3, longest=70, targets=0.5) if len(row[0]) > 1]
 NUM_TOKENS = sum(len(row.input_ids) for row in ROWS)
 TOLERANCES = {"cpu": (1e-6, 1e-5), "cuda": (1e-5, 1e-4)}

@@ -22,7 +22,6 @@ from tests.engine.test_fp8 import rounding_error, spread, sum_error, widened
 from tests.gpu.models import FAMILIES, placed, write_inputs
 from tests.methods.tiny_training import adapter_tensors, events, record, words_for
 
-pytestmark = pytest.mark.trains
 CUT_OFF = 33 * 4 * 2.0**-13
 """Hopper's tensor cores add 32 products to a sum at once, and keep 14 bits of each of these 33 terms, counted from the
 largest one (DeepSeek-V3, arXiv:2412.19437, section 3.3.2). So a term is off by 2^-13 of the largest one. The products

@@ -13,8 +13,6 @@ from finetune.inference.decoding import Decoding, Sampling, generate_answers
 from tests.gpu.models import placed
 from tests.tiny_models import tiny_examples
 
-pytestmark = pytest.mark.trains
-
 PROMPTS = [row.input_ids.tolist() for row in tiny_examples(6, shortest=2, longest=30)]
 WAYS = {"greedy": None, "sampled": Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=5)}
 

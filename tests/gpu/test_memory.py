@@ -23,8 +23,6 @@ from finetune.training.optim import build_optimizer
 from tests.diagnose.measured import held_by, peak_of
 from tests.tiny_models import tiny_phi3_config
 
-pytestmark = pytest.mark.trains
-
 SIZES = {
     "cpu": {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 3000, "num_hidden_layers": 4},
     "cuda": {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 32000, "num_hidden_layers": 6},

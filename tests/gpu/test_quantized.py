@@ -24,10 +24,7 @@ from tests.engine.prefix_rows import random_rows
 from tests.gpu.models import PRECISIONS, write_inputs
 from tests.methods.tiny_training import events, record, words_for
 
-pytestmark = [
-    pytest.mark.trains,
-    pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"),
-]
+pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from tests.in_process import run_finetune
 from tests.methods import tiny_training
 from tests.methods.tiny_training import break_at, events, record, refuse_to_differ_after_a_break, words_for
 
-pytestmark = pytest.mark.trains
-
 OWN_FORWARD = "the model's own forward"
 METHODS = {
     "lora": ["lora.r=4"],

@@ -13,8 +13,6 @@ from finetune.errors import ConfigError
 from finetune.inference.answer_reader import Answer
 from tests.test_outlives_shell import Terminal
 
-pytestmark = pytest.mark.trains
-
 ORDER = "Please send 3 crates of oranges to Marta Ruiz in Porto by Friday"
 CTRL_C, CTRL_D = "\x03", "\x04"
 LIMIT_SECONDS = 180.0

@@ -24,8 +24,6 @@ from tests.data.conftest import write_lines
 from tests.inference.conftest import NUM_ROWS, train
 from tests.launches import run_launched
 
-pytestmark = pytest.mark.trains
-
 METRICS = ["json_valid", "token_f1"]
 
 
@@ -230,7 +228,7 @@ def test_a_base_that_is_gone_is_named_and_not_looked_for_at_the_hub(held_out_run
         (file.parent / "gone").rename(base)
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_two_processes_give_the_very_same_figures(figures, adapter_run, tmp_path):
     options = ["--json", "--output", str(tmp_path / "two.json")]

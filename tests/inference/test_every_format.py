@@ -17,7 +17,7 @@ from tests.inference.conftest import NUM_ROWS, shipped_words
 from tests.launches import REPOSITORY
 from tests.tiny_runs import write_base
 
-pytestmark = [pytest.mark.trains, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 SYSTEM = "Be brief."
 ITEMS = ["oranges", "pens", "crates of rice", "boxes of tea", "lamps", "chairs", "maps", "bolts", "nails", "cups"]
@@ -76,7 +76,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FEW = ["quickstart", "messages"]
 """`pytest` alone tries these."""
-SWEPT = [pytest.param(name, marks=pytest.mark.sweep) for name in FORMATS if name not in FEW]
+SWEPT = [pytest.param(name, marks=pytest.mark.slow) for name in FORMATS if name not in FEW]
 
 
 @pytest.fixture(scope="module", params=[*FEW, *SWEPT])

@@ -13,8 +13,6 @@ from finetune.runs.verification import verify_checkpoint
 from tests.bisect.scene import change_tensor
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
-pytestmark = pytest.mark.trains
-
 IDS = torch.arange(5, 25).reshape(1, -1)
 
 

@@ -8,8 +8,6 @@ import pytest
 from finetune.cli.generate import generate
 from finetune.errors import ConfigError, DataError
 
-pytestmark = pytest.mark.trains
-
 PROMPTS = ["Please send 3 crates of oranges to Marta Ruiz in Porto by Friday", "Two pens.", "330 notebooks to Tamara"]
 SHORT = {"max_new_tokens": 12}
 

@@ -12,8 +12,6 @@ from finetune.inference.losses import LossSums, SplitLosses, sum_losses
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
-pytestmark = pytest.mark.trains
-
 
 @pytest.fixture
 def runtime():

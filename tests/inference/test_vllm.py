@@ -35,7 +35,7 @@ from tests.tiny_runs import write_base
 PYTHON = os.environ.get("FINETUNE_VLLM")
 BASE = REPOSITORY / "finetune/assets/phi_tiny"
 pytestmark = [
-    pytest.mark.launch,
+    pytest.mark.slow,
     pytest.mark.skipif(PYTHON is None, reason="vLLM: not installed; FINETUNE_VLLM names the Python that has it"),
 ]
 ROUNDING = 1e-4

@@ -6,7 +6,7 @@ import pytest
 
 from tests.launches import LAUNCHERS, run_command
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow, pytest.mark.trains, pytest.mark.warm]
+pytestmark = [pytest.mark.slow, pytest.mark.warm]
 
 SHARDED = "parallel.sharding=fsdp2"
 PROMPTS = ["Please send 3 crates of oranges to Marta Ruiz in Porto by Friday", "Two pens.", "330 notebooks to Tamara"]

@@ -32,8 +32,6 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
-pytestmark = pytest.mark.trains
-
 KINDS = {
     "lora": ["task=finetune_lora"],
     "rslora": ["lora.rslora=true"],
@@ -85,7 +83,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
     refuse_to_differ_after_a_break(words, trained[name][0], tmp_path / "broken")
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_two_processes_give_the_curve_of_one(trained, inputs, tmp_path):
     name = "pissa_fast"  # each rank computes its own decomposition

@@ -23,8 +23,6 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import MODEL_VOCABULARY
 
-pytestmark = pytest.mark.trains
-
 CONFIGS = {
     "tied": tiny_phi3_config(vocab_size=MODEL_VOCABULARY, eos_token_id=320),
     "untied": tiny_phi3_config(vocab_size=MODEL_VOCABULARY, eos_token_id=320, tie_word_embeddings=False),

@@ -24,8 +24,6 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
-pytestmark = pytest.mark.trains
-
 
 @pytest.fixture
 def runtime():
@@ -119,7 +117,7 @@ def test_a_run_trains_and_goes_on_exactly_after_a_break(inputs, tmp_path):
     assert curve(tmp_path / "quiet")[0]["loss"] != curve(tmp_path / "whole")[0]["loss"]
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_two_processes_see_the_noise_that_one_sees(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "one"), *WORDS]

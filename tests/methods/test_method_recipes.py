@@ -10,8 +10,6 @@ from tests.in_process import run_script
 from tests.launches import REPOSITORY
 from tests.methods.tiny_training import curve, record, words_for, write_inputs
 
-pytestmark = pytest.mark.trains
-
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):

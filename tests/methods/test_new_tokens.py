@@ -25,8 +25,6 @@ from tests.methods.tiny_training import (
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 
-pytestmark = pytest.mark.trains
-
 TOKENS = ["<order>", "</order>"]
 WORDS = ["task=finetune_new_tokens", "lora.new_tokens=['<order>', '</order>']", "lora.r=4", "optim.learning_rate=1e-2"]
 

@@ -17,7 +17,7 @@ from tests.methods import tiny_training
 from tests.methods.tiny_training import curve, events, record, refuse_to_differ_after_a_break, words_for
 from tests.tiny_runs import write_base
 
-pytestmark = [pytest.mark.trains, pytest.mark.warm]
+pytestmark = pytest.mark.warm
 
 NAMES = ("kto", "orpo", "simpo")
 
@@ -94,7 +94,7 @@ TWO_PROCESSES = {
 """KTO's estimate of the KL divergence is one more sum over all ranks. The other losses only differ by formula."""
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.parametrize("trained", TWO_PROCESSES, indirect=True)
 def test_two_processes_have_the_curve_of_one(trained, inputs, tmp_path):
     name, run = trained
@@ -114,7 +114,7 @@ def refuse_to_differ(one, other):
             assert theirs[figure] == pytest.approx(mine[figure], rel=1e-4, abs=1e-5), figure
 
 
-@pytest.mark.parametrize("name", [pytest.param("orpo", marks=pytest.mark.sweep), "simpo"])
+@pytest.mark.parametrize("name", [pytest.param("orpo", marks=pytest.mark.slow), "simpo"])
 def test_without_a_reference_every_weight_may_train(inputs, tmp_path, name):
     train_from_overrides([*words(inputs, tmp_path / "run", name), "training.method=full", "optim.learning_rate=1e-3"])
     losses = [step["loss"] for step in curve(tmp_path / "run")]
@@ -176,7 +176,7 @@ def test_a_preview_shows_the_labels(inputs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["kto", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("orpo", "simpo"))])
+@pytest.mark.parametrize("name", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("orpo", "simpo"))])
 def test_a_plan_runs_the_loss_of_the_run(inputs, name):
     done = run_finetune("plan", *words(inputs, inputs / "run", name))
     assert done.returncode == 0, done.stdout

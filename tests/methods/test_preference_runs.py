@@ -40,7 +40,7 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_runs import write_base, write_rows
 
-pytestmark = [pytest.mark.trains, pytest.mark.warm]
+pytestmark = pytest.mark.warm
 
 WORDS = ["task=finetune_preferences", "lora.r=4", "optim.learning_rate=1e-2", "optim.warmup_steps=0"]
 
@@ -206,7 +206,7 @@ COMMAND = ["-m", "finetune", "train"]
 RECIPE = [REPOSITORY / "recipes/finetune_preferences.py"]
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "program", "sync"),
     [

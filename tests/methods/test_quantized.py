@@ -197,7 +197,6 @@ def test_the_engine_reads_four_bits_as_the_weights_that_they_stand_for(inputs, d
 
 
 @needs_bitsandbytes
-@pytest.mark.trains
 def test_the_error_of_four_bits_is_that_of_the_weights_on_disk(inputs, tmp_path):
     """The run reads them layer by layer. Here, a plain model holds all of them."""
     words = [*words_for(inputs, tmp_path / "run"), "lora.r=4", "training.max_steps=1", "optim.learning_rate=0"]
@@ -223,7 +222,6 @@ def test_the_error_of_four_bits_is_that_of_the_weights_on_disk(inputs, tmp_path)
 
 
 @needs_bitsandbytes
-@pytest.mark.trains
 def test_four_bits_that_change_too_much_are_a_fallback(inputs, tmp_path):
     """Beside a large column, the other weights of its block are rounded to zero."""
     base = wide_weights(inputs / "base", tmp_path / "base", 2.0**8)
@@ -238,7 +236,6 @@ def test_four_bits_that_change_too_much_are_a_fallback(inputs, tmp_path):
 
 
 @needs_bitsandbytes
-@pytest.mark.trains
 def test_an_error_that_cannot_be_measured_is_said(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "run"), "lora.r=4", "training.max_steps=1"]
     train([*words, "training.kernels=reference"])
@@ -252,7 +249,6 @@ def test_an_error_that_cannot_be_measured_is_said(inputs, tmp_path):
 
 
 @needs_bitsandbytes
-@pytest.mark.trains
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
@@ -278,7 +274,6 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
 
 
 @needs_bitsandbytes
-@pytest.mark.trains
 @pytest.mark.parametrize("is_tied", [False, True], ids=["head", "tied"])
 def test_a_plan_has_the_sizes_of_a_real_base_in_4_bits(inputs, tmp_path, is_tied):
     sizes = {"hidden_size": 96, "intermediate_size": 520, "num_hidden_layers": 5, "vocab_size": MODEL_VOCABULARY}
@@ -301,7 +296,6 @@ def test_a_plan_has_the_sizes_of_a_real_base_in_4_bits(inputs, tmp_path, is_tied
 
 
 @needs_bitsandbytes
-@pytest.mark.trains
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "whole"), "lora.r=4"]
     train([*words, "training.max_steps=4", "optim.schedule=constant"])
@@ -314,7 +308,6 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path)
 
 
 @needs_bitsandbytes
-@pytest.mark.trains
 def test_adamw_in_8_bits_goes_on_with_the_same_bytes(inputs, tmp_path):
     own = ["optim.optimizer=bitsandbytes.optim.AdamW8bit", "optim.args={min_8bit_size: 16}", "optim.learning_rate=1e-2"]
     words = [*words_for(inputs, tmp_path), *own]
@@ -333,7 +326,7 @@ def train_on_cpu(words):
 
 
 @needs_bitsandbytes
-@pytest.mark.launch
+@pytest.mark.slow
 def test_a_base_in_four_bits_is_shared_out(inputs, tmp_path):
     """In the engine, which reads the bits, and in the model's own forward, which calls bitsandbytes' layers."""
     cases = [Case(2, words=words) for words in ((), (REFERENCE, "training.precision=fp16"), (CHECKPOINTED,))]

@@ -34,7 +34,7 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_runs import write_base
 
-pytestmark = [pytest.mark.trains, pytest.mark.warm]
+pytestmark = pytest.mark.warm
 
 ROLLOUT = ("reward", "reward_std", "reward_regex", "equal_groups", "answer_length", "truncated")
 
@@ -171,7 +171,7 @@ train_from_overrides(words)
 BEYOND_CI = pytest.mark.sampled(0)
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "place", "call"),
     [
@@ -249,7 +249,7 @@ def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(ru
     refuse_to_differ(run, tmp_path / "cut")
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "launcher", "way"),
     [

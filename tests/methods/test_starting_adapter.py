@@ -23,8 +23,6 @@ from tests.methods.tiny_training import (
 )
 from tests.tiny_runs import write_base
 
-pytestmark = pytest.mark.trains
-
 WORDS = ["task=finetune_lora", "lora.r=4", "lora.alpha=6", "optim.learning_rate=1e-2"]
 
 

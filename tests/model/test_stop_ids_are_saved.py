@@ -12,8 +12,6 @@ from finetune.training.train import build_trainer
 from tests.tiny_models import PHI3_SIZES
 from tests.tiny_runs import random_model_words, write_base, write_rows
 
-pytestmark = pytest.mark.trains
-
 
 @pytest.mark.parametrize(("method", "init"), [("lora", "random"), ("full", "pretrained")])
 def test_generation_config_beside_what_a_run_saves_has_all_stop_ids(method: str, init: str, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from finetune.runs.metrics import read_events
 from tests.report.browser import Browser, find_chromium
 from tests.report.runs import HOSTILE, write_run
 
-pytestmark = pytest.mark.sweep
+pytestmark = pytest.mark.slow
 
 # Reads the vertices of a line as they were drawn, and turns pixels back into steps and values by the chart's scales.
 DRAWN = """

@@ -199,7 +199,6 @@ def test_settings_under_older_names_are_shown_under_todays(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_what_a_profile_found_is_told(tmp_path):
     run = write_run(tmp_path / "a")
     edit_json(run / "run.json", profile={"summary": "profile of step 3: 100 % attention"})

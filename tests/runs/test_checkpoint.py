@@ -26,8 +26,6 @@ from finetune.runs.state import TrainerState
 from finetune.runs.tensors import TensorFile, read_tensors
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
 
-pytestmark = pytest.mark.trains
-
 SIZES = {
     "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 2, "max_position_embeddings": 32, "pad_token_id": 0,

@@ -209,7 +209,6 @@ def test_each_checkpoint_is_read_once(folder, monkeypatch, capsys):
     assert sorted(read) == ["adapter", "step-000010", "step-000020", "step-000030"]
 
 
-@pytest.mark.trains
 def test_a_real_run(tmp_path, capsys):
     words = [
         *(f"model.path={write_base(tmp_path / 'base')}", f"data.path={write_rows(tmp_path / 'rows', test=0)}"),

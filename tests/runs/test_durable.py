@@ -21,8 +21,6 @@ from finetune.runs.durable import (
     replace_file,
 )
 
-pytestmark = pytest.mark.trains
-
 OLD = {"a.bin": b"old" * 50, "b.json": b"{}"}
 NEW = {"a.bin": b"new" * 70, "b.json": b'{"x": 1}', "empty": b""}
 
@@ -129,7 +127,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exis
     assert content(place / "x") == NEW
 
 
-SWEPT = [pytest.param(code, marks=pytest.mark.sweep) for code in (errno.EIO, errno.EROFS)]
+SWEPT = [pytest.param(code, marks=pytest.mark.slow) for code in (errno.EIO, errno.EROFS)]
 
 
 @pytest.mark.few(1)

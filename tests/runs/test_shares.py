@@ -52,7 +52,7 @@ with launch(config) as runtime:
 """
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("launcher", "delay"), [("python", "0.1"), ("torchrun", "0")])

@@ -144,7 +144,7 @@ def test_a_strict_run_refuses_to_go_on_without_its_tracker(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.needs("tensorboard")
 def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_path, inputs):
     words = ["training.report_to=[tensorboard]", "optim.schedule=constant"]
@@ -167,7 +167,7 @@ def test_tensorboard_has_the_figures_of_metrics_jsonl_after_a_restart_too(tmp_pa
     assert record(run)["fallbacks"] == []
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.needs("wandb")
 def test_wandb_works_offline(tmp_path, inputs):
     words = ["training.report_to=[wandb]", "training.max_steps=4"]
@@ -180,7 +180,7 @@ def test_wandb_works_offline(tmp_path, inputs):
     assert record(tmp_path / "run")["fallbacks"] == []
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.needs("trackio")
 def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
     words = ["training.report_to=[trackio]", "training.max_steps=4"]
@@ -193,7 +193,7 @@ def test_trackio_has_the_figures_in_its_own_folder(tmp_path, inputs):
     assert record(tmp_path / "run")["fallbacks"] == []
 
 
-@pytest.mark.sweep
+@pytest.mark.slow
 @pytest.mark.needs("mlflow", "sqlalchemy", "alembic")
 def test_mlflow_has_the_figures_in_its_database(tmp_path, inputs):
     words = ["training.report_to=[mlflow]", "training.max_steps=4"]

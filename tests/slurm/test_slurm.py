@@ -27,7 +27,7 @@ from tests.launches import REPOSITORY, alive_with, reports_in, wait_until
 from tests.sweep.conftest import words_of
 from tests.warm import programs
 
-pytestmark = [pytest.mark.slurm, pytest.mark.launch]
+pytestmark = [pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("report_place.py")
 COLD = sys.executable
 LAUNCH_FILES = REPOSITORY / "recipes" / "launch"

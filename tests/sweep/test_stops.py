@@ -18,7 +18,7 @@ from tests.launches import alive_with, run_command, start_command
 from tests.sweep.conftest import losses_of, status_of, words_of
 from tests.warm import warm_interpreter
 
-pytestmark = [pytest.mark.launch, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 _SECONDS = 240.0
 _MARK = "FINETUNE_TEST_SWEEP"

@@ -80,7 +80,6 @@ def refused(words):
     return str(caught.value)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(
     ("function", "more"),
     [
@@ -100,7 +99,6 @@ def test_an_adapter_that_does_not_train_ends_the_run_after_step_3(change, inputs
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-000002"]
 
 
-@pytest.mark.trains
 def test_a_matrix_that_no_update_changes_ends_the_run_unless_the_learning_rate_is_0(inputs, tmp_path):
     sgd = ["optim.optimizer=torch.optim.SGD", "optim.learning_rate=1e-50"]
     message = refused(words(inputs, tmp_path / "run", *sgd))
@@ -110,7 +108,6 @@ def test_a_matrix_that_no_update_changes_ends_the_run_unless_the_learning_rate_i
     assert record(tmp_path / "none")["status"] == "completed"
 
 
-@pytest.mark.trains
 def test_steps_count_from_the_start_of_the_run_and_not_from_a_resume(change, inputs, tmp_path):
     change(bypass)
     with pytest.MonkeyPatch.context() as patch:
@@ -166,7 +163,6 @@ def take_steps(model, *, config=None, results=None):
         watch.after_step(step, found)
 
 
-@pytest.mark.trains
 def test_an_expert_without_tokens_is_a_warning_unless_no_expert_trains(caplog, monkeypatch):
     monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
     take_steps(Experts())
@@ -177,7 +173,6 @@ def test_an_expert_without_tokens_is_a_warning_unless_no_expert_trains(caplog, m
         take_steps(model)
 
 
-@pytest.mark.trains
 def test_steps_without_any_gradient_are_legitimate_for_grpo_alone():
     flat = {step: result(grad_norm=0.0) for step in (1, 2, 3)}
     take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=flat)
@@ -187,7 +182,6 @@ def test_steps_without_any_gradient_are_legitimate_for_grpo_alone():
     take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=one)
 
 
-@pytest.mark.trains
 def test_skipped_steps_and_frozen_adapters_do_not_count():
     take_steps(Experts(), results={step: result(not_finite="the loss is nan") for step in (1, 2, 3)})
     model = Experts()
@@ -218,7 +212,7 @@ with launch(config) as runtime:
 """
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 def test_all_ranks_end_with_the_sentence(inputs, tmp_path):
     recipe = tmp_path / "recipe.py"

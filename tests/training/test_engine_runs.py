@@ -15,8 +15,6 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import MODEL_VOCABULARY
 
-pytestmark = pytest.mark.trains
-
 SYSTEM = "you take orders for oranges and answer with one short line of plain words and nothing else at all"
 SIZES = {"vocab_size": MODEL_VOCABULARY, "initializer_range": 0.05}
 LONGROPE = {
@@ -113,7 +111,7 @@ def reference(inputs, tmp_path_factory):
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     "base",
-    ["phi3", *(pytest.param(name, marks=[pytest.mark.sweep, pytest.mark.sampled(4)]) for name in ("longrope", "phi"))],
+    ["phi3", *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sampled(4)]) for name in ("longrope", "phi"))],
 )
 @pytest.mark.parametrize(
     "word",

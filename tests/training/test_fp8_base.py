@@ -29,7 +29,6 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
 
-pytestmark = pytest.mark.trains
 SIZES = {
     "vocab_size": MODEL_VOCABULARY,
     "hidden_size": 64,

@@ -15,7 +15,6 @@ from finetune.training.half_precision import LossScale
 from tests.methods.tiny_training import break_at, contents, curve, record, words_for, write_inputs
 from tests.training.test_trainer import train
 
-pytestmark = pytest.mark.trains
 TOO_LARGE = 2**34
 """The gradients of these runs overflow with it, and with its first halves."""
 

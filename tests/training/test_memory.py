@@ -204,7 +204,6 @@ def test_what_surely_fits_is_known_without_a_trace(family: str, length: int) -> 
     assert bytes_of_step(model, 2, length, collate=collate) < memory_choice._bound(model, rows=2, length=length)
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(("method", "vocabulary"), [("DoRA", 64), ("full", 2000)])
 def test_what_surely_fits_does_so_for_a_few_tokens_too(method: str, vocabulary: int) -> None:
     """Weights take the most then: copies that DoRA makes of them; gradients, the two of a tied head among them."""
@@ -228,7 +227,6 @@ def test_a_small_model_on_a_cpu_is_not_traced(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_a_step_that_does_not_fit_a_cpu_is_checkpointed_and_nothing_else() -> None:
     model = tiny()
     needed = bytes_of_step(model, 8, 60)
@@ -240,7 +238,6 @@ def test_a_step_that_does_not_fit_a_cpu_is_checkpointed_and_nothing_else() -> No
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     rows = "training.global_batch_size=512"
     roomy = choice_of(config_of(rows), device_type="cuda", room=10**12)
@@ -261,7 +258,6 @@ def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_a_mixture_of_experts_is_chosen_for_too() -> None:
     """Whichever experts the tokens take; `tests/diagnose/test_plan_memory.py` has the forecast beside a real step."""
     model, rows = tiny("phimoe"), "training.global_batch_size=512"
@@ -317,7 +313,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ]
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_the_choice(
     words: list[str], tmp_path: Path
 ) -> None:
@@ -337,7 +333,6 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
 
 
 @pytest.mark.few(1)
-@pytest.mark.trains
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_checkpointing_changes_no_byte_with_or_without_dropout(
     words: list[str], tmp_path: Path, dropout: float
@@ -377,7 +372,6 @@ def assert_one_curve(run: Path, whole: Path) -> None:
     assert difference <= 1e-5 * sum(float(tensor.square().sum()) for tensor in other.values()) ** 0.5
 
 
-@pytest.mark.trains
 def test_memory_that_runs_out_in_the_first_step_makes_micro_batches_smaller(
     words: list[str], whole: Path, tmp_path: Path
 ) -> None:
@@ -396,7 +390,6 @@ def test_memory_that_runs_out_in_the_first_step_makes_micro_batches_smaller(
     assert record(run)["memory"]["max_tokens"] == limit
 
 
-@pytest.mark.trains
 def test_memory_that_runs_out_says_what_it_costs_to_cut_conversations(words: list[str], tmp_path: Path) -> None:
     rows = conversation_words(tmp_path / "rows", train=16)
     done = train_short(words, tmp_path / "run", "0:150", *rows, "training.max_steps=1")
@@ -432,7 +425,7 @@ def test_one_row_that_finds_no_memory_ends_the_run(words: list[str], tmp_path: P
     assert not RunFolder(tmp_path / "run").checkpoint_steps()
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_a_rank_that_runs_out_of_memory_takes_the_others_back_with_it(
     words: list[str], whole: Path, tmp_path: Path
 ) -> None:
@@ -449,7 +442,6 @@ def test_a_rank_that_runs_out_of_memory_takes_the_others_back_with_it(
     assert "out of memory" in record(tmp_path / "none")["result"]["error"]
 
 
-@pytest.mark.launch
 @pytest.mark.slow
 def test_with_torchs_reducer_memory_that_runs_out_ends_the_run(words: list[str], tmp_path: Path) -> None:
     run = tmp_path / "run"

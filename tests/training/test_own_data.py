@@ -17,8 +17,6 @@ from tests.in_process import run_finetune
 from tests.methods.tiny_training import events, record
 from tests.tiny_runs import write_rows
 
-pytestmark = pytest.mark.trains
-
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> Path:

@@ -69,7 +69,6 @@ def during_step(monkeypatch, step, act):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
     run = tmp_path / "run"
     ended = run_finetune(*words, f"output_dir={run}", "training.profile=2")
@@ -156,7 +155,7 @@ def test_a_script_that_profiles_by_itself_is_refused(words, tmp_path):
     assert "torch has only one profiler" in ended.errors
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_rank_0_writes_the_trace_of_several(words, tmp_path):
     run = tmp_path / "run"
     ended = run_launched("torchrun", ["-m", "finetune", *words, f"output_dir={run}", "training.profile=2"])

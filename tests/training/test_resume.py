@@ -25,8 +25,6 @@ from tests.crash import IS_FULL
 from tests.methods.tiny_training import contents, curve, record
 from tests.tiny_runs import write_base, write_rows
 
-pytestmark = pytest.mark.trains
-
 ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {
     "": "seed",

@@ -23,7 +23,7 @@ from tests.methods.tiny_training import (
     write_inputs,
 )
 
-pytestmark = [pytest.mark.trains, pytest.mark.needs("schedulefree")]
+pytestmark = [pytest.mark.needs("schedulefree")]
 NAMES = ["AdamWScheduleFree", "RAdamScheduleFree", "SGDScheduleFree"]
 
 

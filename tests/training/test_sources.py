@@ -70,7 +70,6 @@ def refuse_another_whole(event, names=NAMES):
     assert mean == pytest.approx(event["loss"], rel=1e-12)
 
 
-@pytest.mark.trains
 def test_the_mean_of_the_sources_is_the_whole_and_the_best_weights_are_those_of_one_source(trained):
     found = events(trained, "validation")
     for event in found:
@@ -85,7 +84,6 @@ def test_the_mean_of_the_sources_is_the_whole_and_the_best_weights_are_those_of_
     assert (found[-1]["exact_match/short"], found[-1]["exact_match/long"]) == (1.0, 0.0)
 
 
-@pytest.mark.trains
 def test_a_column_gives_the_losses_of_the_sources_that_it_divides_alike(trained, inputs, tmp_path):
     by_column = ["validation.by=size", "checkpoint.best_metric=loss/true", "early_stopping.metric=loss/true"]
     train_from_overrides(words(inputs, tmp_path / "run", *by_column, "early_stopping.patience=1"))
@@ -99,7 +97,7 @@ def test_a_column_gives_the_losses_of_the_sources_that_it_divides_alike(trained,
     assert record(tmp_path / "run")["result"]["step"] == 2 * (rises + 1), "it stopped where this loss first rose"
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
@@ -116,7 +114,6 @@ def test_two_processes_have_the_losses_of_one(trained, inputs, tmp_path, how):
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_the_losses_of_the_sources_change_nothing_else(trained, inputs, tmp_path):
     train_from_overrides(
         words(
@@ -130,7 +127,6 @@ def test_the_losses_of_the_sources_change_nothing_else(trained, inputs, tmp_path
     assert not [name for event in events(tmp_path / "run", "validation") for name in event if "/" in name]
 
 
-@pytest.mark.trains
 def test_evaluate_measures_each_source_of_a_split(trained, capsys):
     at_best = next(
         event for event in events(trained, "validation") if event["step"] == record(trained)["result"]["best_step"]
@@ -149,7 +145,6 @@ def test_evaluate_measures_each_source_of_a_split(trained, capsys):
     assert "true" in capsys.readouterr().out
 
 
-@pytest.mark.trains
 def test_the_report_and_the_view_show_each_source(trained, tmp_path):
     view = RunView()
     for event in events(trained, "validation"):
@@ -164,7 +159,6 @@ def test_the_report_and_the_view_show_each_source(trained, tmp_path):
     assert "Validation loss of each source" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.trains
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -17,8 +17,6 @@ from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
-pytestmark = pytest.mark.trains
-
 LEARNING_RATE = 0.5
 CONFIGS = {"phi": tiny_phi_config(), "phi3": tiny_phi3_config()}
 

@@ -30,8 +30,6 @@ from tests.launches import REPOSITORY
 from tests.methods.tiny_training import break_at, contents, curve, events, record, write_inputs
 from tests.tiny_runs import random_model_words, write_rows
 
-pytestmark = pytest.mark.trains
-
 IDS = torch.arange(5, 25).reshape(1, -1)
 
 

@@ -13,7 +13,7 @@ from finetune.training import training_run
 from tests.launches import free_port, run_launched
 from tests.methods.tiny_training import events, write_inputs
 
-pytestmark = [pytest.mark.trains, pytest.mark.warm]
+pytestmark = pytest.mark.warm
 
 SCRIPTS = Path(__file__).with_name("guide_scripts.py")
 
@@ -266,7 +266,7 @@ def assert_both_ranks_trained(done, ranks, config, launcher):
     assert not Path(config["output_dir"], ".lock").exists()
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["guide", "described"])
 def test_two_spawned_processes_train_as_one_world(config, tmp_path, name):
@@ -301,7 +301,7 @@ def test_a_strict_run_whose_world_never_came_does_not_go_on(config, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_early_stopping_is_decided_on_rank_0_and_every_rank_leaves_at_the_same_step(config, tmp_path):
     config |= {"optim.learning_rate": 0.0, "early_stopping.patience": 1, "validation.validate_every": 1}
     done, ranks = run_script("stops_early", config, tmp_path, launcher="torchrun")
@@ -310,7 +310,7 @@ def test_early_stopping_is_decided_on_rank_0_and_every_rank_leaves_at_the_same_s
     assert [rank["step"] for rank in ranks] == [2, 2]
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 def test_where_one_rank_breaks_the_record_says_failed(config, tmp_path):
     config = with_port(config)
     done, ranks = run_script("breaks", config, tmp_path)

@@ -185,7 +185,6 @@ def best_of(run, name):
     return (min if name == "loss" else max)(found, key=lambda event: event[name])["step"]
 
 
-@pytest.mark.trains
 @pytest.mark.slow
 def test_a_run_publishes_the_weights_that_answer_best_and_not_those_of_the_lowest_loss(trained):
     by_match, by_loss = best_of(trained, "exact_match"), best_of(trained, "loss")
@@ -199,7 +198,6 @@ def test_a_run_publishes_the_weights_that_answer_best_and_not_those_of_the_lowes
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_a_run_that_answers_better_goes_on_although_its_loss_rises(trained, inputs, tmp_path):
     found = {event["step"]: event for event in events(trained, "validation")}
     rises = [step for step in found if step > 2 and found[step]["loss"] > found[step - 2]["loss"]]
@@ -212,7 +210,6 @@ def test_a_run_that_answers_better_goes_on_although_its_loss_rises(trained, inpu
     assert first < record(tmp_path / "by_match")["result"]["step"] < 24
 
 
-@pytest.mark.trains
 @pytest.mark.slow
 def test_metrics_are_in_each_validation_and_in_the_report(trained, tmp_path):
     found = events(trained, "validation")
@@ -226,7 +223,6 @@ def test_metrics_are_in_each_validation_and_in_the_report(trained, tmp_path):
     assert "Exact match" in (tmp_path / "page.html").read_text()
 
 
-@pytest.mark.trains
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(
@@ -237,7 +233,6 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(trained, inputs, tmp_path, monkeypatch):
     whole, calls = evaluation.generate_answers, []
 
@@ -258,14 +253,12 @@ def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(t
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_metrics_change_no_weight_and_no_loss(trained, inputs, tmp_path):
     train_from_overrides([*words(inputs, tmp_path / "run"), "validation.metrics=[]"])
     assert curve(tmp_path / "run") == curve(trained)
 
 
 @pytest.mark.slow
-@pytest.mark.trains
 def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
     train_from_overrides(
         words(inputs, tmp_path / "run", "validation.batch_size=1", "checkpoint.best_metric=exact_match")
@@ -274,7 +267,7 @@ def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
         assert (one["exact_match"], one["json_valid"]) == (other["exact_match"], other["json_valid"])
 
 
-@pytest.mark.launch
+@pytest.mark.slow
 @pytest.mark.warm
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
