@@ -17,10 +17,9 @@ from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.diagnose import planner as planner_module
-from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_time import operations_of_step
-from finetune.diagnose.planner import Planner
+from finetune.diagnose.planner import Planner, make_plan
 from finetune.distributed.launch import launch
 from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.fused import is_fused

@@ -11,8 +11,8 @@ import pytest
 
 from finetune.cli.plan import plan_from_overrides
 from finetune.config.compose import load_config
-from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device
+from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
 from finetune.inference import evaluation
 from finetune.training.train import build_trainer

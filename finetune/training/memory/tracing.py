@@ -38,6 +38,8 @@ from finetune.training.objectives.preferences import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
 """The purposes of memory."""
+Phases = dict[str, dict[Part, int]]
+"""The peak in each part of a computation, in bytes by purpose."""
 
 FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", "backward, first layers"
 """Parts of a pass. The second ends with the first gradient of the second-to-last layer. The fourth begins with the
@@ -82,9 +84,7 @@ def name_of_layers(decoder: torch.nn.Module) -> str:
     raise AttributeError(f"a {type(decoder).__name__} has no list of layers")
 
 
-def trace(
-    model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation
-) -> dict[str, dict[Part, int]]:
+def trace(model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch, how: Computation) -> Phases:
     """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
 
     As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without
@@ -103,9 +103,9 @@ def trace(
         fused_or_not(how.is_fused),
         unchanged_weights() if how.learns else nullcontext(),
         nullcontext() if how.learns else evaluation_mode(model),
-        _one_rotation(model),
-        _rows_of_one_document(),
-        _fake_weights(model) as weights,
+        one_rotation(model),
+        rows_of_one_document(),
+        fake_weights(model) as weights,
     ):
         vocabulary = bare_model(model).get_output_embeddings().weight.shape[0]
         allocations = Allocations(vocabulary, masked)
@@ -139,18 +139,25 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         vocabulary: the number of logits at a position.
         choices: the number of positions that a mask of a given shape chooses, where it is known.
+        read: answers code that reads a number from a tensor; None: this fails, because there is no data.
 
     Attributes:
         in_use: bytes now.
         phases: for each part of a pass, the most bytes in use and the blocks that made them up.
     """
 
-    def __init__(self, vocabulary: int = -1, choices: Mapping[tuple[int, ...], int] | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: int = -1,
+        choices: Mapping[tuple[int, ...], int] | None = None,
+        read: Callable[[torch.Tensor], int] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.in_use = 0
         self.phases: dict[str, tuple[int, list[_Block]]] = {}
         self._vocabulary = vocabulary
         self._choices = choices or {}
+        self._read = read
         self._phase = ""
         self._live: dict[int, _Block] = {}
         self._references: dict[int, Any] = {}
@@ -187,7 +194,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = _stand_in(function, args, self._choices)
+        if self._read is not None and function is torch.ops.aten._local_scalar_dense.default:
+            return self._read(args[0])
+        made = _stand_in(function, args, kwargs or {}, self._choices)
         if made is None:
             made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
@@ -229,17 +238,21 @@ def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
     return {**by_shape, tuple(at_any_row.shape): num_positions}
 
 
-def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ...], int]) -> torch.Tensor | None:
+def _stand_in(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], choices: Mapping[tuple[int, ...], int]
+) -> torch.Tensor | None:
     """Make the result of an operation that fake tensors do not run as real ones do.
 
-    They cannot run oneDNN's products, the products of experts in fp32, and the choice of a mask. And the gradient of a
-    choice is copied, where real tensors add to new zeros in place.
+    They cannot run oneDNN's products, the products of experts in fp32, a generator of random numbers, and the choice of
+    a mask. And the gradient of a choice is copied, where real tensors add to new zeros in place.
     """
     name = str(function)
     made: torch.Tensor | None = None
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = args[0], args[2] if "binary" in name else args[1]
         made = x.new_empty(*x.shape[:-1], weight.shape[0])
+    elif name == "aten.rand.generator":
+        made = torch.empty(args[0], dtype=kwargs.get("dtype"))
     elif name == "aten._grouped_mm.default":
         made = _grouped_products(*args[:3])
     elif name == "aten.index_put.default" and args[3:] == (True,):
@@ -264,7 +277,7 @@ def _grouped_products(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
 
 
 @contextmanager
-def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+def fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Replace weights and buffers on the meta device by fake tensors of the CPU inside; tied ones stay tied."""
     fakes: dict[int, Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
@@ -287,7 +300,7 @@ def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
+def one_rotation(model: torch.nn.Module) -> Iterator[None]:
     """Within the block, LongRoPE does not choose its factors by the positions. Both choices take the same memory."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
     parameters = [module.config.rope_parameters for module in modules]  # Phi-3.5-MoE looks there
@@ -303,7 +316,7 @@ def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _rows_of_one_document() -> Iterator[None]:
+def rows_of_one_document() -> Iterator[None]:
     """Tell transformers that no row is packed. It cannot see this in fake positions, and would create a mask."""
     find, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, lambda *_: None
     try:
