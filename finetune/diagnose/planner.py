@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,33 +24,27 @@ from finetune.diagnose.plan import Evaluating, Plan, ShardedNeed, Trade, judge, 
 from finetune.diagnose.plan_batches import AssumedAnswers, Batching
 from finetune.diagnose.plan_devices import Device
 from finetune.diagnose.plan_evaluation import PlannedEvaluation, Section, evaluations_of
+from finetune.diagnose.plan_model import PlannedModel, is_quantized
 from finetune.diagnose.plan_time import measure_generating, measure_seconds, operations_of_step, sampling_of
 from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
-from finetune.distributed.precision import DTYPES, Precision, choose_precision, convert_weights
+from finetune.distributed.precision import DTYPES, choose_precision
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
 from finetune.inference.decoding import room_for_answer
-from finetune.model.base import build_base_model, checkpoint_gradients, count_parameters, longrope_boundary
+from finetune.model.base import checkpoint_gradients, count_parameters, longrope_boundary
 from finetune.model.fp8_base import (
-    refuse_fp8_without_engine,
     refuse_where_fp8_is_impossible,
-    round_frozen_layers,
     wants_fp8,
 )
-from finetune.model.lora import attach_adapter
 from finetune.model.new_tokens import build_run_tokenizer
-from finetune.model.published import published_sizes, with_sizes_here
-from finetune.model.quantized import quantize_without_data
-from finetune.model.targets import resolve_targets
-from finetune.model.training_mode import add_embedding_noise
 from finetune.runs.disk_space import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import has_reference
-from finetune.training.forward import choose_forward, wants_fused
+from finetune.training.forward import wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose, shards_of
 from finetune.training.memory.forecast import (
@@ -78,7 +72,7 @@ from finetune.training.train import checked_objective
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, ModelSection
+    from finetune.config.schema import Config
 
 Forecast = TypeVar("Forecast", StepForecast, GenerationForecast)
 
@@ -117,8 +111,8 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         method=config.training.method,
         objective=config.training.objective,
         precision=planner.precision,
-        why_not_engine=planner.why_not_engine,
-        called_layers=planner.called_layers,
+        why_not_engine=planner.forward.why_not_engine,
+        called_layers={why: len(names) for why, names in planner.forward.called_layers.items()},
         batches=planner.batching.describe(),
         device=device,
         peak=peak,
@@ -165,23 +159,10 @@ class Planner:
         if self._shards.size > 1:
             refuse_uneven_shards(config, self._world_size)
         self._config = config
-        self._sizes, why = with_sizes_here(config.model)
-        if why is not None:  # the hub does not give the model, but its sizes are shipped
-            fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
-            self.findings.append(warning("Model", why, fix))
-        self._is_in_4_bits = self._is_in_fp8 = False
-        self.model = self._build_model(checkpointed=False)
-        self.findings += _other_sizes(self._sizes, self.model)
-        forward = choose_forward(config.training, self.model)
-        self.why_not_engine = forward.why_not_engine
-        self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
-        self._warn_of_fallback()
-        if is_quantized(config):
-            self._quantize()
-        if wants_fp8(config):
-            refuse_fp8_without_engine(config, self.why_not_engine)
-            self._is_in_fp8 = True
-            self.model = self._build_model(checkpointed=False)
+        self._planned = PlannedModel(config, self.precision)
+        self.findings += self._planned.findings
+        self.model = self._planned.model
+        self.forward = forward = self._planned.forward
         self._how = Computation(
             loss_of=partial(self._objective.loss, config),
             device_type=device.type,
@@ -203,7 +184,7 @@ class Planner:
             config=config,
             rows=None if self._splits is None else self._splits.train,
             collate=collate,
-            is_padded=self.why_not_engine is not None,
+            is_padded=forward.why_not_engine is not None,
             boundary=longrope_boundary(self.model),
             world_size=self._world_size,
             answers=self._answers,
@@ -220,35 +201,6 @@ class Planner:
             what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
             self.findings.append(warning("Memory", what, "leave room for it"))
 
-    def _warn_of_fallback(self) -> None:
-        """Add a finding if training would record that the engine computes less than was asked for."""
-        if self._config.training.kernels == "reference" or not (self.why_not_engine or self.called_layers):
-            return
-        what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
-        fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
-        self.findings.append(warning("Engine", what, fix))
-
-    def _quantize(self) -> None:
-        """Keep the base in 4 bits, if the engine computes all of it; else add a finding."""
-        if self.why_not_engine is None and not self.called_layers:
-            self._is_in_4_bits = True
-            self.model = self._build_model(checkpointed=False)
-            return
-        what = "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts 16 bits"
-        self.findings.append(warning("Memory", what, "the run takes less than the plan says: see `forward`"))
-
-    def _build_model(self, *, checkpointed: bool, is_in_4_bits: bool | None = None) -> Any:
-        """Build the model on the meta device, as `Trainer` prepares it; by default in 4 bits if the run's base is."""
-        is_in_4_bits = self._is_in_4_bits if is_in_4_bits is None else is_in_4_bits
-        model = _build_without_data(self._config, self._sizes, self.precision, is_in_4_bits=is_in_4_bits)
-        if self._is_in_fp8:
-            round_frozen_layers(model, self._config.model.fp8_layers)
-        if self._config.training.neftune_alpha:
-            add_embedding_noise(model, self._config.training.neftune_alpha)
-        if checkpointed:
-            checkpoint_gradients(model)
-        return model.train()
-
     def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
         config, data = self._config, self._config.data
@@ -261,14 +213,14 @@ class Planner:
             return None
         try:
             check_local_rows(data)
-            tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._sizes}))
+            tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._planned.sizes}))
             splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
             if learns_prompts and isinstance(splits.train, EncodedExamples):
                 self._prompts = PromptRows(splits.train, tokenizer, None).prompts
             return splits
         except (DataError, ModelError) as error:
             first = on_one_line(first_line(error)).rstrip(".")
-            if isinstance(error, ModelError) and self._sizes is not config.model:
+            if isinstance(error, ModelError) and self._planned.sizes is not config.model:
                 first = "the tokenizer is not here either"
             fix = "run `finetune preview` with the same arguments to see more"
             self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
@@ -358,8 +310,8 @@ class Planner:
         by_engine = engine_generates(self.model, self._device.type, shards)
         if (where, by_engine) not in self._generations:
             # In 4 bits, the forward of transformers needs data. Its activations are those of 16 bits.
-            quantized = self.model if self._is_in_4_bits else None
-            model = self.model if quantized is None else self._build_model(checkpointed=False, is_in_4_bits=False)
+            quantized = self.model if self._planned.is_in_4_bits else None
+            model = self.model if quantized is None else self._planned.build(is_in_4_bits=False)
             # A single process generates the answers that it learns from without autocast.
             dtype = self._how.dtype if where or max(self._world_size, shards.size) > 1 else torch.float32
             forecast = partial(forecast_generation, model, batch, dtype, by_engine=by_engine, quantized=quantized)
@@ -387,7 +339,7 @@ class Planner:
     def trade(self, peak: Peak) -> Trade | None:
         """Predict the same step with gradient checkpointing turned off, or on."""
         is_on = self.choice.gradient_checkpointing
-        forecast = self.forecast(self._build_model(checkpointed=not is_on))
+        forecast = self.forecast(self._planned.build(checkpointed=not is_on))
         if forecast is None:
             return None
         other = self.peak_of(forecast)
@@ -426,7 +378,7 @@ class Planner:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None, None
-        if is_quantized(self._config) or self._is_in_fp8:
+        if is_quantized(self._config) or wants_fp8(self._config):
             fix = "train a few steps: training.max_steps=5"
             self.findings.append(warning("Time", "--probe does not measure a base in 4 bits or in fp8", fix))
             return None, None
@@ -440,29 +392,3 @@ class Planner:
             order, size = self.batching.first_examples, self._world_size
             generating = measure_generating(self._config, self.model, self._answers, order=order, world_size=size)
         return per_step + (generating or 0.0), generating
-
-
-def _other_sizes(section: ModelSection, model: Any) -> Iterator[Finding]:
-    """Yield a finding for each size of the model that differs from the shipped one."""
-    published = published_sizes(section)
-    for difference in () if published is None else published.differences(model.config):
-        what = f"{section.path}: {difference}; this plan takes the former"
-        yield warning("Model", what, "without the hub a plan would differ: update finetune")
-
-
-def _build_without_data(config: Config, section: ModelSection, precision: Precision, *, is_in_4_bits: bool) -> Any:
-    """Build a model with its adapter on the meta device."""
-    with torch.device("meta"):
-        model: Any = build_base_model(section.model_copy(update={"init": "random"}))
-        if config.training.method == "lora":
-            targets = resolve_targets(model, config.lora.target_modules, config.lora.layers)
-            model = attach_adapter(model, config.lora, targets)
-        if is_in_4_bits:
-            quantize_without_data(model)
-    convert_weights(model, precision)
-    return model
-
-
-def is_quantized(config: Config) -> bool:
-    """Return whether the run trains an adapter on a base in 4 bits."""
-    return config.training.method == "lora" and config.lora.quantize != "none"

@@ -29,7 +29,8 @@ from finetune.engine.microbatch import PaddedMicrobatch
 from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_base_model, build_tokenizer, checkpoint_gradients
 from finetune.model.lora import add_lora
-from finetune.training.memory.tracing import Allocations, _choices_on
+from finetune.training.memory.engine_choices import choices_on
+from finetune.training.memory.tracing import Allocations
 from finetune.training.objectives.preference_losses import PreferenceLoss
 from finetune.training.objectives.preferences import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer
@@ -456,7 +457,7 @@ def test_attention_on_a_gpu_keeps_gathered_keys_and_no_copy_for_each_head():
 
     def kept(dtype: torch.dtype) -> int:
         with Allocations() as allocations:
-            out = _choices_on("cuda", dtype).attention(q, k, v, packed.layout, queries=None, window=None)
+            out = choices_on("cuda", dtype).attention(q, k, v, packed.layout, queries=None, window=None)
             assert out.shape == q.shape
             return allocations.in_use
 
