@@ -32,7 +32,6 @@ from finetune.engine.loss import Choices
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import evaluation_mode
-from finetune.training.memory.engine_choices import choices_on
 from finetune.training.objectives.preferences import PreferenceMicrobatch
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
@@ -91,6 +90,8 @@ def trace(model: torch.nn.Module, microbatch: Microbatch | PreferenceMicrobatch,
 
     The model is on the meta device, in training mode, and the micro-batch is on the CPU.
     """
+    from finetune.training.memory.engine_choices import choices_on  # most runs on a CPU fit without a trace
+
     rows = microbatch.rows if isinstance(microbatch, PreferenceMicrobatch) else microbatch
     if isinstance(rows, PackedMicrobatch):  # on real data; the layout keeps the result for the layers
         prepare = prepare_blocks if how.device_type == "cpu" else prepare_varlen
