@@ -14,8 +14,8 @@ from typing import Any
 
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import Config
-from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import GIB, read_device
+from finetune.diagnose.planner import make_plan
 from finetune.model.from_hub import published_sizes
 
 PAGE = Path(__file__).parent.parent / "docs/which-gpu.md"

@@ -79,8 +79,8 @@ def _figures(job: Job, report: RankReport) -> dict[str, Any]:
 def _planned_peak(order: Order) -> int | None:
     """Return the peak of memory that `finetune plan` predicts for a run with rows of one length."""
     from finetune.config.compose import compose
-    from finetune.diagnose.plan import make_plan
     from finetune.diagnose.plan_devices import find_device
+    from finetune.diagnose.planner import make_plan
 
     config = compose([*words_of_job(order), *order.words], defaults={"task": "finetune_lora"}, needs_data=False)
     peak = make_plan(config, find_device(order.job.device)).peak

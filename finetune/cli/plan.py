@@ -20,9 +20,9 @@ from finetune.terminal import fold, print_json
 from finetune.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
+    from finetune.diagnose.plan import Plan
     from finetune.diagnose.plan_devices import Device
-    from finetune.diagnose.plan_record import Plan
-    from finetune.diagnose.plan_rollouts import Generating
+    from finetune.training.memory.generation import Generating
 
 _WIDEST_BAR = 30
 
@@ -43,8 +43,8 @@ def plan_from_overrides(
     configure_logs(0, level=logging.ERROR)  # what matters is among the findings
 
     with importing():
-        from finetune.diagnose.plan import make_plan
         from finetune.diagnose.plan_devices import find_device, read_device
+        from finetune.diagnose.planner import make_plan
 
     where = find_device(config.training.device) if device is None else read_device(device)
     with waiting("planning"):

@@ -1,89 +1,161 @@
-"""`finetune plan`: predict a run and whether it fits, without reading weights."""
+"""The prediction of `finetune plan`: whether the run fits, what takes less, and the JSON form."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.config.keys import values
+from finetune.diagnose.plan_batches import Batches
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_evaluation import answer_keys
-from finetune.diagnose.plan_record import Plan
-from finetune.diagnose.plan_rollouts import Generating, ways_to_generate
-from finetune.diagnose.planner import Planner, is_quantized
-from finetune.distributed.environment import read_environment
-from finetune.distributed.sharding import refuse_what_is_not_sharded
-from finetune.errors import ConfigError
+from finetune.diagnose.plan_evaluation import Section, answer_keys
 from finetune.findings import Finding, problem, warning
-from finetune.model.base import count_parameters
+from finetune.runs.checkpoints import DiskNeed
+from finetune.training.memory.choice import MemoryChoice
+from finetune.training.memory.forecast import Peak
+from finetune.training.memory.generation import Generating
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
+SCHEMA_VERSION = 2
+"""Of the JSON form; docs/plan.md describes it."""
 
-def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:
-    """Predict a run. Nothing is written but the data cache.
 
-    Args:
-        config: a complete run.
-        device: where it will run; processes of this machine share its memory if it is the CPU.
-        is_probed: measure a few steps of a shallow model with random weights on this machine, for the time.
+@dataclass(frozen=True, kw_only=True)
+class Evaluating:
+    """The memory of a process during validations, or in the test phase.
 
-    Raises:
-        ConfigError: the run cannot be trained, or a plan does not support it.
-        DataError: `drop_last` leaves nothing of a split.
-        LaunchError: the number of processes does not suit `parallel.shard_size`.
-        ModelError: there is no such model, or the target modules match nothing.
+    Attributes:
+        rows: of the batch whose loss takes the most memory.
+        peak: while the loss of this batch is computed; None if no loss is computed, or its memory is not known.
+        generating: while answers are generated; None if none are.
     """
-    _refuse_quantized_on_cpu(config, device)
-    refuse_what_is_not_sharded(config, trains=True)
-    device = device.limited_to(config.training.memory_fraction)
-    device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
-    planner = Planner(config, device)
-    model, forecast = planner.model, planner.forecast(planner.model)
-    peak = None if forecast is None else planner.peak_of(forecast)
-    trainable, total = count_parameters(model)
-    plan = Plan(
-        model_type=model.config.model_type,
-        layers=model.config.num_hidden_layers,
-        parameters=total,
-        trainable_parameters=trainable,
-        targets=sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if hasattr(layer, "lora_A")}),
-        method=config.training.method,
-        objective=config.training.objective,
-        precision=planner.precision,
-        why_not_engine=planner.why_not_engine,
-        called_layers=planner.called_layers,
-        batches=planner.batching.describe(),
-        device=device,
-        peak=peak,
-        generating=None if peak is None else planner.generating(),
-        evaluating={} if peak is None else planner.evaluating(),
-        checkpointing=planner.trade(peak) if peak is not None else None,
-        in_shards=[] if forecast is None else planner.in_shards(forecast),
-        choice=planner.choice,
-        disk=planner.disk(),
-        seconds_at_limit=planner.at_limit(),
-        findings=planner.findings,
-    )
-    if is_probed:
-        seconds_per_step, seconds_generating = planner.probe()
-        plan = replace(plan, seconds_per_step=seconds_per_step, seconds_generating=seconds_generating)
-    planner.findings.extend(_judge(plan, config))
-    return plan
+
+    rows: int
+    peak: Peak | None
+    generating: Generating | None
+
+    def phases(self, section: Section) -> Iterator[tuple[str, int]]:
+        """Yield the names of the phases and the bytes that they use."""
+        if self.peak is not None:
+            yield f"{section}, loss", self.peak.total
+        if self.generating is not None:
+            yield f"{section}, generating answers", self.generating.total
 
 
-def _refuse_quantized_on_cpu(config: Config, device: Device) -> None:
-    if is_quantized(config) and device.type != "cuda":
-        raise ConfigError(
-            f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
-            "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
-        )
+class ShardedNeed(NamedTuple):
+    """The memory of a process if several shard the weights (`parallel.sharding`)."""
+
+    shards: int
+    """Processes that share one copy."""
+    needed: int
+    """Bytes on the device of each, `device.reserve` included."""
+    fits: bool
 
 
-def _judge(plan: Plan, config: Config) -> Iterator[Finding]:
+class Trade(NamedTuple):
+    """The memory and time of a step with and without gradient checkpointing."""
+
+    bytes_without: int
+    bytes_with: int
+    extra_time: float
+    """One more forward pass through the layers, as a share of a step without checkpointing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The prediction for a run. Sizes are in bytes."""
+
+    model_type: str
+    layers: int
+    parameters: int
+    trainable_parameters: int
+    targets: list[str]
+    """The last part of the names of the layers that LoRA adapts; empty for full fine-tuning."""
+    method: str
+    objective: str
+    precision: str
+    why_not_engine: str | None
+    """The reason to compute padded rows with the model's own forward; None if the engine computes packed ones."""
+    called_layers: dict[str, int]
+    """The number of linear layers that the engine calls as PEFT made them, by reason."""
+    batches: Batches
+    device: Device
+    peak: Peak | None
+    """None if it cannot be known without data."""
+    generating: Generating | None
+    """None if the run does not generate the answers that it learns from, or `peak` is None."""
+    evaluating: Mapping[Section, Evaluating]
+    """Validations and the test phase, as far as the run has them. Empty if the rows or `peak` are not known."""
+    checkpointing: Trade | None
+    in_shards: list[ShardedNeed]
+    """With the same micro-batches; empty if the peak is not known, or the run cannot be sharded."""
+    choice: MemoryChoice
+    """Gradient checkpointing and the size of micro-batches, as a run on this device would choose them."""
+    disk: DiskNeed
+    seconds_per_step: float | None = None
+    """Measured with `--probe`, with `seconds_generating`; None without it."""
+    seconds_generating: float | None = None
+    """Measured with `--probe`: the time to generate answers, for each step; None if it is not known."""
+    seconds_at_limit: float | None
+    """A lower bound for a step, see `finetune.diagnose.plan_time`; None if the device's limit is not known."""
+    findings: list[Finding]
+
+    @property
+    def forward(self) -> str:
+        """In words: the engine's own forward, or another with the reason."""
+        if self.why_not_engine is not None:
+            return f"transformers' own on padded rows: {self.why_not_engine}"
+        called = [f"{number} linear layers as PEFT made them ({why})" for why, number in self.called_layers.items()]
+        return f"the engine's own{', which calls ' * bool(called)}{', '.join(called)}"
+
+    @property
+    def needed(self) -> int | None:
+        """The memory that the run needs on the device in the phase that needs the most, `device.reserve` included."""
+        return None if self.phase is None else self.phase[1] + self.device.reserve
+
+    @property
+    def phase(self) -> tuple[str, int] | None:
+        """See `most_memory`; None if `peak` is."""
+        return None if self.peak is None else most_memory(self.peak, self.generating, self.evaluating)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the device has enough memory."""
+        return None if self.needed is None else self.needed <= self.device.memory
+
+    @property
+    def fewest_shards(self) -> int | None:
+        """The smallest number of shards in which the run fits; None if none of `in_shards` does."""
+        return next((need.shards for need in self.in_shards if need.fits), None)
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert to plain values for JSON, see docs/plan.md."""
+        disk = {**self.disk._asdict(), "checkpoint": self.disk.checkpoint, "total": self.disk.total}
+        trade = None if self.checkpointing is None else self.checkpointing._asdict()
+        shards = {"in_shards": [need._asdict() for need in self.in_shards], "fewest_shards": self.fewest_shards}
+        record = {**asdict(self), "forward": self.forward, "disk": disk, "checkpointing": trade, **shards}
+        steps = self.batches.steps
+        seconds = None if self.seconds_per_step is None or steps is None else steps * self.seconds_per_step
+        phase = None if self.phase is None else self.phase[0]
+        needs = {"needed": self.needed, "phase": phase, "fits": self.fits}
+        return {"version": SCHEMA_VERSION, **record, **needs, "seconds": seconds}
+
+
+def most_memory(peak: Peak, generating: Generating | None, evaluating: Mapping[Section, Evaluating]) -> tuple[str, int]:
+    """Return the phase of a run that uses the most memory, with its bytes; of a training step, the part of the step."""
+    phases = [(peak.when, peak.total)]
+    if generating is not None:
+        phases.append(("generating answers", generating.total))
+    for section, evaluation in evaluating.items():
+        phases += evaluation.phases(section)
+    return max(phases, key=lambda phase: phase[1])
+
+
+def judge(plan: Plan, config: Config) -> Iterator[Finding]:
     """Find checkpoints or steps that do not fit, with ways out, and times that are missing."""
     if plan.disk.total > plan.disk.free:
         what = f"the checkpoints take {format_bytes(plan.disk.total)}, but {format_bytes(plan.disk.free)} are free"
@@ -107,7 +179,7 @@ def _phases(plan: Plan, step: int, config: Config) -> Iterator[tuple[str, int, I
     yield "a step", step, _ways_out(plan, config)
     if (made := plan.generating) is not None:
         keys = "rollout.batch_size", "rollout.max_completion_length"
-        yield f"generating {made.answers} answers at once", made.total, _ways_to_generate(plan, made, keys, config)
+        yield f"generating {made.answers} answers at once", made.total, _ways_to_generate(plan, made, *keys, config)
     for section, found in plan.evaluating.items():
         if found.peak is not None:
             size = getattr(config, section).batch_size
@@ -115,12 +187,20 @@ def _phases(plan: Plan, step: int, config: Config) -> Iterator[tuple[str, int, I
             yield f"the loss of {found.rows} rows at once in {section}", found.peak.total, iter(ways)
         if (made := found.generating) is not None:
             what, keys = f"generating {made.answers} answers at once in {section}", answer_keys(config, section)
-            yield what, made.total, _ways_to_generate(plan, made, keys, config)
+            yield what, made.total, _ways_to_generate(plan, made, *keys, config)
 
 
-def _ways_to_generate(plan: Plan, made: Generating, keys: tuple[str, str], config: Config) -> Iterator[str]:
-    yield from ways_to_generate(made, plan.device, config, *keys)
-    if made is plan.generating and config.training.method == "lora":
+def _ways_to_generate(
+    plan: Plan, generating: Generating, batch_key: str, length_key: str, config: Config
+) -> Iterator[str]:
+    """The keys limit how many answers are generated at once, and the tokens of an answer."""
+    constant = generating.held + generating.merged
+    room = plan.device.memory - plan.device.reserve - constant
+    fit = room * generating.answers // (generating.total - constant)
+    if 0 < fit < generating.answers:
+        yield f"a lower {batch_key}: {fit} answers at once fit"
+    yield f"a lower {length_key} (it is {values(config)[length_key]})"
+    if generating is plan.generating and config.training.method == "lora":
         yield "rollout.server, to generate on another device"
     yield from _shards_out(plan)
     yield "a smaller model"
@@ -148,4 +228,4 @@ def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
     if plan.method == "full":
         yield "training.method=lora"
     else:
-        yield "a smaller model" if is_quantized(config) else "lora.quantize=nf4, or a smaller model"
+        yield "a smaller model" if config.lora.quantize != "none" else "lora.quantize=nf4, or a smaller model"

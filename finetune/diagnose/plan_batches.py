@@ -1,18 +1,26 @@
-"""Split the rows of a run into steps and micro-batches, and find the largest micro-batch."""
+"""Split the rows of a run into steps and micro-batches, and find the largest micro-batch.
+
+If a run generates its rows (`training.objective=grpo`), every answer is assumed to have as many tokens as it may have.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy
+import torch
+
 from finetune.data.batches import BatchRule
-from finetune.data.encoded import EncodedExamples
+from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
-from finetune.diagnose.plan_rollouts import AssumedAnswers
-from finetune.engine.prefixes import RowGroup
+from finetune.engine.prefixes import RowGroup, Tokens
+from finetune.inference.decoding import room_for_answer
+from finetune.model.base import max_context
 from finetune.training.cadence import Cadence
 from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all
 from finetune.training.memory.forecast import longest_rows
@@ -23,6 +31,7 @@ if TYPE_CHECKING:
     from finetune.data.objective import AnySplits
 
 _MOST_STEPS_LOOKED_AT = 500
+_FILLER_TOKEN = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +65,85 @@ class Batches:
     largest_microbatch_rows: int
     largest_microbatch_tokens: int
     """Computed."""
+
+
+class AssumedAnswers:
+    """The rows of a rollout before it is generated: each prompt with answers that begin differently.
+
+    Like encoded rows, without their memory: a row is made when it is asked for. The answers to a prompt follow each
+    other, prompt after prompt.
+
+    Args:
+        prompts: token ids of each prompt.
+        limits: the most tokens of an answer to each prompt.
+        per_prompt: answers to each prompt.
+        global_batch_size: prompts of a step.
+
+    Attributes:
+        per_step: the most answers of a step.
+        lengths: tokens of each row, int64, shape (rows,).
+        num_targets: tokens of each answer, int64, shape (rows,).
+    """
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], limits: Sequence[int], *, per_prompt: int, global_batch_size: int
+    ) -> None:
+        self.prompts, self.per_prompt = prompts, per_prompt
+        self._ids = [numpy.array(prompt, dtype=numpy.int32) for prompt in prompts]
+        self.per_step = per_prompt * min(len(prompts), global_batch_size)
+        self.num_targets = torch.tensor(limits).repeat_interleave(per_prompt)
+        lengths = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+        self.lengths = torch.tensor(lengths).repeat_interleave(per_prompt)
+
+    @classmethod
+    def of(
+        cls, config: Config, model: Any, prompts: Sequence[Sequence[int]] | None, global_batch_size: int
+    ) -> AssumedAnswers:
+        """Assume the answers of a run.
+
+        Args:
+            config: the whole run.
+            model: on any device.
+            prompts: of the training split; None: assume those of a step, as long as possible, with nothing in common.
+            global_batch_size: prompts of a step.
+        """
+        longest, context = config.rollout.max_completion_length, max_context(model)
+        if prompts is None:
+            length = config.data.max_length
+            length = length if context is None else max(1, min(length, context - longest))
+            prompts = [[row, *[_FILLER_TOKEN] * (length - 1)] for row in range(global_batch_size)]
+        limits = [max(1, room_for_answer(model, prompt, longest)) for prompt in prompts]
+        return cls(prompts, limits, per_prompt=config.rollout.num_generations, global_batch_size=global_batch_size)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> EncodedExample:
+        ids = torch.from_numpy(self.tokens(index)).long()
+        return EncodedExample(ids, torch.arange(len(ids)) >= len(ids) - self.num_targets[index])
+
+    @property
+    def sides(self) -> tuple[AssumedAnswers, ...]:
+        """See `EncodedExamples.sides`."""
+        return (self,)
+
+    def tokens(self, index: int) -> Tokens:
+        """Return the token ids of a row, shape (time,)."""
+        prompt, answer = self._ids[index // self.per_prompt], index % self.per_prompt
+        ids = numpy.full(int(self.lengths[index]), _FILLER_TOKEN, dtype=numpy.int32)
+        ids[: len(prompt)] = prompt
+        ids[len(prompt)] = answer
+        return ids
+
+    def longest_prompts(self, number: int) -> list[Sequence[int]]:
+        """Return the prompts of so many answers of a step, if they are the longest ones. The longest is last."""
+        ordered = sorted(self.prompts, key=len, reverse=True)
+        repeated = (prompt for prompt in ordered for _ in range(self.per_prompt))
+        return list(islice(repeated, min(number, self.per_step)))[::-1]
+
+    def rows_of(self, prompts: Sequence[int]) -> list[int]:
+        """Return the rows with these prompts."""
+        return [self.per_prompt * prompt + answer for prompt in prompts for answer in range(self.per_prompt)]
 
 
 class Largest(NamedTuple):

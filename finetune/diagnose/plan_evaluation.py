@@ -1,19 +1,18 @@
-"""Plan validations and the test phase: which of their batches takes the most memory, and how much memory that is."""
+"""Plan validations and the test phase: which of their batches takes the most memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.keys import values
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import evaluation_batches
 from finetune.data.encoded import EncodedSplits
-from finetune.diagnose.plan_rollouts import AnswerBatch, Generating
-from finetune.inference.decoding import group_prompts
+from finetune.inference.decoding import group_prompts, room_for_answer
 from finetune.training.loaders import rows_to_test
-from finetune.training.memory.forecast import Peak, StepForecast
+from finetune.training.memory.generation import AnswerBatch
 from finetune.training.rewards.objective import with_testable_rows
 from finetune.training.validation import answered_rows
 
@@ -24,39 +23,6 @@ if TYPE_CHECKING:
     from finetune.diagnose.plan_batches import Batching
 
 Section = Literal["validation", "testing"]
-Forecast = Callable[[Any, str, str], StepForecast | None]
-"""Traces a micro-batch. Its arguments are the rows, what they are for, and the key that limits their number. None if it
-cannot be traced."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluating:
-    """The memory of a process during validations, or in the test phase.
-
-    Attributes:
-        rows: of the batch whose loss takes the most memory.
-        peak: while the loss of this batch is computed; None if no loss is computed, or its memory is not known.
-        generating: while answers are generated; None if none are.
-    """
-
-    rows: int
-    peak: Peak | None
-    generating: Generating | None
-
-    def phases(self, section: Section) -> Iterator[tuple[str, int]]:
-        """Yield the names of the phases and the bytes that they use."""
-        if self.peak is not None:
-            yield f"{section}, loss", self.peak.total
-        if self.generating is not None:
-            yield f"{section}, generating answers", self.generating.total
-
-
-class Allocated(NamedTuple):
-    """What an evaluation allocates, from which its memory follows for any number of shards."""
-
-    rows: int
-    loss: StepForecast | None
-    answers: AnswerBatch | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,34 +52,19 @@ class PlannedEvaluation:
         batches = evaluation_batches(self.rows, getattr(batching.config, self.section), batching.boundary)
         return max(batches, key=num_computed)
 
-    def forecast_loss(self, rows: Sequence[int], batching: Batching, forecast: Forecast) -> StepForecast | None:
-        """Predict what the loss of a batch allocates; None if no loss is computed."""
-        microbatch = batching.collate([self.rows[row] for row in rows])
-        what = f"the memory of the loss in {self.section}"
-        return forecast(microbatch, what, f"{self.section}.batch_size") if self.has_loss else None
-
-    def forecast_answers(
-        self, config: Config, model: Any, forecast: Forecast, *, by_engine: bool
-    ) -> AnswerBatch | None:
-        """Return the answers that are generated at once, each as long as it may be; None if none are.
+    def largest_answers(self, config: Config, model: Any) -> AnswerBatch | None:
+        """Return the answers that take the most memory at once, each as long as it may be; None if there are none.
 
         Raises:
             DataError: a prompt leaves no room for an answer in the model's context.
         """
         if not self.prompts:
             return None
-        batch_key, length_key = answer_keys(config, self.section)
-        size, limit = values(config)[batch_key], values(config)[length_key]
+        size, limit = (values(config)[key] for key in answer_keys(config, self.section))
         batches = group_prompts(model, self.prompts, batch_size=size, max_new_tokens=limit)
-        most = max(batches, key=lambda rows: len(rows) * (len(self.prompts[rows[-1]]) + limit))
-        what = f"the memory of the pass over the prompts in {self.section}"
-        return AnswerBatch.of(
-            model,
-            [self.prompts[row] for row in most],
-            limit=limit,
-            forecast=lambda microbatch: forecast(microbatch, what, batch_key),
-            by_engine=by_engine,
-        )
+        rows = max(batches, key=lambda rows: len(rows) * (len(self.prompts[rows[-1]]) + limit))
+        prompts = [self.prompts[row] for row in rows]
+        return AnswerBatch(prompts, room_for_answer(model, prompts[-1], limit))
 
 
 def evaluations_of(config: Config, splits: AnySplits) -> Iterator[PlannedEvaluation]:

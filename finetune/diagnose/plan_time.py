@@ -1,9 +1,12 @@
-"""Predict the time of a step: a lower bound from its matrix products, or measured on a shallow random model."""
+"""Predict the time of a step: a lower bound from its matrix products, or measured on a shallow random model.
+
+The time to generate the answers that a step learns from is only measured.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +15,18 @@ import torch
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import full_shape
 from finetune.engine.fused import fused_or_not
+from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.loss import BY_DEVICE
+from finetune.engine.products import unchanged_weights
+from finetune.inference.decoding import Draw, Sampling, group_prompts, room_for_answer
+from finetune.model.base import evaluation_mode
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
 from finetune.training.optim import build_optimizer
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
-    from finetune.config.schema import OptimSection
+    from finetune.config.schema import Config, OptimSection
+    from finetune.diagnose.plan_batches import AssumedAnswers
     from finetune.training.memory.tracing import Computation
 
 _FLOPS = 2
@@ -25,7 +34,8 @@ _FLOPS = 2
 
 _FEW, _MORE = 1, 3
 """Layers of the two models that are measured. Their difference gives the time of every further layer."""
-REPETITIONS = 3
+_REPETITIONS = 3
+_FILLER_TOKEN = 1
 
 
 def operations_of_step(
@@ -63,7 +73,7 @@ def _products_with(weight: Any, *, more: int) -> int:
 def measure_seconds(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
     """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
 
-    The micro-batch is on the CPU, and the device of `how` is the one at hand. For the model, see `at_full_depth`.
+    The micro-batch is on the CPU, and the device of `how` is the one at hand. For the model, see `_at_full_depth`.
     """
     device = torch.device(how.device_type)
 
@@ -71,10 +81,54 @@ def measure_seconds(model: Any, microbatch: Any, how: Computation, section: Opti
         with fused_or_not(how.is_fused):
             return _measure(model, microbatch.to(device), how, section)
 
-    return at_full_depth(model, device, measure)
+    return _at_full_depth(model, device, measure)
 
 
-def at_full_depth(model: Any, device: torch.device, measure: Callable[[], float]) -> float:
+def sampling_of(config: Config) -> Sampling:
+    """Return how a run samples the answers that it learns from."""
+    rollout = config.rollout
+    top_p = None if rollout.top_p == 1 else rollout.top_p
+    return Sampling(temperature=rollout.temperature, top_k=rollout.top_k or None, top_p=top_p)
+
+
+def measure_generating(
+    config: Config, model: Any, answers: AssumedAnswers, *, order: Sequence[int], world_size: int
+) -> float:
+    """Measure here how long a process generates for an optimizer step, in seconds for the model's whole depth.
+
+    The engine generates, on the CPU. `order` has the prompts of the rollout to measure. For the model, see
+    `_at_full_depth`.
+    """
+    rollout = config.rollout
+    prompts = [answers.prompts[prompt] for prompt in order for _ in range(answers.per_prompt)]
+    limit = rollout.max_completion_length
+    batches = group_prompts(model, prompts, batch_size=rollout.batch_size, max_new_tokens=limit)
+    batch = [prompts[row] for row in batches[len(batches) // 2]]
+    room = room_for_answer(model, batch[-1], limit)
+    # At half the length, a token takes as long as on average.
+    halves = [[*prompt, *[_FILLER_TOKEN] * (room // 2)] for prompt in batch]
+
+    def measure() -> float:
+        draw = Draw(sampling_of(config), range(len(batch)))
+        seconds = []
+        with evaluation_mode(model), unchanged_weights():
+            CachedDecoder(model, batch, most_tokens=len(batch[-1]) + room).start()  # allocates memory
+            begun = time.perf_counter()
+            CachedDecoder(model, batch, most_tokens=len(batch[-1]) + room).start()
+            started = time.perf_counter() - begun
+            decoder = CachedDecoder(model, halves, most_tokens=len(batch[-1]) + room + _REPETITIONS)
+            logits = decoder.start()
+            for _ in range(1 + _REPETITIONS):
+                begun = time.perf_counter()
+                logits = decoder.go_on(draw(None, logits).argmax(-1))
+                seconds.append(time.perf_counter() - begun)
+        return started + room * median(seconds[1:])
+
+    rounds = ceil_div(len(batches), world_size)
+    return rounds * _at_full_depth(model, torch.device("cpu"), measure) / config.grpo.num_iterations
+
+
+def _at_full_depth(model: Any, device: torch.device, measure: Callable[[], float]) -> float:
     """Measure a model of one layer and of three, and return the seconds for its whole depth.
 
     Args:
@@ -106,7 +160,7 @@ def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSectio
     optimizer = build_optimizer(model, section)
     device = next(model.parameters()).device
     seconds = []
-    for _ in range(1 + REPETITIONS):
+    for _ in range(1 + _REPETITIONS):
         begun = time.perf_counter()
         with torch.autocast(device.type, dtype=how.dtype, enabled=how.dtype != torch.float32):
             summed = loss(model, microbatch).reshape(-1)[0]

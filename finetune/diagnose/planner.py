@@ -1,14 +1,17 @@
-"""Predict one run on one device, with the functions that make the choices of training."""
+"""Make the plan of a run: predict it on one device, with the functions that make the choices of training.
+
+No weights are read.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -17,44 +20,31 @@ from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows
 from finetune.data.objective import AnySplits, encode_for_objective
-from finetune.diagnose.plan_batches import Batching
+from finetune.diagnose.plan import Evaluating, Plan, ShardedNeed, Trade, judge, most_memory
+from finetune.diagnose.plan_batches import AssumedAnswers, Batching
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_evaluation import Allocated, Evaluating, Section, evaluations_of
-from finetune.diagnose.plan_record import ShardedNeed, Trade, most_memory
-from finetune.diagnose.plan_rollouts import (
-    AnswerBatch,
-    AssumedAnswers,
-    Generating,
-    engine_generates,
-    forecast_generating,
-    measure_generating,
-    sampling_of,
-)
-from finetune.diagnose.plan_time import measure_seconds, operations_of_step
+from finetune.diagnose.plan_evaluation import PlannedEvaluation, Section, evaluations_of
+from finetune.diagnose.plan_model import PlannedModel, is_quantized
+from finetune.diagnose.plan_time import measure_generating, measure_seconds, operations_of_step, sampling_of
 from finetune.diagnose.preview_tokens import on_one_line
 from finetune.distributed.environment import read_environment
-from finetune.distributed.precision import DTYPES, Precision, choose_precision, convert_weights
+from finetune.distributed.precision import DTYPES, choose_precision
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
-from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients, longrope_boundary
+from finetune.inference.decoding import room_for_answer
+from finetune.model.base import checkpoint_gradients, count_parameters, longrope_boundary
 from finetune.model.fp8_base import (
-    refuse_fp8_without_engine,
     refuse_where_fp8_is_impossible,
-    round_frozen_layers,
     wants_fp8,
 )
-from finetune.model.from_hub import published_sizes, with_sizes_here
-from finetune.model.lora import attach_adapter
-from finetune.model.quantized import quantize_without_data
-from finetune.model.targets import resolve_targets
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import has_reference
-from finetune.training.forward import choose_forward, wants_fused
+from finetune.training.forward import wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose, shards_of
 from finetune.training.memory.forecast import (
@@ -67,6 +57,13 @@ from finetune.training.memory.forecast import (
     forecast_step,
     optimizer_need,
 )
+from finetune.training.memory.generation import (
+    AnswerBatch,
+    Generating,
+    GenerationForecast,
+    engine_generates,
+    forecast_generation,
+)
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from finetune.training.rewards.prompt_rows import PromptRows
@@ -75,10 +72,72 @@ from finetune.training.train import checked_objective
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, ModelSection
+    from finetune.config.schema import Config
+
+Forecast = TypeVar("Forecast", StepForecast, GenerationForecast)
 
 SHARDS = (1, 2, 4, 8)
 """The plan says how much memory a process needs with each of these numbers of shards."""
+
+
+def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:
+    """Predict a run. Nothing is written but the data cache.
+
+    Args:
+        config: a complete run.
+        device: where it will run; processes of this machine share its memory if it is the CPU.
+        is_probed: measure a few steps of a shallow model with random weights on this machine, for the time.
+
+    Raises:
+        ConfigError: the run cannot be trained, or a plan does not support it.
+        DataError: `drop_last` leaves nothing of a split.
+        LaunchError: the number of processes does not suit `parallel.shard_size`.
+        ModelError: there is no such model, or the target modules match nothing.
+    """
+    _refuse_quantized_on_cpu(config, device)
+    refuse_what_is_not_sharded(config, trains=True)
+    device = device.limited_to(config.training.memory_fraction)
+    device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
+    planner = Planner(config, device)
+    model, forecast = planner.model, planner.forecast(planner.model)
+    peak = None if forecast is None else planner.peak_of(forecast)
+    trainable, total = count_parameters(model)
+    plan = Plan(
+        model_type=model.config.model_type,
+        layers=model.config.num_hidden_layers,
+        parameters=total,
+        trainable_parameters=trainable,
+        targets=sorted({name.rpartition(".")[2] for name, layer in model.named_modules() if hasattr(layer, "lora_A")}),
+        method=config.training.method,
+        objective=config.training.objective,
+        precision=planner.precision,
+        why_not_engine=planner.forward.why_not_engine,
+        called_layers={why: len(names) for why, names in planner.forward.called_layers.items()},
+        batches=planner.batching.describe(),
+        device=device,
+        peak=peak,
+        generating=None if peak is None else planner.generating(),
+        evaluating={} if peak is None else planner.evaluating(),
+        checkpointing=planner.trade(peak) if peak is not None else None,
+        in_shards=[] if forecast is None else planner.in_shards(forecast),
+        choice=planner.choice,
+        disk=planner.disk(),
+        seconds_at_limit=planner.at_limit(),
+        findings=planner.findings,
+    )
+    if is_probed:
+        seconds_per_step, seconds_generating = planner.probe()
+        plan = replace(plan, seconds_per_step=seconds_per_step, seconds_generating=seconds_generating)
+    planner.findings.extend(judge(plan, config))
+    return plan
+
+
+def _refuse_quantized_on_cpu(config: Config, device: Device) -> None:
+    if is_quantized(config) and device.type != "cuda":
+        raise ConfigError(
+            f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
+            "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
+        )
 
 
 class Planner:
@@ -100,23 +159,10 @@ class Planner:
         if self._shards.size > 1:
             refuse_uneven_shards(config, self._world_size)
         self._config = config
-        self._sizes, why = with_sizes_here(config.model)
-        if why is not None:  # the hub does not give the model, but its sizes are shipped
-            fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
-            self.findings.append(warning("Model", why, fix))
-        self._is_in_4_bits = self._is_in_fp8 = False
-        self.model = self._build_model(checkpointed=False)
-        self.findings += _other_sizes(self._sizes, self.model)
-        forward = choose_forward(config.training, self.model)
-        self.why_not_engine = forward.why_not_engine
-        self.called_layers = {why: len(names) for why, names in forward.called_layers.items()}
-        self._warn_of_fallback()
-        if is_quantized(config):
-            self._quantize()
-        if wants_fp8(config):
-            refuse_fp8_without_engine(config, self.why_not_engine)
-            self._is_in_fp8 = True
-            self.model = self._build_model(checkpointed=False)
+        self._planned = PlannedModel(config, self.precision)
+        self.findings += self._planned.findings
+        self.model = self._planned.model
+        self.forward = forward = self._planned.forward
         self._how = Computation(
             loss_of=partial(self._objective.loss, config),
             device_type=device.type,
@@ -138,7 +184,7 @@ class Planner:
             config=config,
             rows=None if self._splits is None else self._splits.train,
             collate=collate,
-            is_padded=self.why_not_engine is not None,
+            is_padded=forward.why_not_engine is not None,
             boundary=longrope_boundary(self.model),
             world_size=self._world_size,
             answers=self._answers,
@@ -149,38 +195,11 @@ class Planner:
         optimizer = build_optimizer(self.model, config.optim)
         self._need = optimizer_need(optimizer, device_type=device.type)
         self._is_schedule_free = is_schedule_free(optimizer)
+        self._optimizer = self._need or OptimizerNeed(0, 0)
+        self._generations: dict[tuple[str, bool], GenerationForecast | None] = {}
         if self._need is None:
             what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
             self.findings.append(warning("Memory", what, "leave room for it"))
-
-    def _warn_of_fallback(self) -> None:
-        """Add a finding if training would record that the engine computes less than was asked for."""
-        if self._config.training.kernels == "reference" or not (self.why_not_engine or self.called_layers):
-            return
-        what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
-        fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
-        self.findings.append(warning("Engine", what, fix))
-
-    def _quantize(self) -> None:
-        """Keep the base in 4 bits, if the engine computes all of it; else add a finding."""
-        if self.why_not_engine is None and not self.called_layers:
-            self._is_in_4_bits = True
-            self.model = self._build_model(checkpointed=False)
-            return
-        what = "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts 16 bits"
-        self.findings.append(warning("Memory", what, "the run takes less than the plan says: see `forward`"))
-
-    def _build_model(self, *, checkpointed: bool, is_in_4_bits: bool | None = None) -> Any:
-        """Build the model on the meta device, as `Trainer` prepares it; by default in 4 bits if the run's base is."""
-        is_in_4_bits = self._is_in_4_bits if is_in_4_bits is None else is_in_4_bits
-        model = _build_without_data(self._config, self._sizes, self.precision, is_in_4_bits=is_in_4_bits)
-        if self._is_in_fp8:
-            round_frozen_layers(model, self._config.model.fp8_layers)
-        if self._config.training.neftune_alpha:
-            add_embedding_noise(model, self._config.training.neftune_alpha)
-        if checkpointed:
-            checkpoint_gradients(model)
-        return model.train()
 
     def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
@@ -194,14 +213,14 @@ class Planner:
             return None
         try:
             check_local_rows(data)
-            tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._sizes}))
+            tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._planned.sizes}))
             splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
             if learns_prompts and isinstance(splits.train, EncodedExamples):
                 self._prompts = PromptRows(splits.train, tokenizer, None).prompts
             return splits
         except (DataError, ModelError) as error:
             first = on_one_line(first_line(error)).rstrip(".")
-            if isinstance(error, ModelError) and self._sizes is not config.model:
+            if isinstance(error, ModelError) and self._planned.sizes is not config.model:
                 first = "the tokenizer is not here either"
             fix = "run `finetune preview` with the same arguments to see more"
             self.findings.append(warning("Data", f"the rows cannot be used, so {assumed}: {first}", fix))
@@ -227,86 +246,80 @@ class Planner:
         """Run a step without data; if its memory cannot be known, add a finding and return None."""
         largest = self.batching.largest
         how = replace(self._how, accumulates=largest.per_step > 1)
-        return self._forecast(how, model, largest.microbatch, "memory", "training.batch_size")
+        return self._predict(partial(forecast_step, model, largest.microbatch, how), "", "training.batch_size")
 
-    def _forecast(self, how: Computation, model: Any, rows: Any, what: str, batch_key: str) -> StepForecast | None:
+    def _predict(self, forecast: Callable[[], Forecast], what: str, batch_key: str) -> Forecast | None:
         try:
-            return forecast_step(model, rows, how)
+            return forecast()
         except CANNOT_TRACE as error:
             cause = f"{type(error).__name__}: {first_line(error)}"
-            what = f"{what} cannot be predicted: the model's own forward needs data ({cause})"
+            of = f" of {what}" if what else ""
+            what = f"memory{of} cannot be predicted: the model's own forward needs data ({cause})"
             fix = f"start with a small {batch_key} and look at the memory that the run reports"
             self.findings.append(warning("Memory", what, fix))
             return None
-
-    @cached_property
-    def _evaluates(self) -> Computation:
-        return replace(self._how, learns=False, loss_of=partial(self._objective.evaluation, self._config))
-
-    def _forecast_prompts(self, prompts: Any, what: str, batch_key: str) -> StepForecast | None:
-        """Run the forward pass over prompts without data."""
-        # In 4 bits, the forward of transformers needs data. Its activations are those of 16 bits.
-        model = self._build_model(checkpointed=False, is_in_4_bits=False) if self._is_in_4_bits else self.model
-        return self._forecast(self._evaluates, model, prompts, what, batch_key)
 
     def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:
         """Predict the peak of a step, with the shards of the run or with others."""
         chosen = shards or self._shards
         world_size = max(self._world_size, chosen.size)
-        return forecast.peak(self._need or OptimizerNeed(0, 0), world_size=world_size, shards=chosen)
+        return forecast.peak(self._optimizer, world_size=world_size, shards=chosen)
 
     def generating(self, shards: Shards | None = None) -> Generating | None:
         """Predict the memory while answers are generated, with the shards of the run or with others; None: none are."""
-        if self._rollout is None:
-            return None
-        state = self._need or OptimizerNeed(0, 0)
-        return forecast_generating(self.model, self._rollout, state, shards or self._shards, self._device.type)
-
-    @cached_property
-    def _rollout(self) -> AnswerBatch | None:
         rollout, answers = self._config.rollout, self._answers
         if answers is None or rollout.server is not None:
             return None
-        forecast = partial(
-            self._forecast_prompts, what="the memory of the pass over the prompts", batch_key="rollout.batch_size"
-        )
-        return AnswerBatch.of(
-            self.model,
-            answers.longest_prompts(rollout.batch_size),
-            limit=rollout.max_completion_length,
-            forecast=forecast,
-            by_engine=engine_generates(self.model, self._device.type, self._shards),
-            sampling=sampling_of(self._config),
-        )
+        prompts = answers.longest_prompts(rollout.batch_size)
+        room = room_for_answer(self.model, prompts[-1], rollout.max_completion_length)
+        batch = AnswerBatch(prompts, room, sampling_of(self._config))
+        return self._generating(batch, "", self._optimizer, shards or self._shards)
 
     def evaluating(self, shards: Shards | None = None) -> dict[Section, Evaluating]:
         """Predict the memory of validations and of the test phase, with the shards of the run or with others."""
-        chosen, state = shards or self._shards, self._need or OptimizerNeed(0, 0)
+        chosen, optimizer = shards or self._shards, self._optimizer
         if self._is_schedule_free:  # it keeps the trained weights while the model has those that answer
             trained = sum(weight.nbytes for weight in self.model.parameters() if weight.requires_grad)
-            state = state._replace(state=state.state + trained)
-        found, world_size = {}, max(self._world_size, chosen.size)
-        for section, (rows, loss, answers) in self._evaluations.items():
-            peak = None if loss is None else loss.peak(state, world_size=world_size, shards=chosen)
-            generating = None
-            if answers is not None:
-                generating = forecast_generating(self.model, answers, state, chosen, self._device.type)
-            found[section] = Evaluating(rows=rows, peak=peak, generating=generating)
-        return found
+            optimizer = optimizer._replace(state=optimizer.state + trained)
+        world_size, evaluating = max(self._world_size, chosen.size), {}
+        for planned, num_rows, loss, answers in self._evaluations:
+            peak = None if loss is None else loss.peak(optimizer, world_size=world_size, shards=chosen)
+            where = f" in {planned.section}"
+            generating = None if answers is None else self._generating(answers, where, optimizer, chosen)
+            evaluating[planned.section] = Evaluating(rows=num_rows, peak=peak, generating=generating)
+        return evaluating
 
     @cached_property
-    def _evaluations(self) -> dict[Section, Allocated]:
-        if self._splits is None:
-            return {}
-        by_engine = engine_generates(self.model, self._device.type, self._shards)
-        return {
-            planned.section: Allocated(
-                rows=len(rows := planned.largest_batch(self.batching)),
-                loss=planned.forecast_loss(rows, self.batching, partial(self._forecast, self._evaluates, self.model)),
-                answers=planned.forecast_answers(self._config, self.model, self._forecast_prompts, by_engine=by_engine),
+    def _evaluations(self) -> list[tuple[PlannedEvaluation, int, StepForecast | None, AnswerBatch | None]]:
+        """The evaluations, each with its largest batch: the number of rows, the forecast of their loss, the answers."""
+        how = replace(self._how, learns=False, loss_of=partial(self._objective.evaluation, self._config))
+        evaluations = []
+        for planned in () if self._splits is None else evaluations_of(self._config, self._splits):
+            rows, loss = planned.largest_batch(self.batching), None
+            if planned.has_loss:
+                microbatch = self.batching.collate([planned.rows[row] for row in rows])
+                forecast = partial(forecast_step, self.model, microbatch, how)
+                loss = self._predict(forecast, f"the loss in {planned.section}", f"{planned.section}.batch_size")
+            evaluations.append((planned, len(rows), loss, planned.largest_answers(self._config, self.model)))
+        return evaluations
+
+    def _generating(
+        self, batch: AnswerBatch, where: str, optimizer: OptimizerNeed, shards: Shards
+    ) -> Generating | None:
+        """Predict the memory while a batch of answers is generated; None if it cannot be known."""
+        by_engine = engine_generates(self.model, self._device.type, shards)
+        if (where, by_engine) not in self._generations:
+            # In 4 bits, the forward of transformers needs data. Its activations are those of 16 bits.
+            quantized = self.model if self._planned.is_in_4_bits else None
+            model = self.model if quantized is None else self._planned.build(is_in_4_bits=False)
+            # A single process generates the answers that it learns from without autocast.
+            dtype = self._how.dtype if where or max(self._world_size, shards.size) > 1 else torch.float32
+            forecast = partial(forecast_generation, model, batch, dtype, by_engine=by_engine, quantized=quantized)
+            self._generations[where, by_engine] = self._predict(
+                forecast, f"generating answers{where}", "number of answers at once"
             )
-            for planned in evaluations_of(self._config, self._splits)
-        }
+        known = self._generations[where, by_engine]
+        return None if known is None else known.with_held(optimizer, shards)
 
     def in_shards(self, forecast: StepForecast) -> list[ShardedNeed]:
         """Predict the same step in each number of `SHARDS`; empty if the run cannot be sharded."""
@@ -326,7 +339,7 @@ class Planner:
     def trade(self, peak: Peak) -> Trade | None:
         """Predict the same step with gradient checkpointing turned off, or on."""
         is_on = self.choice.gradient_checkpointing
-        forecast = self.forecast(self._build_model(checkpointed=not is_on))
+        forecast = self.forecast(self._planned.build(checkpointed=not is_on))
         if forecast is None:
             return None
         other = self.peak_of(forecast)
@@ -365,7 +378,7 @@ class Planner:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None, None
-        if is_quantized(self._config) or self._is_in_fp8:
+        if is_quantized(self._config) or wants_fp8(self._config):
             fix = "train a few steps: training.max_steps=5"
             self.findings.append(warning("Time", "--probe does not measure a base in 4 bits or in fp8", fix))
             return None, None
@@ -379,29 +392,3 @@ class Planner:
             order, size = self.batching.first_examples, self._world_size
             generating = measure_generating(self._config, self.model, self._answers, order=order, world_size=size)
         return per_step + (generating or 0.0), generating
-
-
-def _other_sizes(section: ModelSection, model: Any) -> Iterator[Finding]:
-    """Yield a finding for each size of the model that differs from the shipped one."""
-    published = published_sizes(section)
-    for difference in () if published is None else published.differences(model.config):
-        what = f"{section.path}: {difference}; this plan takes the former"
-        yield warning("Model", what, "without the hub a plan would differ: update finetune")
-
-
-def _build_without_data(config: Config, section: ModelSection, precision: Precision, *, is_in_4_bits: bool) -> Any:
-    """Build a model with its adapter on the meta device."""
-    with torch.device("meta"):
-        model: Any = build_base_model(section.model_copy(update={"init": "random"}))
-        if config.training.method == "lora":
-            targets = resolve_targets(model, config.lora.target_modules, config.lora.layers)
-            model = attach_adapter(model, config.lora, targets)
-        if is_in_4_bits:
-            quantize_without_data(model)
-    convert_weights(model, precision)
-    return model
-
-
-def is_quantized(config: Config) -> bool:
-    """Return whether the run trains an adapter on a base in 4 bits."""
-    return config.training.method == "lora" and config.lora.quantize != "none"

@@ -17,10 +17,9 @@ from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.diagnose import planner as planner_module
-from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.plan_time import operations_of_step
-from finetune.diagnose.planner import Planner
+from finetune.diagnose.planner import Planner, make_plan
 from finetune.distributed.launch import launch
 from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.fused import is_fused
@@ -31,7 +30,8 @@ from finetune.errors import ConfigError, DataError
 from finetune.model.base import build_base_model, checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.model.tokens import build_tokenizer
-from finetune.training.memory.tracing import Allocations, _choices_on
+from finetune.training.memory.engine_choices import choices_on
+from finetune.training.memory.tracing import Allocations
 from finetune.training.preferences.losses import PreferenceLoss
 from finetune.training.preferences.microbatches import PreferenceMicrobatch, summed_preferences
 from finetune.training.train import build_trainer
@@ -150,7 +150,7 @@ def words_of_pairs(words, pairs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [[], ["training.share_prefixes=false"], ["training.kernels=reference"]])
+@pytest.mark.parametrize("more", [[], ["training.kernels=reference"]])
 def test_the_plan_of_pairs_is_what_the_trainer_does(words_of_pairs, more):
     config = load_config([*words_of_pairs, *more])
     plan = make_plan(config, find_device("cpu"))
@@ -184,16 +184,6 @@ def test_a_plan_of_pairs_says_so(words_of_pairs, capsys):
     assert "global batch: 4 pairs = training.batch_size=4 x 1 process\n" in out
     assert ", on preferences (DPO)" in out
     assert "s a step, measured on this machine" in out
-
-
-@pytest.mark.slow
-def test_pairs_that_cannot_be_read_are_taken_to_be_two_rows_of_the_greatest_length(words_of_pairs, tmp_path):
-    more = [f"data.path={tmp_path / 'gone.jsonl'}", "data.max_length=50", "training.max_steps=7"]
-    plan = make_plan(load_config([*words_of_pairs, *more]), find_device("cpu"))
-    batches = plan.batches
-    assert (batches.rows, batches.steps, batches.largest_microbatch_tokens) == (None, 7, 4 * 2 * 50)
-    (found,) = plan.findings
-    assert found.what.startswith("the rows cannot be used, so the plan assumes rows of 50 tokens (data.max_length)")
 
 
 def test_preferences_without_a_reference_are_refused_as_training_refuses_them(words_of_pairs):
@@ -330,8 +320,6 @@ def products_of(loss, model, microbatch) -> int:
     [
         ("lora", "true"),
         ("full", "false"),
-        pytest.param("lora", "false", marks=pytest.mark.sampled(0)),
-        pytest.param("full", "true", marks=pytest.mark.sampled(0)),
     ],
 )
 def test_the_time_at_the_limit_is_that_of_the_products_that_a_step_makes(words, method, checkpointing):
@@ -367,12 +355,7 @@ def test_the_time_of_preferences_counts_their_reference():
     [
         ("H100 80GB", "H100 80GB"),
         ("nvidia_a100-40gb", "A100 40GB"),
-        ("h200", "H200 141GB"),
         ("a10g", "A10G 24GB"),
-        ("rtx pro 6000", "RTX PRO 6000 96GB"),
-        ("mi300x", "MI300X 192GB"),
-        ("gb200", "GB200 186GB"),
-        ("GH200", "GH200 96GB"),
         ("NVIDIA GH200 480GB", "GH200 96GB"),
         ("My 24GB", "My 24GB"),
     ],
@@ -391,7 +374,6 @@ def test_devices_have_names(name, is_found):
             "--device A100: the name fits several devices: A100 80GB, A100 40GB. Give one of them, for example "
             "--device 'A100 80GB'.",
         ),
-        ("A30G", "--device A30G: this device is not known. Known are "),
         ("abacus", "--device abacus: this device is not known. Known are GB200 186GB, B200 180GB, MI300X 192GB, "),
     ],
 )
@@ -456,7 +438,7 @@ def test_attention_on_a_gpu_keeps_gathered_keys_and_no_copy_for_each_head():
 
     def kept(dtype: torch.dtype) -> int:
         with Allocations() as allocations:
-            out = _choices_on("cuda", dtype).attention(q, k, v, packed.layout, queries=None, window=None)
+            out = choices_on("cuda", dtype).attention(q, k, v, packed.layout, queries=None, window=None)
             assert out.shape == q.shape
             return allocations.in_use
 

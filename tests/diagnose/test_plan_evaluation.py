@@ -11,8 +11,8 @@ import pytest
 
 from finetune.cli.plan import plan_from_overrides
 from finetune.config.compose import load_config
-from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device
+from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
 from finetune.inference import evaluation
 from finetune.training.train import build_trainer
@@ -57,17 +57,15 @@ def words(inputs, tmp_path):
     ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "more",
     [
         ["training.method=lora"],
-        ["training.method=full"],
         ["training.kernels=reference"],
         ["training.gradient_checkpointing=true", "validation.batch_size=3"],
         [MODELS["gemma2"]],
         ["task=finetune_preferences"],
-        ["task=finetune_preferences", "training.kernels=reference"],
     ],
     ids=lambda more: more[-1].partition("{")[0],
 )
@@ -85,14 +83,12 @@ def test_the_loss_of_a_validation_takes_the_planned_memory(words, inputs, more):
     assert found.peak.total - held == pytest.approx(measured, rel=0.10)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("more", "tokens"),
     [
-        (["training.method=lora"], 8),
         (["training.method=lora"], 32),
         (["training.method=full"], 32),
-        ([MODELS["gemma2"]], 8),
         ([MODELS["gemma2"]], 24),
     ],
     ids=lambda value: str(value).partition("{")[0],

@@ -8,13 +8,12 @@ import torch
 from rich.console import Console
 
 from benchmarks.bench import Bench
-from benchmarks.job import LORA_TARGETS, SIZES, Job
+from benchmarks.job import SIZES, Job
 from benchmarks.sharding import _rows, measure
 from finetune.cli.plan import show_plan
 from finetune.config.compose import compose, load_config
-from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import read_device
-from finetune.diagnose.planner import SHARDS
+from finetune.diagnose.planner import SHARDS, make_plan
 from finetune.distributed.precision import convert_weights
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
@@ -42,7 +41,7 @@ _OF_CODE = 20e6
 
 
 def words_of(base, folder, method):
-    lora = ["lora.r=8", f"lora.target_modules={json.dumps(LORA_TARGETS)}"] if method == "lora" else []
+    lora = ["lora.r=8", f"lora.target_modules={json.dumps(SIZES[SIZE].lora_targets)}"] if method == "lora" else []
     return [
         *(f"task=finetune_{method}", f"model.path={base}", f"data.path={base}", f"output_dir={folder / 'run'}", *lora),
         *("training.device=cpu", "training.precision=fp32", "training.global_batch_size=8", "training.batch_size=2"),
@@ -154,14 +153,6 @@ def test_the_plan_of_a_sharded_run_is_that_of_its_shards():
     assert by_pairs.needed == whole.in_shards[1].needed
     with pytest.raises(LaunchError, match=r"parallel\.shard_size is 3 .* does not divide the world of 4"):
         plan("parallel.sharding=fsdp2", "parallel.world_size=4", "parallel.shard_size=3")
-
-
-@pytest.mark.slow
-def test_full_fine_tuning_divides_gradients_and_optimizer_too():
-    found = plan("task=finetune_full", device="Medium 12GB")
-    first, *_, last = (need.needed - found.device.reserve for need in found.in_shards)
-    assert last < first / 4
-    assert found.fewest_shards == 4
 
 
 @pytest.mark.slow

@@ -13,8 +13,8 @@ import torch
 
 from finetune import load_config
 from finetune.cli.train import train_from_overrides
-from finetune.diagnose.plan import make_plan
 from finetune.diagnose.plan_devices import find_device, read_device
+from finetune.diagnose.planner import make_plan
 from finetune.distributed.precision import convert_weights
 from finetune.engine.fp8_layers import Fp8Linear
 from finetune.engine.supported import called_layers, unsupported_reason

@@ -52,14 +52,10 @@ pytestmark = pytest.mark.warm
     ("room", "wish", "decided"),
     [
         (16_000, None, Decision(False, 16_000, 16_000)),
-        (15_999, None, Decision(False, 15_999, 15_999)),
         (ENOUGH_TOKENS, None, Decision(False, ENOUGH_TOKENS, ENOUGH_TOKENS)),
         (ENOUGH_TOKENS - 1, None, Decision(True, 16_000, 3_200)),
         (1_000, None, Decision(True, 5_000, 1_000)),
-        (200, None, Decision(True, 1_000, 200)),
         (199, None, Decision(True, 1_000, 200)),
-        (-5, None, Decision(True, 1_000, 200)),
-        (1_000, False, Decision(False, 1_000, 1_000)),
         (999, False, Decision(False, 1_000, 1_000)),
         (16_000, True, Decision(True, 16_000, 3_200)),
     ],
@@ -152,13 +148,6 @@ def test_least_memory_is_checkpointing_one_row_and_inputs_of_layers_in_main_memo
     assert MemoryChoice.from_record(on_gpu.as_record(), config_of()) is None
 
 
-def test_a_record_of_an_older_run_is_still_kept() -> None:
-    choice = choice_of(config_of(), device_type="cpu", room=10**12)
-    older = choice.as_record()
-    del older["offloads"]
-    assert MemoryChoice.from_record(older, config_of()) == choice
-
-
 def test_inputs_of_layers_in_main_memory_take_none_of_the_device() -> None:
     sizes = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
     found = {}
@@ -193,10 +182,7 @@ def test_the_tokens_that_memory_allows_fit_and_not_many_more_would(num_rows: int
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "length"),
-    [
-        *zip(CONFIGS, (40, 700, 40, 700), strict=True),
-        *(pytest.param(*case, marks=pytest.mark.sampled(0)) for case in zip(CONFIGS, (700, 40, 700, 40), strict=True)),
-    ],
+    [*zip(CONFIGS, (40, 700, 40, 700), strict=True)],
 )
 def test_what_surely_fits_is_known_without_a_trace(family: str, length: int) -> None:
     model = tiny(family)
@@ -286,6 +272,8 @@ def test_a_record_holds_as_long_as_the_same_is_asked() -> None:
     assert MemoryChoice.from_record(recorded, config_of("training.batch_size=4")) is None
     assert MemoryChoice.from_record({**recorded, "more": 1}, config_of()) is None
     assert MemoryChoice.from_record({}, config_of()) is None
+    del recorded["offloads"]
+    assert MemoryChoice.from_record(recorded, config_of()) == choice, "older runs lack it"
 
 
 def test_loaders_have_workers_and_pinned_memory_on_cuda_unless_the_configuration_says_otherwise() -> None:

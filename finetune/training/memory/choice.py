@@ -98,15 +98,13 @@ def decide(need: Callable[[bool], Need], room: int, *, wish: bool | None) -> Dec
         room: bytes that a step may use in addition to the weights.
         wish: whether to checkpoint gradients; None: decide.
     """
-    found = need(bool(wish))
-    tokens = found.tokens_that_fit(room)
-    enough = min(max(found.smallest.tokens, ENOUGH_TOKENS), found.largest.tokens)
     is_on = bool(wish)
-    if wish is None and tokens < enough:
-        is_on, found = True, need(True)
-        tokens = found.tokens_that_fit(room)
-    tokens = max(tokens, found.smallest.tokens)
-    return Decision(is_on, tokens, found.num_bytes(tokens))
+    sizes = need(is_on)
+    enough = min(max(sizes.smallest.tokens, ENOUGH_TOKENS), sizes.largest.tokens)
+    if wish is None and sizes.tokens_that_fit(room) < enough:
+        is_on, sizes = True, need(True)
+    tokens = max(sizes.tokens_that_fit(room), sizes.smallest.tokens)
+    return Decision(is_on, tokens, sizes.num_bytes(tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,23 +192,38 @@ def choose(
     limits_tokens = (
         how.device_type == "cuda" and config.training.max_tokens_per_microbatch is None and not keeps_microbatches
     )
-    configured = _as_configured(config, world_size, limits_tokens=limits_tokens)
+    configured = MemoryChoice(
+        gradient_checkpointing=config.training.gradient_checkpointing is True,
+        max_rows=_row_limit(config, world_size) if limits_tokens else config.training.batch_size,
+        max_tokens=config.training.max_tokens_per_microbatch,
+        why=_AS_CONFIGURED,
+        asked=_asked(config),
+    )
+    row_type = OBJECTIVES[config.training.objective].rows
+    row_tokens = longest * (2 if row_type == "pairs" else 1)
     if config.training.memory == "least":
-        tokens = longest * (2 if OBJECTIVES[config.training.objective].rows == "pairs" else 1)
-        return _least(configured, config, how, tokens, keeps_microbatches=keeps_microbatches)
+        least = _least(configured, config, how)
+        is_free = least.max_tokens is None and not keeps_microbatches
+        return replace(least, max_tokens=row_tokens) if is_free else least
     if config.training.gradient_checkpointing != "auto" and not limits_tokens:
         return configured
     if how.device_type not in ("cpu", "cuda"):
         return replace(configured, why=f"the memory of {how.device_type} is not known")
-    rows = _longest_rows_of(config, configured, longest, world_size, limits_tokens=limits_tokens)
+    token_limit = configured.max_tokens or (MOST_TOKENS if limits_tokens else None)
+    per_example = config.rollout.num_generations if row_type == "prompts" else 1
+    most = min(configured.max_rows, per_example * global_batch_size(config, world_size))
+    most = most if token_limit is None else max(1, min(most, token_limit // row_tokens))
     usable = round(_USED_SHARE * max(0, room))
     free = f"{format_bytes(max(0, room))} that are free"
-    bound = _bound(model, rows=rows.most * rows.tokens // longest, length=longest)
+    bound = _bound(model, rows=most * row_tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
         return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {free}")
     try:
         steps = _Steps(config, model, how, longest=longest, collate=collate, world_size=world_size)
-        decision = _decide_by_forecast(steps, rows, usable, config)
+        fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
+        decision = _decide_by_forecast(
+            steps, fewest, most, row_tokens=row_tokens, usable=usable, wish=None if wish == "auto" else wish
+        )
     except CANNOT_TRACE as error:
         why = f"the memory of a step cannot be predicted without data ({type(error).__name__}: {first_line(error)})"
         return replace(configured, max_rows=config.training.batch_size, why=why)
@@ -218,67 +231,32 @@ def choose(
     if decision.num_bytes > usable:
         why += ", so memory may run out: see `finetune plan`"
     chosen = replace(configured, gradient_checkpointing=decision.is_checkpointing, why=why)
-    return replace(chosen, max_tokens=rows.token_limit(decision.tokens)) if limits_tokens else chosen
+    if not limits_tokens:
+        return chosen
+    fits_most = decision.tokens >= most * row_tokens
+    return replace(chosen, max_tokens=max(row_tokens, MOST_TOKENS if fits_most else decision.tokens))
 
 
-def _least(
-    configured: MemoryChoice, config: Config, how: Computation, tokens: int, *, keeps_microbatches: bool
-) -> MemoryChoice:
-    """Return the choice that takes the least memory: micro-batches no larger than the longest row, or pair."""
-    limits_tokens = not keeps_microbatches and configured.max_tokens is None
+def _least(configured: MemoryChoice, config: Config, how: Computation) -> MemoryChoice:
     is_checkpointing = config.training.gradient_checkpointing is not False
     return replace(
         configured,
         gradient_checkpointing=is_checkpointing,
-        max_tokens=tokens if limits_tokens else configured.max_tokens,
         offloads=is_checkpointing and how.device_type == "cuda",
         why="training.memory=least",
     )
 
 
-class _LongestRows(NamedTuple):
-    """The micro-batches between which a run may choose. They hold rows, or pairs, of the greatest length."""
-
-    tokens: int
-    """Tokens of one row or pair."""
-    fewest: int
-    most: int
-
-    def token_limit(self, tokens: int) -> int:
-        """Return the limit for all micro-batches, given how many tokens of the longest rows fit."""
-        return max(MOST_TOKENS if tokens >= self.most * self.tokens else tokens, self.tokens)
-
-
-def _as_configured(config: Config, world_size: int, *, limits_tokens: bool) -> MemoryChoice:
-    training = config.training
-    return MemoryChoice(
-        gradient_checkpointing=training.gradient_checkpointing is True,
-        max_rows=_row_limit(config, world_size) if limits_tokens else training.batch_size,
-        max_tokens=training.max_tokens_per_microbatch,
-        why=_AS_CONFIGURED,
-        asked=_asked(config),
-    )
-
-
-def _longest_rows_of(
-    config: Config, configured: MemoryChoice, longest: int, world_size: int, *, limits_tokens: bool
-) -> _LongestRows:
-    row_type = OBJECTIVES[config.training.objective].rows
-    tokens = longest * (2 if row_type == "pairs" else 1)
-    per_example = config.rollout.num_generations if row_type == "prompts" else 1
-    most = min(configured.max_rows, per_example * global_batch_size(config, world_size))
-    limit = configured.max_tokens or (MOST_TOKENS if limits_tokens else None)
-    most = most if limit is None else max(1, min(most, limit // tokens))
-    return _LongestRows(tokens, 1 if limits_tokens else most, most)
-
-
-def _decide_by_forecast(steps: _Steps, rows: _LongestRows, usable: int, config: Config) -> Decision:
-    wish = config.training.gradient_checkpointing
-    decision = decide(partial(steps.need, rows.fewest, rows.most), usable, wish=None if wish == "auto" else wish)
-    if not rows.tokens < decision.tokens < rows.most * rows.tokens:
+def _decide_by_forecast(
+    steps: _Steps, fewest: int, most: int, *, row_tokens: int, usable: int, wish: bool | None
+) -> Decision:
+    """Decide for micro-batches of `fewest` to `most` rows, each of which has the greatest length."""
+    decision = decide(partial(steps.need, fewest, most), usable, wish=wish)
+    if not row_tokens < decision.tokens < most * row_tokens:
         return decision
-    most = decision.tokens // rows.tokens  # memory is not quite a straight line: forecast this size, and decide again
-    return decide(partial(steps.need, rows.fewest, most), usable, wish=decision.is_checkpointing)
+    # Memory is not quite a straight line: forecast this size, and decide again.
+    most = decision.tokens // row_tokens
+    return decide(partial(steps.need, fewest, most), usable, wish=decision.is_checkpointing)
 
 
 def agree_on_memory(
@@ -379,13 +357,10 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
     features = sum(times.get(len(shape), 1) * sum(shape[-2:]) for shape in shapes)
     scores = getattr(config, "num_attention_heads", 0) * config.num_hidden_layers * length
     trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    return 4 * int(8 * rows * length * (features + scores) + 6 * trained + 8 * _widest_square(model))
-
-
-def _widest_square(model: Any) -> int:
-    """Return the size of the largest matrix that DoRA makes for a layer, even for few tokens; 0 without DoRA."""
+    # DoRA makes a square matrix for a layer, even for few tokens.
     adapted = (module for module in model.modules() if getattr(module, "lora_variant", None))
-    return max((max(module.in_features, module.out_features) ** 2 for module in adapted), default=0)
+    square = max((max(module.in_features, module.out_features) ** 2 for module in adapted), default=0)
+    return 4 * int(8 * rows * length * (features + scores) + 6 * trained + 8 * square)
 
 
 class _Steps:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,13 +24,13 @@ from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import is_in_4_bits, state_bytes, weight_without_data
 from finetune.training.memory.tracing import (
-    ABOVE,
-    BELOW,
+    BETWEEN,
     FORWARD,
     IN_A_LAYER,
     Allocations,
     Computation,
     Part,
+    Phases,
     name_of_layers,
     trace,
 )
@@ -48,8 +48,6 @@ _FEW, _MORE = 2, 3
 _FILLER_TOKEN = 1
 CANNOT_TRACE = (RuntimeError, NotImplementedError, AttributeError, TypeError)
 """The errors of `forecast_step` if a model's own forward does not run on tensors without data."""
-_EXTRAPOLATED = (FORWARD, ABOVE, BELOW)
-"""The parts of a step in which the peak can lie, at any depth of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +154,7 @@ class StepForecast:
         learns: see `Computation`.
     """
 
-    moments: Mapping[str, Mapping[Part, int]]
+    moments: Phases
     weights: Weights
     device_type: str
     learns: bool = True
@@ -219,7 +217,7 @@ def forecast_step(model: torch.nn.Module, microbatch: Any, how: Computation) -> 
     Raises:
         RuntimeError: the model cannot run without data; or one of `CANNOT_TRACE`.
     """
-    moments = _trace_deep(model, microbatch, how)
+    moments = trace_deep(model, lambda: trace(model, microbatch, how))
     return StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type, learns=how.learns)
 
 
@@ -290,30 +288,30 @@ def _sizes_of(model: torch.nn.Module) -> Iterator[_Weight]:
         yield _Weight(weight.nbytes, num_rows, weight.requires_grad, int(match[1]) if match else None)
 
 
-def _trace_deep(model: torch.nn.Module, microbatch: Any, how: Computation) -> dict[str, dict[Part, int]]:
-    """Trace a model of any depth with few of its layers."""
+def trace_deep(model: torch.nn.Module, trace_layers: Callable[[], Phases]) -> Phases:
+    """Trace a model of any depth with few of its layers, if they are alike."""
     decoder = bare_model(model).get_decoder()
     layers = name_of_layers(decoder)
     every: torch.nn.ModuleList = getattr(decoder, layers)
     depth = len(every)
     if depth <= _MORE or not _are_layers_alike(model):
-        return trace(model, microbatch, how)
-    traced: dict[int, dict[str, dict[Part, int]]] = {}
+        return trace_layers()
+    traced: list[Phases] = []
     try:
         for number in (_FEW, _MORE):
             setattr(decoder, layers, torch.nn.ModuleList([*every[: number - 1], every[-1]]))
-            traced[number] = trace(model, microbatch, how)
+            traced.append(trace_layers())
     finally:
         setattr(decoder, layers, every)
-    few, more = traced[_FEW], traced[_MORE]
+    few, more = traced
     return {
         when: {
             part: few[when].get(part, 0) + (depth - _FEW) * (more[when].get(part, 0) - few[when].get(part, 0))
             for part in PARTS
             if part in few[when] or part in more[when]
         }
-        for when in _EXTRAPOLATED
-        if when in few and when in more
+        for when in few
+        if when in more and when != BETWEEN  # the peak is never there in a deep model
     }
 
 

@@ -22,21 +22,21 @@ from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
 from finetune.distributed.gradients import LossFunction
-from finetune.engine.attention import attend_in_blocks, attention, prepare_blocks
-from finetune.engine.attention_cuda import attend_in_runs, prepare_varlen
+from finetune.engine.attention import prepare_blocks
+from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.four_bits import weight_without_data
 from finetune.engine.fused import fused_or_not
-from finetune.engine.layout import Layout, PackedMicrobatch
+from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import Choices
-from finetune.engine.loss_head import CHUNK_BYTES
 from finetune.engine.microbatch import Microbatch, rows_of
-from finetune.engine.mlp import CHUNK_ROWS
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import evaluation_mode
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
 """The purposes of memory."""
+Phases = dict[str, dict[Part, int]]
+"""The peak in each part of a computation, in bytes by purpose."""
 
 FORWARD, ABOVE, BETWEEN, BELOW = "forward", "backward, last layer", "backward", "backward, first layers"
 """Parts of a pass. The second ends with the first gradient of the second-to-last layer. The fourth begins with the
@@ -81,7 +81,7 @@ def name_of_layers(decoder: torch.nn.Module) -> str:
     raise AttributeError(f"a {type(decoder).__name__} has no list of layers")
 
 
-def trace(model: torch.nn.Module, microbatch: Any, how: Computation) -> dict[str, dict[Part, int]]:
+def trace(model: torch.nn.Module, microbatch: Any, how: Computation) -> Phases:
     """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
 
     As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without
@@ -89,20 +89,23 @@ def trace(model: torch.nn.Module, microbatch: Any, how: Computation) -> dict[str
 
     The model is on the meta device, in training mode, and the micro-batch is on the CPU.
     """
+    from finetune.training.memory.engine_choices import choices_on  # most runs on a CPU fit without a trace
+
     rows = rows_of(microbatch)
-    choices = _choices_on(how.device_type, how.dtype)
-    _prepare_attention(model, rows, choices)
+    if isinstance(rows, PackedMicrobatch):  # on real data; the layout keeps the result for the layers
+        prepare = prepare_blocks if how.device_type == "cpu" else prepare_varlen
+        rows.prepare_attention(prepare, layer_windows(model))
     masked = _choices_of_masks(rows)
-    loss = how.loss_of(choices)
+    loss = how.loss_of(choices_on(how.device_type, how.dtype))
     compute = torch.autocast("cpu", dtype=how.dtype, enabled=how.dtype != torch.float32)
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         fused_or_not(how.is_fused),
         unchanged_weights() if how.learns else nullcontext(),
         nullcontext() if how.learns else evaluation_mode(model),
-        _one_rotation(model),
-        _rows_of_one_document(),
-        _fake_weights(model) as weights,
+        one_rotation(model),
+        rows_of_one_document(),
+        fake_weights(model) as weights,
     ):
         vocabulary = bare_model(model).get_output_embeddings().weight.shape[0]
         allocations = Allocations(vocabulary, masked)
@@ -136,18 +139,25 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         vocabulary: the number of logits at a position.
         choices: the number of positions that a mask of a given shape chooses, where it is known.
+        read: answers code that reads a number from a tensor; None: this fails, because there is no data.
 
     Attributes:
         in_use: bytes now.
         phases: for each part of a pass, the most bytes in use and the blocks that made them up.
     """
 
-    def __init__(self, vocabulary: int = -1, choices: Mapping[tuple[int, ...], int] | None = None) -> None:
+    def __init__(
+        self,
+        vocabulary: int = -1,
+        choices: Mapping[tuple[int, ...], int] | None = None,
+        read: Callable[[torch.Tensor], int] | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.in_use = 0
         self.phases: dict[str, tuple[int, list[_Block]]] = {}
         self._vocabulary = vocabulary
         self._choices = choices or {}
+        self._read = read
         self._phase = ""
         self._live: dict[int, _Block] = {}
         self._references: dict[int, Any] = {}
@@ -184,7 +194,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        made = _stand_in(function, args, self._choices)
+        if self._read is not None and function is torch.ops.aten._local_scalar_dense.default:
+            return self._read(args[0])
+        made = _stand_in(function, args, kwargs or {}, self._choices)
         if made is None:
             made = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
@@ -226,17 +238,21 @@ def _choices_of_masks(microbatch: Microbatch) -> dict[tuple[int, ...], int]:
     return {**by_shape, tuple(at_any_row.shape): num_positions}
 
 
-def _stand_in(function: Any, args: Sequence[Any], choices: Mapping[tuple[int, ...], int]) -> torch.Tensor | None:
+def _stand_in(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], choices: Mapping[tuple[int, ...], int]
+) -> torch.Tensor | None:
     """Make the result of an operation that fake tensors do not run as real ones do.
 
-    They cannot run oneDNN's products, the products of experts in fp32, and the choice of a mask. And the gradient of a
-    choice is copied, where real tensors add to new zeros in place.
+    They cannot run oneDNN's products, the products of experts in fp32, a generator of random numbers, and the choice of
+    a mask. And the gradient of a choice is copied, where real tensors add to new zeros in place.
     """
     name = str(function)
     made: torch.Tensor | None = None
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = args[0], args[2] if "binary" in name else args[1]
         made = x.new_empty(*x.shape[:-1], weight.shape[0])
+    elif name == "aten.rand.generator":
+        made = torch.empty(args[0], dtype=kwargs.get("dtype"))
     elif name == "aten._grouped_mm.default":
         made = _grouped_products(*args[:3])
     elif name == "aten.index_put.default" and args[3:] == (True,):
@@ -261,7 +277,7 @@ def _grouped_products(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor
 
 
 @contextmanager
-def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
+def fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
     """Replace weights and buffers on the meta device by fake tensors of the CPU inside; tied ones stay tied."""
     fakes: dict[int, Any] = {}
     before: list[tuple[dict[str, Any], str, Any]] = []
@@ -284,7 +300,7 @@ def _fake_weights(model: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 @contextmanager
-def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
+def one_rotation(model: torch.nn.Module) -> Iterator[None]:
     """Within the block, LongRoPE does not choose its factors by the positions. Both choices take the same memory."""
     modules: list[Any] = [module for module in model.modules() if getattr(module, "rope_type", None) == "longrope"]
     parameters = [module.config.rope_parameters for module in modules]  # Phi-3.5-MoE looks there
@@ -300,7 +316,7 @@ def _one_rotation(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _rows_of_one_document() -> Iterator[None]:
+def rows_of_one_document() -> Iterator[None]:
     """Tell transformers that no row is packed. It cannot see this in fake positions, and would create a mask."""
     find, masking_utils.find_packed_sequence_indices = masking_utils.find_packed_sequence_indices, lambda *_: None
     try:
@@ -343,111 +359,6 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _choices_on(device_type: str, dtype: torch.dtype) -> Choices:
-    """Make the engine compute as on this type of device: chunks of its size, attention with its memory.
-
-    GPUs that compute in fp16 for want of bf16 have no flash attention either.
-    """
-    if device_type == "cpu":
-        return Choices(attention=_cpu_attention)
-    attention = partial(_gpu_attention, is_flash=dtype == torch.bfloat16)
-    return Choices(
-        attention=attention,
-        mlp_chunk_rows=CHUNK_ROWS[device_type],
-        logits_chunk_bytes=CHUNK_BYTES[device_type],
-        offload=partial(torch.autograd.graph.saved_tensors_hooks, _shape_of, _empty_again),
-    )
-
-
-def _shape_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
-def _empty_again(kept: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
-    return torch.empty(kept[0], dtype=kept[1])
-
-
-def _prepare_attention(model: torch.nn.Module, microbatch: Microbatch, choices: Choices) -> None:
-    """Prepare attention on real data; the layout keeps the result for the layers."""
-    if not isinstance(microbatch, PackedMicrobatch):
-        return
-    prepare = prepare_blocks if choices.attention is _cpu_attention else prepare_varlen
-    microbatch.prepare_attention(prepare, layer_windows(model))
-
-
-def _cpu_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    *,
-    queries: torch.Tensor | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-) -> torch.Tensor:
-    """Compute only the block of queries that needs most memory.
-
-    An operation on fake tensors takes as long as a real one, and a layer has many blocks. The memory of other blocks is
-    free again, except for one number per query and head, which is less than the error of the forecast.
-    """
-    if not len(q):
-        return attention(q, k, v, layout, queries=queries, window=window, scale=scale)
-    blocks = layout.prepared(prepare_blocks, queries, window)
-    heaviest = max(blocks, key=lambda block: block.last - block.first + sum(end - start for start, end in block.keys))
-    return attend_in_blocks(q, k, v, [heaviest], scale or 1.0)
-
-
-def _gpu_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    layout: Layout,
-    *,
-    queries: torch.Tensor | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    is_flash: bool,
-) -> torch.Tensor:
-    """Allocate the tensors of flash attention or of memory-efficient attention, and compute nothing."""
-
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _FusedAttention.apply(q, k, v, is_flash)  # type: ignore[no-untyped-call]
-        return out
-
-    return attend_in_runs(q, k, v, layout.prepared(prepare_varlen, queries, window), attend)
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Keep the inputs, the output and a number for each query and head, as FlashAttention does (arXiv:2307.08691)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_flash: bool) -> torch.Tensor:
-        copies = [] if is_flash else _copies_for_each_head(q, k)
-        out = torch.empty(q.shape, dtype=q.dtype)
-        ctx.is_flash = is_flash
-        ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[1], len(q), dtype=torch.float32))
-        del copies
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        q, k, v, _, sums = ctx.saved_tensors
-        inside = [torch.empty_like(sums), *_copies_for_each_head(q, k)]  # dk and dv are made for each head first
-        if ctx.is_flash:
-            inside.append(torch.empty(q.shape, dtype=torch.float32))  # sums of dq
-        else:
-            inside += _copies_for_each_head(q, k)
-        made = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
-        del inside
-        return *made, None
-
-
-def _copies_for_each_head(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:
-    """Allocate keys and values, or their gradients, for each head of q, where heads share them."""
-    shares = k.shape[1] != q.shape[1]
-    return [torch.empty(len(k), q.shape[1], q.shape[2], dtype=k.dtype) for _ in "kv"] if shares else []
 
 
 def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:

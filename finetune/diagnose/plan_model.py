@@ -1,0 +1,94 @@
+"""Build the model of a plan: on the meta device, as `Trainer` prepares it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.distributed.precision import Precision, convert_weights
+from finetune.findings import Finding, warning
+from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients
+from finetune.model.fp8_base import refuse_fp8_without_engine, round_frozen_layers, wants_fp8
+from finetune.model.from_hub import published_sizes, with_sizes_here
+from finetune.model.lora import attach_adapter
+from finetune.model.quantized import quantize_without_data
+from finetune.model.targets import resolve_targets
+from finetune.training.forward import choose_forward
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config, ModelSection
+
+
+class PlannedModel:
+    """The model of a run without data, and how its forward pass is computed.
+
+    Attributes:
+        model: with its adapter, its weights in the types of the run, in training mode.
+        sizes: the section of the model; if the hub does not give the model, with the sizes that are shipped.
+        forward: see `choose_forward`.
+        is_in_4_bits: whether the base is in 4 bits. It is not if the engine does not compute every layer.
+        findings: what differs from the run, or from what was asked for.
+    """
+
+    def __init__(self, config: Config, precision: Precision) -> None:
+        self._config = config
+        self._precision = precision
+        self.findings: list[Finding] = []
+        self.sizes, why = with_sizes_here(config.model)
+        if why is not None:
+            fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
+            self.findings.append(warning("Model", why, fix))
+        self.is_in_4_bits = self._is_in_fp8 = False
+        self.model = self.build()
+        self.findings += _other_sizes(self.sizes, self.model)
+        self.forward = choose_forward(config.training, self.model)
+        is_computed = self.forward.why_not_engine is None and not self.forward.called_layers
+        if config.training.kernels != "reference" and not is_computed:
+            what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
+            fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
+            self.findings.append(warning("Engine", what, fix))
+        if is_quantized(config):
+            self.is_in_4_bits = is_computed
+            if not is_computed:
+                what = "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts"
+                fix = "the run takes less than the plan says: see `forward`"
+                self.findings.append(warning("Memory", f"{what} 16 bits", fix))
+        if wants_fp8(config):
+            refuse_fp8_without_engine(config, self.forward.why_not_engine)
+            self._is_in_fp8 = True
+        if self.is_in_4_bits or self._is_in_fp8:
+            self.model = self.build()
+
+    def build(self, *, checkpointed: bool = False, is_in_4_bits: bool | None = None) -> Any:
+        """Build the model again, with or without gradient checkpointing; by default in 4 bits if the run's base is."""
+        config = self._config
+        with torch.device("meta"):
+            model: Any = build_base_model(self.sizes.model_copy(update={"init": "random"}))
+            if config.training.method == "lora":
+                targets = resolve_targets(model, config.lora.target_modules, config.lora.layers)
+                model = attach_adapter(model, config.lora, targets)
+            if self.is_in_4_bits if is_in_4_bits is None else is_in_4_bits:
+                quantize_without_data(model)
+        convert_weights(model, self._precision)
+        if self._is_in_fp8:
+            round_frozen_layers(model, config.model.fp8_layers)
+        if config.training.neftune_alpha:
+            add_embedding_noise(model, config.training.neftune_alpha)
+        if checkpointed:
+            checkpoint_gradients(model)
+        return model.train()
+
+
+def _other_sizes(section: ModelSection, model: Any) -> Iterator[Finding]:
+    """Yield a finding for each size of the model that differs from the shipped one."""
+    published = published_sizes(section)
+    for difference in () if published is None else published.differences(model.config):
+        what = f"{section.path}: {difference}; this plan takes the former"
+        yield warning("Model", what, "without the hub a plan would differ: update finetune")
+
+
+def is_quantized(config: Config) -> bool:
+    """Return whether the run trains an adapter on a base in 4 bits."""
+    return config.training.method == "lora" and config.lora.quantize != "none"
