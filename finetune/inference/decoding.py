@@ -122,9 +122,7 @@ def sample_answers(
         tokens = _generate(model, prompts, rows, decoding, runtime=runtime)
         if is_mine:
             for row, answer in zip(rows, tokens, strict=True):
-                num_before = sum(1 for _ in takewhile(lambda token: token not in decoding.stop_ids, answer.ids))
-                end = num_before + decoding.keeps_stop
-                answers[row] = SampledAnswer(answer.ids[:end], answer.nats[:end])
+                answers[row] = _until_stop(answer, decoding)
     return answers if runtime is None else _share_answers(runtime, answers, decoding.max_new_tokens)
 
 
@@ -139,6 +137,13 @@ def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> It
     if runtime.placement.shard_size is not None:
         num_rounds = ceil_div(len(batches), world_size)
         yield from ((rows, False) for rows in batches[: num_rounds - len(mine)])
+
+
+def _until_stop(answer: SampledAnswer, decoding: Decoding) -> SampledAnswer:
+    """Cut an answer off at its first stop token, which stays if the decoding keeps it."""
+    num_before = sum(1 for _ in takewhile(lambda token: token not in decoding.stop_ids, answer.ids))
+    end = num_before + decoding.keeps_stop
+    return SampledAnswer(answer.ids[:end], answer.nats[:end])
 
 
 def _share_answers(runtime: Runtime, answers: Sequence[SampledAnswer], limit: int) -> list[SampledAnswer]:
