@@ -16,6 +16,8 @@ from tests.methods.tiny_training import events
 from tests.real.conftest import write_orders
 from tests.rounding import rounding_of
 
+pytestmark = pytest.mark.process
+
 NUM_STEPS = 40
 NUM_TESTED = 32
 MAX_NEW_TOKENS = 96

@@ -17,7 +17,7 @@ from tests.methods.tiny_training import events
 from tests.real.conftest import write_orders
 from tests.rounding import relative_difference
 
-pytestmark = pytest.mark.warm
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 NUM_STEPS = 4
 """Each is an epoch, so step 1 has all rows."""
