@@ -9,7 +9,7 @@ import pytest
 from tests.launches import REPOSITORY
 from tools.readers_load import names_defined_twice
 
-MOST_MODULES_RUN = 138
+MOST_MODULES_RUN = 137
 MOST_MODULES_IMPORTED = 187
 
 
