@@ -107,7 +107,7 @@ def absolute(path: str | Path) -> str:
 
 
 def path_exists(path: str, *, is_file: bool = False) -> bool:
-    """Return whether a file or a folder, or one that a glob matches, is on this machine."""
+    """Return whether a path leads to a file or folder on this machine, or a glob matches one."""
     try:
         place = Path(absolute(path))
         if is_list_or_glob(path):

@@ -205,7 +205,7 @@ class _Reading:
         return None
 
     def _has_no_tag(self, node: yaml.Node, key: tuple[str, ...]) -> bool:
-        """Return whether a mapping or a list has no tag of its own, and refuse one that has."""
+        """Return whether a mapping or a list is without a tag. Note a problem if it has one."""
         if node.tag in (f"{_TAG}map", f"{_TAG}seq"):
             return True
         self._refuse_tag(node, key)

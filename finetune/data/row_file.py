@@ -207,7 +207,7 @@ def _digest(tensors: Mapping[str, torch.Tensor], facts: RowFacts) -> str:
 
 
 def _content(stream: IO[bytes]) -> Any:
-    """Return the content of a stream as a buffer: that of a file is mapped."""
+    """Return the content of a stream as a buffer. A file is mapped into memory."""
     if isinstance(stream, BytesIO):
         return stream.getbuffer()
     return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) if stream.tell() else b""

@@ -309,7 +309,7 @@ class Planner:
         """Predict the memory while a batch of answers is generated; None if it cannot be known."""
         by_engine = engine_generates(self.model, self._device.type, shards)
         if (where, by_engine) not in self._generations:
-            # In 4 bits, the forward of transformers needs data. Its activations are those of 16 bits.
+            # Products of weights in 4 bits need data. The model in 16 bits has the same activations.
             quantized = self.model if self._planned.is_in_4_bits else None
             model = self.model if quantized is None else self._planned.build(is_in_4_bits=False)
             # A single process generates the answers that it learns from without autocast.

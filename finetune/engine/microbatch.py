@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -51,10 +51,31 @@ Microbatch: TypeAlias = PaddedMicrobatch | PackedMicrobatch
 """Padded or packed rows. Both have `to`, `num_rows`, `num_tokens`, `num_targets`, `num_computed` and `target_row`."""
 
 
-def rows_of(microbatch: Any) -> Microbatch:
-    """Return the padded or packed rows of a micro-batch. One of pairs or labelled answers holds them as `rows`."""
-    rows: Microbatch = getattr(microbatch, "rows", microbatch)
-    return rows
+@dataclass(frozen=True, kw_only=True)
+class WithRows:
+    """A micro-batch of an objective that knows more than the rows: preferences or advantages."""
+
+    rows: Microbatch
+
+    @property
+    def num_rows(self) -> int:
+        """Rows."""
+        return self.rows.num_rows
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens that go through the model with a gradient; a shared prefix counts once."""
+        return self.rows.num_computed
+
+    @property
+    def input_ids(self) -> torch.Tensor:
+        """Token ids of the rows, padded or packed."""
+        return self.rows.input_ids
+
+
+def rows_of(microbatch: Microbatch | WithRows) -> Microbatch:
+    """Return the padded or packed rows of a micro-batch."""
+    return microbatch.rows if isinstance(microbatch, WithRows) else microbatch
 
 
 EMPTY_MICROBATCH = PaddedMicrobatch(

@@ -175,7 +175,7 @@ def _card(
 
 
 class _Block(str):
-    """Text of several lines that Markdown shows as it is, or that is Markdown."""
+    """Text of several lines that the card quotes in a block, or that is Markdown itself."""
 
 
 def _in_a_line(value: Any) -> Any:

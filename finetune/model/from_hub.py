@@ -69,7 +69,7 @@ def locate_model(section: ModelSection) -> str:
 
 
 def locate(path: str, key: str) -> str:
-    """Resolve `shipped:NAME`, a folder, or a hub id (returned as it is).
+    """Return the folder of `shipped:NAME` or of a path. A hub id is returned unchanged.
 
     Raises:
         ModelError: the folder does not exist or holds no model.

@@ -176,7 +176,8 @@ class RunFolder:
         try:
             present = {path.name for path in self.path.iterdir()}
             if present & _NAMES and not present & _MARKS:
-                self._lock.forget()  # only the lock's file says that the others are of a run, whose start failed early
+                # The start of the run failed early. Only the lock's file still says that the other files are a run's.
+                self._lock.forget()
             else:
                 self._lock.release()
         except OSError:

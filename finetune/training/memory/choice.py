@@ -250,7 +250,7 @@ def _least(configured: MemoryChoice, config: Config, how: Computation) -> Memory
 def _decide_by_forecast(
     steps: _Steps, fewest: int, most: int, *, row_tokens: int, usable: int, wish: bool | None
 ) -> Decision:
-    """Decide for micro-batches of `fewest` to `most` rows, each of which has the greatest length."""
+    """Decide for micro-batches that have from `fewest` to `most` rows of the greatest length."""
     decision = decide(partial(steps.need, fewest, most), usable, wish=wish)
     if not row_tokens < decision.tokens < most * row_tokens:
         return decision

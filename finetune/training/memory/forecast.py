@@ -23,6 +23,7 @@ from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
 from finetune.engine.four_bits import is_in_4_bits, state_bytes, weight_without_data
+from finetune.engine.microbatch import Microbatch, WithRows
 from finetune.training.memory.tracing import (
     BETWEEN,
     FORWARD,
@@ -205,7 +206,7 @@ class StepForecast:
         return found
 
 
-def forecast_step(model: torch.nn.Module, microbatch: Any, how: Computation) -> StepForecast:
+def forecast_step(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation) -> StepForecast:
     """Run a step without data.
 
     Args:

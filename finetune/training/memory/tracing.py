@@ -29,7 +29,7 @@ from finetune.engine.four_bits import weight_without_data
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import Choices
-from finetune.engine.microbatch import Microbatch, rows_of
+from finetune.engine.microbatch import Microbatch, WithRows, rows_of
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import evaluation_mode
 
@@ -81,7 +81,7 @@ def name_of_layers(decoder: torch.nn.Module) -> str:
     raise AttributeError(f"a {type(decoder).__name__} has no list of layers")
 
 
-def trace(model: torch.nn.Module, microbatch: Any, how: Computation) -> Phases:
+def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation) -> Phases:
     """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
 
     As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without

@@ -19,7 +19,7 @@ from finetune.data.labelled import LabelledExample
 from finetune.data.preferences import EncodedPair
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, function_of_nats
-from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
+from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch, WithRows
 from finetune.engine.reference import in_float64
 from finetune.inference.losses import LossSums, in_even_rounds
 from finetune.model.base import evaluation_mode
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceMicrobatch:
+class PreferenceMicrobatch(WithRows):
     """One forward over pairs or labelled answers.
 
     The loss is divided by the number of pairs or labelled answers, so these are its targets.
@@ -46,7 +46,6 @@ class PreferenceMicrobatch:
         whole: the sums over the whole global batch; None until they are computed.
     """
 
-    rows: Microbatch
     each: int = 2
     num_tokens: int
     mismatched: Microbatch | None = None
@@ -63,16 +62,6 @@ class PreferenceMicrobatch:
     def num_targets(self) -> int:
         """Pairs, or labelled answers."""
         return self.num_rows
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that go through the model with a gradient; a shared prefix counts once."""
-        return self.rows.num_computed
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """Token ids of the rows, padded or packed."""
-        return self.rows.input_ids
 
     def to(self, device: torch.device) -> PreferenceMicrobatch:
         """A copy on another device."""

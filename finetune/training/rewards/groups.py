@@ -15,7 +15,7 @@ import torch
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExample
 from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, function_of_nats
-from finetune.engine.microbatch import Microbatch
+from finetune.engine.microbatch import WithRows
 from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
 from finetune.training.rewards.group_loss import GroupLoss, GroupNats
@@ -32,7 +32,7 @@ class ScoredAnswer(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupMicrobatch:
+class GroupMicrobatch(WithRows):
     """One forward over answers.
 
     Attributes:
@@ -43,31 +43,15 @@ class GroupMicrobatch:
         per_token: a factor for sums over tokens: divided by the whole denominator, they become means over all tokens.
     """
 
-    rows: Microbatch
     advantages: torch.Tensor
     old: torch.Tensor | None = None
     num_targets: int
     per_token: float = math.nan
 
     @property
-    def num_rows(self) -> int:
-        """Answers."""
-        return self.rows.num_rows
-
-    @property
     def num_tokens(self) -> int:
         """Tokens of all prompts and answers; a shared prompt counts once for each answer."""
         return self.rows.num_tokens
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens that go through the model with a gradient; a shared prompt counts once."""
-        return self.rows.num_computed
-
-    @property
-    def input_ids(self) -> torch.Tensor:
-        """Token ids of the rows, padded or packed."""
-        return self.rows.input_ids
 
     def to(self, device: torch.device) -> GroupMicrobatch:
         """A copy on another device."""
