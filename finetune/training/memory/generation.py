@@ -29,7 +29,7 @@ from finetune.training.memory.tracing import Allocations, Phases, fake_weights, 
 _PROMPTS, _FIRST_LOGITS, _BEFORE_LAST, _LAST, _LAST_LOGITS = "prompts", "first logits", "before", "last", "last logits"
 """The pass over the prompts and the sampling of their first tokens; what is in memory before the pass over the last
 tokens; this pass, and the sampling after it."""
-_NO_STOP_ID, _FILLER_TOKEN = -1, 1
+_STOP_ID, _FILLER_TOKEN = 0, 1
 
 
 class AnswerBatch(NamedTuple):
@@ -184,7 +184,7 @@ def _trace_tokens(model: Any, batch: AnswerBatch, dtype: torch.dtype, phases: Se
     """
     is_padded = len({len(prompt) for prompt in batch.prompts}) > 1
     decoding = Decoding(
-        stop_ids=[_NO_STOP_ID], max_new_tokens=len(phases) // 2, sampling=batch.sampling, by_transformers=True
+        stop_ids=[_STOP_ID], max_new_tokens=len(phases) // 2, sampling=batch.sampling, by_transformers=True
     )
     num_passes, is_in_pass = 0, False
 
