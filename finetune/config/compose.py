@@ -141,6 +141,12 @@ def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model:
     return bound_to_folder(compose(overrides, run=str(folder / SAVED_CONFIG), uses=uses), folder)
 
 
+def overrides_of(values: Mapping[str, object]) -> list[str]:
+    """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`."""
+    plain = {key: _plain(value) for key, value in values.items()}
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain.items()]
+
+
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
     """Build a configuration from a dict, which may hold all that a run file may.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -79,6 +79,10 @@ class RunsCode:
 
 ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "schedulefree")
 """The only modules that a dotted name in a config may be resolved from."""
+
+
+SCRIPT_PREFIX = "script:"
+"""Begins the value of `optim.optimizer` in the record of a run whose optimizer a script has made."""
 
 
 def is_allowed_object(name: str) -> bool:
@@ -456,6 +460,19 @@ class OptimSection(Section):
     max_grad_norm: UpdateKey[PositiveFloat | None] = 1.0
     """Scale gradients down to this norm if their norm is larger; null: never."""
 
+    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
+
+    @property
+    def factory(self) -> Callable[..., Any] | None:
+        """Return the function of a script that makes the optimizer; None if `optimizer` names a class."""
+        return self._factory
+
+    def with_factory(self, factory: Callable[..., Any], name: str) -> OptimSection:
+        """Return a copy whose optimizer a script's function makes."""
+        changed = self.model_copy(update={"optimizer": f"{SCRIPT_PREFIX}{name}"})
+        changed._factory = factory
+        return changed
+
     @field_validator("min_learning_rate")
     @classmethod
     def _is_reached(cls, rate: float, info: ValidationInfo) -> float:
@@ -476,7 +493,7 @@ class OptimSection(Section):
     @field_validator("optimizer")
     @classmethod
     def _allowed_module(cls, name: str) -> str:
-        if not is_allowed_object(name):
+        if not (is_allowed_object(name) or name.startswith(SCRIPT_PREFIX)):
             raise ValueError(refused_object(name))
         return name
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby, pairwise, zip_longest
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,14 +40,19 @@ _LONGEST_LINE = 100
 
 
 def run_test_phase(
-    runtime: Runtime, model: Any, tokenizer: PreTrainedTokenizerBase, loader: EvaluationLoader, section: TestingSection
+    runtime: Runtime,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    loader: EvaluationLoader,
+    section: TestingSection,
+    given: Mapping[str, Metric] = MappingProxyType({}),
 ) -> Evaluation:
-    """Evaluate for the test phase of training, with the metrics of the configuration.
+    """Evaluate for the test phase of training, with the metrics of the configuration and those `given` by the script.
 
     This process computes alone, without communication, and `loader` has the whole test split. If the model is sharded,
     this is collective (every rank), and `loader` has this rank's rows.
     """
-    metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
+    metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics} | dict(given)
     is_alone = runtime.placement.shard_size is None
     evaluation = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
     return replace(evaluation, answers=evaluation.answers[: section.num_samples])

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """The largest `loss_difference` of equal losses: promise 1, and for 16 bits the spacing of the type's numbers at 1."""
+_NOT_IN_CONFIG = {"loss", "optimizer", "adapter"}
+"""Parts of a run that a script may give and that decide what a step computes."""
 StepPlan = Mapping[int, Sequence[int]]
 """Steps in ascending order, by the step after which to start; 0 is the start of the run."""
 
@@ -219,6 +221,11 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
             "configuration describes all of its steps."
         )
     read_run_record(run.folder.record_file)  # refuses values of other types
+    if given := _NOT_IN_CONFIG & run.part("script").keys():
+        raise CheckpointError(
+            f"{path} cannot be replayed: a script gave its {' and '.join(sorted(given))}, which the configuration does "
+            "not describe."
+        )
     config = load_run_config(path, overrides)
     config.data.refuse_untrusted()  # a replay reads all rows
     if (memory := MemoryChoice.from_record(run.part("memory"), config)) is not None:

@@ -34,6 +34,13 @@ _log = logging.getLogger(__name__)
 
 _ROWS = OnResume("rows", "the encoded rows, which the files, the chat template and the tokenizer decide")
 _BASE = OnResume("always", "the model that is trained")
+_CODE = {
+    "loss": OnResume("always", "the loss function of the script"),
+    "optimizer": OnResume("always", "the optimizer of the script"),
+}
+"""A script's own code, by its name in the fingerprints. See `Hooks.fingerprints`."""
+_CODE_KEYS = {"loss": "training.objective", "optimizer": "optim.optimizer"}
+"""The keys by which `resume.allow` accepts other code."""
 _SPLITS = ("data.train", "data.validation")
 _OWN_TO_EACH_START = ("resume", "resume_allow")
 _MAX_SHOWN = 60
@@ -88,7 +95,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     rows = _other_rows(folder, start, fingerprints)
     counting = _what_counts(before or config, config, has_same_rows=rows == [])
     matters = [it for it in found if it.effect.matters in counting] + (rows or [])
-    matters += _other_base(run, fingerprints)
+    matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
     if refused := [it for it in matters if not it.is_allowed(config.resume_allow)]:
@@ -213,6 +220,16 @@ def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
         return []
     before, after = (f"weights {str(digest)[:12]}" for digest in both)
     return [_Difference("model", before, after, "the base itself", _BASE)]
+
+
+def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
+    """Return the functions of a script that have changed, or that only one of the two starts has."""
+    before = run.part("fingerprints")
+    return [
+        _Difference(_CODE_KEYS[name], before.get(name, "none"), now.get(name, "none"), f"the script's {name}", effect)
+        for name, effect in _CODE.items()
+        if before.get(name) != now.get(name)
+    ]
 
 
 def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:

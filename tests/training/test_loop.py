@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from finetune.errors import RunFailedError
@@ -19,9 +21,12 @@ class Recorder:
         self._happens_at = happens_at
         self.validates = losses is not None
         self.agree_to_stop = answer
+        self.callbacks = SimpleNamespace(requests=set())
 
     def report(self, state, result):
         self.did.append(("report", state.step, result.num_targets))
+        if state.step in self._happens_at.get("asks_at", {}):
+            self.callbacks.requests.add(self._happens_at["asks_at"][state.step])
 
     def batches(self, epoch, first_step):
         return ((epoch, step) for step in range(first_step, self._steps_per_epoch))
@@ -30,7 +35,7 @@ class Recorder:
         self.did.append(("train", step, share))
         num_told = int(self._is_now("told_at", step))
         why = "the loss is nan" if self._is_now("skipped_at", step) else ""
-        return StepResult(1.0, 1.0, 1.0, step, 2 * step, num_preempted=num_told, not_finite=why)
+        return StepResult(step, 1.0, 1.0, 1.0, step, 2 * step, num_preempted=num_told, not_finite=why)
 
     def validate(self, state):
         if self._is_now("cut_short_at", state.step):
