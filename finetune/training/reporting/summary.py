@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.examples import holds_out_by_default
-from finetune.logs import speaks_to_a_person
+from finetune.logs import screen, speaks_to_a_person
 from finetune.model.base import count_parameters
 from finetune.terminal import fold, shown_folder
 from finetune.training.checks import named_splits
@@ -28,7 +27,7 @@ _LABEL_WIDTH = 8
 def show_summary(
     runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
 ) -> None:
-    """Write the lines to stderr if it is a terminal. Elsewhere, the log has the same information.
+    """Write the lines to a terminal or a notebook. Elsewhere, the log has the same information.
 
     `first_step` is the number of steps before this start, and `num_steps` the number of steps of the whole run.
     """
@@ -54,8 +53,8 @@ def show_summary(
         "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),
     }
     for name, fact in facts.items():
-        line = fold(f"{name:<{_LABEL_WIDTH}}{fact}", sys.stderr, indent=" " * _LABEL_WIDTH)
-        sys.stderr.write(f"{line}\n")
+        line = fold(f"{name:<{_LABEL_WIDTH}}{fact}", screen(), indent=" " * _LABEL_WIDTH)
+        screen().write(f"{line}\n")
 
 
 def _model(config: Config, model: Any) -> str:
