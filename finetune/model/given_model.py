@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
 
-GIVEN = "given by the script"
-"""The origin of keys that describe a given model or given rows."""
 _KEYS = {
     "r": "lora.r",
     "lora_alpha": "lora.alpha",
@@ -63,16 +61,6 @@ def describe_given_model(model: Any) -> dict[str, object]:
     if len(set(getattr(base, "hf_device_map", {}).values())) > 1:
         raise ModelError("the given model is spread over several devices (device_map). Load it without device_map.")
     return {"model.path": str(name)} | (_describe_adapter(model) if hasattr(model, "peft_config") else {})
-
-
-def name_given_model(model: Any, config: Config) -> dict[str, str]:
-    """Return the classes of a given model and adapter, for run.json. Empty if the configuration names the model."""
-    if config.origin("model.path") != GIVEN:
-        return {}
-    names = {"model": type(model.get_base_model() if hasattr(model, "peft_config") else model)}
-    if config.origin("lora.r") == GIVEN:
-        names["adapter"] = type(model)
-    return {part: f"{kind.__module__}.{kind.__qualname__}" for part, kind in names.items()}
 
 
 def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizerBase) -> Any:

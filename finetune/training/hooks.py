@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.engine.decoder import bare_model
-from finetune.engine.given_loss import GivenLoss, refuse_no_sum
 from finetune.errors import ConfigError, RunFailedError
 from finetune.inference.answer_metrics import METRICS, Metric
 from finetune.training.validation import LOSS
@@ -22,10 +20,13 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
+    from finetune.engine.given_loss import GivenLoss
 
 _log = logging.getLogger(__name__)
 CALLBACKS = ("on_step", "on_validation", "on_save", "on_end")
 """The methods that a callback may define."""
+GIVEN = "given by the script"
+"""The origin of the keys that describe a given model or given rows."""
 _REQUESTS = ("stop", "save")
 _IN_PLACE_OF = {
     "compute_loss": "give loss=function, which gets logits and targets",
@@ -124,16 +125,22 @@ class Hooks:
     def refuse_no_sum(self, model: Any, device: torch.device) -> None:
         """Raise a ConfigError if the loss is not a sum over its targets."""
         if self.loss is not None:
-            refuse_no_sum(self.loss, len(bare_model(model).get_output_embeddings().weight), device)
+            from finetune.engine.given_loss import refuse_no_sum
+
+            refuse_no_sum(self.loss, len(model.get_output_embeddings().weight), device)
 
     def fingerprints(self) -> dict[str, str]:
         """Describe the code that decides about the updates. A resumed run must have the same."""
         given = {"loss": self.loss, "optimizer": self.optimizer}
         return {name: _fingerprint(code) for name, code in given.items() if code is not None}
 
-    def as_record(self) -> dict[str, Any]:
-        """Return the names of the given code, for run.json. Empty if none is given."""
+    def as_record(self, config: Config, model: Any) -> dict[str, Any]:
+        """Return the names of the given code, and of the classes of a given model. Empty if nothing is given."""
+        has_base, has_adapter = (config.origin(key) == GIVEN for key in ("model.path", "lora.r"))
+        base = model.get_base_model() if hasattr(model, "peft_config") else model
         record = {
+            "model": _name_of(type(base)) if has_base else None,
+            "adapter": _name_of(type(model)) if has_adapter else None,
             "loss": None if self.loss is None else _name_of(self.loss),
             "optimizer": None if self.optimizer is None else _name_of(self.optimizer),
             "metrics": {name: _name_of(metric) for name, metric in self.metrics.items()},

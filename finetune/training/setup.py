@@ -20,7 +20,6 @@ from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
 from finetune.model.base import add_embedding_noise, checkpoint_gradients
 from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
-from finetune.model.given_model import name_given_model
 from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.quantized import states_in_4_bits
 from finetune.model.tokens import set_stop_and_pad_ids
@@ -283,7 +282,7 @@ def _open_journal(
         fingerprints=inputs,
     )
     runtime.liveness.on_close(journal.close)
-    if given := hooks.as_record() | name_given_model(model, config):
+    if given := hooks.as_record(config, model):
         journal.record(script=given)
     tokens = (digest.hex() for side in splits.train.sides for digest in side.digests(with_targets=False))
     write_row_record(journal.folder, raw_digests(splits), tokens)

@@ -10,24 +10,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import compose, overrides_of
 from finetune.config.yaml_reader import COMMAND_LINE
-from finetune.data.given_rows import write_given_rows
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
-from finetune.engine.given_loss import GivenLoss
 from finetune.errors import ConfigError
 from finetune.inference.answer_metrics import Metric
 from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
 from finetune.model.fp8_base import refuse_where_fp8_is_impossible
-from finetune.model.given_model import GIVEN, adopt_given_model, describe_given_model
 from finetune.model.lora import add_lora
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_inputs, check_objective, check_paths
-from finetune.training.hooks import Hooks
+from finetune.training.hooks import GIVEN, Hooks
 from finetune.training.objective import TrainingObjective
 from finetune.training.trainer import Trainer, training_objective
 from finetune.training.validation import check_metrics
@@ -36,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.engine.given_loss import GivenLoss
 
 
 class TrainResult(NamedTuple):
@@ -107,6 +105,8 @@ def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapp
     if isinstance(model, (str, os.PathLike)):
         arguments.append(f"model={os.fspath(model)}")
     elif model is not None:
+        from finetune.model.given_model import describe_given_model
+
         described = describe_given_model(model)
         arguments.append(f"model.path={described['model.path']}")
     has_rows = data is not None and not isinstance(data, (str, os.PathLike))
@@ -116,6 +116,8 @@ def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapp
     if has_rows:
         if config.data.label:
             raise ConfigError(f"data is given as rows, but the overrides name {config.data.label}. Give one of them.")
+        from finetune.data.given_rows import write_given_rows
+
         described |= write_given_rows(data, config.data.cache_dir)
     for key, value in described.items():
         chosen = _value_of(config, key)
@@ -213,6 +215,8 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
     tokenizer = build_run_tokenizer(config)
     splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
     if given_model is not None:
+        from finetune.model.given_model import adopt_given_model
+
         return Parts(adopt_given_model(given_model, config, tokenizer), tokenizer, splits)
     if is_quantized:
         base = build_quantized_base(config.model, config.lora, runtime.device)
