@@ -90,7 +90,7 @@ def _lines(name: str, rows: Iterable[Any]) -> Iterator[bytes]:
 
 def _is_json(value: object) -> bool:
     try:
-        json.dumps(value, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError):
         return False
     return True

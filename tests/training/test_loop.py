@@ -247,3 +247,17 @@ def test_a_validation_that_is_not_finite_ends_the_run_before_it_is_saved(loss, l
         run(plan, recorder=recorder, limit=limit)
     assert max(recorder.saved) == 3
     assert recorder.saved[3].best_step == 2
+
+
+def test_a_callback_ends_training_after_its_step_and_the_state_says_so():
+    recorder, end = run(cadence(), asks_at={2: "stop"})
+    assert recorder.steps_of("train") == [1, 2]
+    assert recorder.saved[2].is_stopped
+    resumed, _ = run(cadence(), state=end)
+    assert resumed.did == []
+
+
+def test_a_callback_saves_after_its_step():
+    recorder, _ = run(cadence(), asks_at={2: "save"})
+    assert recorder.steps_of("save")[:1] == [2]
+    assert not recorder.saved[2].is_stopped
