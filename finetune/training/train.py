@@ -16,6 +16,7 @@ from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError
 from finetune.inference.answer_metrics import Metric
+from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
 from finetune.model.fp8_base import refuse_where_fp8_is_impossible
@@ -90,11 +91,11 @@ def train(
     with launch(config) as runtime:
         trainer = build_trainer(runtime, config, hooks=hooks, given_model=model if is_given else None)
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
-        results, _ = trainer.run_training(train_loader, val_loader)
+        results, validation = trainer.run_training(train_loader, val_loader)
         evaluation = trainer.run_test(test_loader)
         if test_loader is None:
             trainer.load_published()
-        scores = {"loss": results.loss} | _metrics_of(trainer, evaluation)
+        scores = {"loss": results.loss, **_metrics_of(validation, trainer.validation_metrics, evaluation)}
         return TrainResult(scores, Path(config.output_dir), trainer.model, trainer.tokenizer)
 
 
@@ -131,16 +132,14 @@ def _value_of(config: Config, key: str) -> object:
     return getattr(getattr(config, section), name)
 
 
-def _metrics_of(trainer: Trainer, evaluation: Evaluation | None) -> dict[str, float]:
+def _metrics_of(
+    validation: LossSums | None, measured: Mapping[str, float], evaluation: Evaluation | None
+) -> dict[str, float]:
     """Return the metrics of the last validation and of the test phase, by name."""
-    named: dict[str, float] = {}
-    if trainer.validation_loss is not None:
-        measured = {"loss": trainer.validation_loss, **trainer.validation_metrics}
-        named = {f"validation/{name}": value for name, value in measured.items()}
-    for model, scores in ({} if evaluation is None else evaluation.scores).items():
-        prefix = "base" if model == "base" else "test"
-        named |= {f"{prefix}/{name}": value for name, value in {"loss": scores.loss, **scores.metrics}.items()}
-    return named
+    scores = {} if validation is None else {"validation": {"loss": validation.loss, **measured}}
+    for model, tested in ({} if evaluation is None else evaluation.scores).items():
+        scores["base" if model == "base" else "test"] = {"loss": tested.loss, **tested.metrics}
+    return {f"{prefix}/{name}": value for prefix, values in scores.items() for name, value in values.items()}
 
 
 def build_trainer(

@@ -136,12 +136,6 @@ class Trainer:
         return {} if self._run is None else self._run.last_metrics
 
     @property
-    def validation_loss(self) -> float | None:
-        """The loss of the last validation, in nats per target token; None if this start has not validated."""
-        last = None if self._run is None else self._run.last_validation
-        return None if last is None else last.loss
-
-    @property
     def loss_function(self) -> LossFunction:
         """The function that sums the loss over a micro-batch's targets; `train_step` minimises the mean."""
         return self._setup.objective.loss(self.config, BY_DEVICE)
