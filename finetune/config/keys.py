@@ -61,6 +61,12 @@ def takes_text(dotted: str) -> bool:
     return field is not None and _is_text(field.annotation)
 
 
+def takes_boolean(dotted: str) -> bool:
+    """Return whether a key takes true and false, perhaps among other values."""
+    field = fields().get(dotted)
+    return field is not None and bool in (field.annotation, *get_args(field.annotation))
+
+
 def takes_mapping(dotted: str) -> bool:
     """Return whether a key takes free keys and values of its own, as optim.args does."""
     field = fields().get(dotted)

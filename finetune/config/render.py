@@ -60,15 +60,19 @@ def commented_run_file(config: Config, groups: Mapping[str, str], file: object) 
         "# Overrides after it win over this file: optim.learning_rate=1e-4",
     ]
     for group, name in groups.items():
-        lines += ["", f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}", f"{group}: {_inline(name)}"]
+        lines += [
+            "",
+            f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}",
+            f"{group}: {inline_yaml(name)}",
+        ]
     for key in filter(is_set.get, given):
-        lines += ["", f"# {fields()[key].description}", f"{key}: {_inline(given[key])}"]
+        lines += ["", f"# {fields()[key].description}", f"{key}: {inline_yaml(given[key])}"]
     lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
     for section, keys in groupby(filterfalse(is_set.get, given), lambda key: key.rpartition(".")[0]):
         title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")
         lines += ["", f"# === {title}"]
         for key in keys:
-            lines += [f"# {fields()[key].description}", f"#{key}: {_inline(given[key])}"]
+            lines += [f"# {fields()[key].description}", f"#{key}: {inline_yaml(given[key])}"]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -94,15 +98,16 @@ def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[t
     """Yield each line of the YAML text with the dotted key of its value (empty if it opens a mapping)."""
     for name, value in values.items():
         key = (*above, name)
-        start = f"{'  ' * len(above)}{_inline(name)}:"
+        start = f"{'  ' * len(above)}{inline_yaml(name)}:"
         if isinstance(value, Mapping) and value:
             yield start, ""
             yield from _lines(value, key)
         else:
-            yield f"{start} {_inline(value)}", ".".join(key)
+            yield f"{start} {inline_yaml(value)}", ".".join(key)
 
 
-def _inline(value: object) -> str:
+def inline_yaml(value: object) -> str:
+    """Write a value as YAML in one line."""
     return _inline_scalar(value) if isinstance(value, (str, float, int, bool, NoneType)) else _dump(value)
 
 

@@ -141,7 +141,8 @@ def test_a_file_that_is_not_there(word, parts):
 
 def test_a_folder_in_place_of_a_run_file(write):
     write("runs/old/config.yaml", "seed: 1\n")
-    assert "write run=runs/old/config.yaml" in one_problem("run=runs/old")
+    assert compose(["run=runs/old"], complete=False).seed == 1
+    assert compose(["run=quickstart"]).seed == 0  # a name in configs/ wins
     write("folder.yaml/x", "")
     assert "is not a file" in one_problem("run=folder.yaml")
 
@@ -172,7 +173,9 @@ def test_a_choice_in_a_run_file_is_named_by_its_line(write):
     [
         ("orders", "expected key=value"),
         ("quickstart", "For the run file write run=quickstart."),
-        ("--seed=3", "an override has no dashes but an equals sign: seed=VALUE"),
+        ("-seed=3", "there is no such option. A key is set by seed=VALUE or --seed VALUE"),
+        ("--seed", "seed: has no value. Write seed=VALUE. It takes a whole number"),
+        ("--bogus", "bogus: has no value. There is no such key."),
         ("seed=", "seed: has no value. Write seed=VALUE. It takes a whole number of at least 0"),
         ("data.path=", "Write data.path=VALUE. It takes text or a list ([a, b]), each text or null."),
         ("seed=#3", "has no value but a comment"),
