@@ -161,8 +161,8 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
     """Return the values of `OnResume.matters` that apply to two configurations. Unknown rows count as changed."""
     sides = (before, now)
     has_adapter = any(side.training.method == "lora" for side in sides)
-    # A rate that is constant after its warm-up does not depend on the end of the run.
-    is_rate_scaled = all(side.optim.schedule != "constant" for side in sides)
+    # A rate that is constant after a warm-up of a fixed length does not depend on the end of the run.
+    is_rate_scaled = all(side.optim.schedule != "constant" or 0 < side.optim.warmup_steps < 1 for side in sides)
     has_max_steps = all(side.training.max_steps is not None for side in sides)
     counts = {
         "always": True,

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from finetune.config.compose import as_overrides, compose
+from finetune.errors import ConfigError
 from tests.in_process import run_finetune
 
 
@@ -66,3 +67,50 @@ def test_help_and_refusals(arguments, code, parts):
     done = run_finetune(*arguments.split())
     assert done.returncode == code
     assert all(part in done.stdout + done.errors for part in parts), done.stdout + done.errors
+
+
+@pytest.mark.parametrize(
+    ("typed", "key", "value"),
+    [
+        ("optim.warmup_steps=0.1", "optim.warmup_steps", 0.1),
+        ("optim.warmup_steps=1", "optim.warmup_steps", 1),
+        ("warmup_ratio=0.1", "optim.warmup_steps", 0.1),
+        ("optim.warmup_ratio=0", "optim.warmup_steps", 0),
+        ("training.num_epochs=0.5", "training.num_epochs", 0.5),
+        ("training.num_epochs=2", "training.num_epochs", 2),
+        ("training.report_to=wandb", "training.report_to", ["wandb"]),
+        ("report_to=wandb,mlflow", "training.report_to", ["wandb", "mlflow"]),
+        ("report_to=none", "training.report_to", []),
+        ("lora.target_modules=q_proj", "lora.target_modules", ["q_proj"]),
+        ("lora.target_modules=q_proj,v_proj", "lora.target_modules", ["q_proj", "v_proj"]),
+        ("lora.target_modules=layers.[0-9]{1,2}.*", "lora.target_modules", ["layers.[0-9]{1,2}.*"]),
+        ("lora.target_modules=all-linear", "lora.target_modules", "auto"),
+        ("optim.optimizer=adamw", "optim.optimizer", "torch.optim.AdamW"),
+        ("optim.optimizer=AdamW_8bit", "optim.optimizer", "bitsandbytes.optim.AdamW8bit"),
+        ("optim.optimizer=muon", "optim.optimizer", "torch.optim.Muon"),
+        ("optim.optimizer=torch.optim.Adam", "optim.optimizer", "torch.optim.Adam"),
+    ],
+)
+def test_values_that_other_tools_take(typed, key, value):
+    config = compose([typed], complete=False)
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name) == value
+    assert type(getattr(getattr(config, section), name)) is type(value) or value == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("warmup_ratio=0.1 optim.warmup_steps=3", "Keep one of the two"),
+        ("warmup_ratio=1", "(written warmup_ratio): expected a whole number of at least 0 or a number of at least 0"),
+        ("optim.warmup_steps=1.5", "below 1, got 1.5"),
+        ("report_to=none training.report_to=wandb", "Keep one of the two"),
+        ("report_to=clearml", "one of none, tensorboard, wandb, trackio, mlflow or a list"),
+        ("training.num_epochs=0", "expected a number above 0, got 0"),
+        ("optim.optimizer=adam", "one of adamw, adamw_8bit"),
+    ],
+)
+def test_values_that_are_refused(typed, said):
+    with pytest.raises(ConfigError) as caught:
+        compose(typed.split(), complete=False)
+    assert said in str(caught.value)
