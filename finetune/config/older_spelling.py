@@ -1,4 +1,5 @@
-"""Translate other spellings of keys: aliases, the keys of earlier systems, and in the folders of earlier runs the keys that this project renamed.
+"""Translate other spellings of keys: aliases, the keys of earlier systems, and in the folders of earlier runs the keys
+that this project renamed.
 
 The settings of each file and of the command line are translated before they are merged, so an older key has the same
 precedence as ours. Types were written ``!pyobject package.Class``. No type is resolved here.
