@@ -17,6 +17,11 @@ def ceil_share(share: float, number: int) -> int:
     return math.ceil(Fraction(repr(share)) * number)
 
 
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun: `1 step`, `1,200 steps`, `2 processes`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
 def name_first(names: Sequence[str], most: int, *, separator: str = ", ") -> str:
     """Join the first names of a list, and say how many more there are: `a, b and 3 more`."""
     more = len(names) - most

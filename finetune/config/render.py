@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import filterfalse, groupby
@@ -12,9 +13,13 @@ import yaml
 
 from finetune.config.config_files import GROUPS, PATH_INSTEAD, list_configs
 from finetune.config.keys import fields, section_class, values
+from finetune.config.older_spelling import ALIASES
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import COMMAND_LINE, PLAIN_VALUES, DottedName
 
+SCHEMA_FILE = "config.schema.json"
+"""The JSON Schema that is written beside each config. Editors find it by `SCHEMA_LINE`."""
+SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 _MAX_ALIGNED = 60
 """The comments of lines up to this length are aligned; a longer line is followed by its comment at once."""
 
@@ -58,6 +63,8 @@ def commented_run_file(config: Config, groups: Mapping[str, str], file: object) 
     lines = [
         f"# Train it with: finetune train {file}",
         "# Overrides after it win over this file: optim.learning_rate=1e-4",
+        f"# Editors complete and check its keys with the schema: finetune config schema > {SCHEMA_FILE}",
+        SCHEMA_LINE,
     ]
     for group, name in groups.items():
         lines += [
@@ -85,13 +92,21 @@ def json_schema() -> dict[str, Any]:
         model = section_class(section)
         if model is not None:
             properties[dotted] = {"$ref": f"#/$defs/{model.__name__}/properties/{key}"}
+    for alias, (key, _) in ALIASES.items():
+        properties[alias] = properties[key]
     for group in GROUPS:
         or_path = ", or is a path or a hub id" if group in PATH_INSTEAD else ""
         meaning = f"Chooses configs/{group}/NAME.yaml{or_path}; in a run file only."
         by_name = {"type": "string", "description": meaning}
         properties[group] = {"anyOf": [by_name, properties[group]]} if group in properties else by_name
     title = "A config file of finetune: a run file, or a file of a group"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
+    names = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:finetune:config-schema"}
+    return {**names, **schema, "title": title}
+
+
+def schema_text() -> str:
+    """Return the text of `SCHEMA_FILE`."""
+    return json.dumps(json_schema()) + "\n"
 
 
 def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
