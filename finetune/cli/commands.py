@@ -346,9 +346,9 @@ def recipes_copy(
     name: Annotated[str, typer.Argument(help="A name from `finetune recipes`.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write to.")] = Path(),
 ) -> None:
-    """Copy a recipe and its config to a folder. Nothing is overwritten."""
+    """Copy a recipe to a folder. Nothing is overwritten."""
     from finetune.cli.recipes import copy_recipe
 
-    for path in copy_recipe(name, folder):
-        say(f"wrote {path}")
-    say(f"next: python {folder / f'{name}.py'}")
+    path = copy_recipe(name, folder)
+    given = "" if 'run="' in path.read_text(encoding="utf-8") else " model=phi_tiny data=orders"
+    say(f"wrote {path}\nnext: python {path}{given}")

@@ -52,8 +52,8 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None) -> None:
             written.write(text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file with --file.") from error
-    with suppress(OSError):  # an editor works without it, and one that is there stays
-        (file.parent / SCHEMA_FILE).open("x", encoding="utf-8").write(schema_text())
+    with suppress(OSError), (file.parent / SCHEMA_FILE).open("x", encoding="utf-8") as schema:  # for editors only
+        schema.write(schema_text())
     say(f"wrote {file}\nnext: finetune plan {file}, then finetune train {file}")
 
 
