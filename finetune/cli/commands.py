@@ -153,9 +153,9 @@ def help_command(
     ] = None,
 ) -> None:
     """Explain a command, a task or a key: `finetune help plan`, `finetune help dpo`, `finetune help lora.r`."""
-    from finetune.cli.help import explain
+    from finetune.cli.help import explain_topic
 
-    if not explain(words or []):
+    if not explain_topic(words or []):
         app([*(words or []), "--help"], prog_name="finetune")
 
 

@@ -38,7 +38,7 @@ def show_frequent_keys() -> None:
     )
 
 
-def explain(words: Sequence[str]) -> bool:
+def explain_topic(words: Sequence[str]) -> bool:
     """Explain the task or the key that a single word names. Return whether there is one."""
     if len(words) != 1:
         return False
