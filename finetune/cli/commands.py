@@ -31,18 +31,11 @@ def _with_dashes(name: str) -> str:
 
 
 _MEANT = {
-    **dict.fromkeys(("list", "ls", "history", "experiments"), "runs"),
-    **dict.fromkeys(("run", "fit", "sft", "dpo", "lora", "pretrain"), "train"),
-    **dict.fromkeys(("eval", "test", "benchmark"), "evaluate"),
+    **dict.fromkeys(("list", "ls"), "runs"),
+    **dict.fromkeys(("run", "fit", "sft", "dpo"), "train"),
+    **dict.fromkeys(("eval", "test"), "evaluate"),
     **dict.fromkeys(("infer", "inference", "predict"), "generate"),
-    **dict.fromkeys(("convert", "quantize"), "export"),
-    **dict.fromkeys(("validate", "check", "env"), "doctor"),
-    **dict.fromkeys(("preprocess", "data"), "preview"),
-    **dict.fromkeys(("estimate", "memory"), "plan"),
-    **dict.fromkeys(("status", "logs"), "watch"),
-    **dict.fromkeys(("compare",), "diff"),
-    **dict.fromkeys(("upload", "publish"), "push"),
-    **dict.fromkeys(("new", "create"), "init"),
+    **{"convert": "export", "preprocess": "preview", "estimate": "plan", "status": "watch", "upload": "push"},
 }
 """Names that other tools give to what a command of ours does."""
 

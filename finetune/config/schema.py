@@ -26,10 +26,6 @@ def _without_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-def _tracker_names(value: object) -> object:
-    return [] if value in (None, "none") else _without_commas(value)
-
-
 def _module_names(value: object) -> object:
     """Read a text as names with commas, or as one pattern. PEFT says all-linear for auto, and LLaMA-Factory all."""
     if value in ("all-linear", "all", ["all-linear"], ["all"]):
@@ -45,7 +41,10 @@ TextList = Annotated[list[str], BeforeValidator(_without_commas, json_schema_inp
 Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 TrackerList = Annotated[
     list[Tracker],
-    BeforeValidator(_tracker_names, json_schema_input_type=Literal["none", Tracker] | list[Tracker]),
+    BeforeValidator(
+        lambda value: [] if value in (None, "none") else _without_commas(value),
+        json_schema_input_type=Literal["none", Tracker] | list[Tracker],
+    ),
 ]
 """A list of trackers, which may also be one name, or none."""
 
