@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import typer
 from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_overrides
 from finetune.config.compose import compose, list_configs
 from finetune.config.config_files import GROUPS, is_address, is_list_or_glob, is_path
-from finetune.config.render import commented_run_file
+from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import suffix_of
@@ -51,6 +52,8 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None) -> None:
             written.write(text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file with --file.") from error
+    with suppress(OSError), (file.parent / SCHEMA_FILE).open("x", encoding="utf-8") as schema:  # for editors only
+        schema.write(schema_text())
     say(f"wrote {file}\nnext: finetune plan {file}, then finetune train {file}")
 
 

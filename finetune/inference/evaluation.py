@@ -31,6 +31,7 @@ from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key
 from finetune.runs.model_files import has_adapter
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,7 +88,7 @@ def evaluate_model(
     answers: dict[ModelName, list[str]] = {}
     for name in names:
         adapter = model.disable_adapter() if name == "base" else nullcontext()
-        with adapter, waiting(f"measuring the {name} model on {len(examples):,} rows"):
+        with adapter, waiting(f"measuring the {name} model on {counted(len(examples), 'row')}"):
             losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
             ids = generate_answers(
                 model,

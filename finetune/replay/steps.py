@@ -37,6 +37,7 @@ from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from finetune.training.validation import LOSS
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -157,7 +158,7 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
     chosen = list(chain(*plan.values()))
     notes = []
     if len(chosen) < num_steps:
-        notes.append(f"{num_steps} steps were asked for, but only {len(chosen)} are recorded")
+        notes.append(f"{counted(num_steps, 'step')} asked for, but only {len(chosen)} are recorded")
     recorded_device = text(run.record.get("device"))
     if recorded_device != device:
         other = recorded_device or "a device that run.json does not name"

@@ -103,7 +103,8 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
-        raise ConfigError(f"optim.optimizer is {name}, but {module} is not installed ({error}).") from error
+        install = f"Run pip install {module.partition('.')[0]}, or choose torch.optim.AdamW."
+        raise ConfigError(f"optim.optimizer is {name}, but {module} is not installed ({error}). {install}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"optim.optimizer is {name}, but {module} has no such optimizer.")
     if found in (torch.optim.LBFGS, torch.optim.SparseAdam) or name.endswith("Closure"):
@@ -115,9 +116,10 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
     """Return the rate of a step, from 1 to `num_steps`. A pure function, so there is no scheduler state to save."""
-    if step <= section.warmup_steps:
-        return section.learning_rate * step / section.warmup_steps
-    falling = num_steps - section.warmup_steps
+    warmup_steps = section.warmup_in(num_steps)
+    if step <= warmup_steps:
+        return section.learning_rate * step / warmup_steps
+    falling = num_steps - warmup_steps
     if section.schedule == "wsd":
         falling = min(falling, section.decay_steps or math.ceil(num_steps / 10))
     progress = max(0.0, (step - 1 - num_steps + falling) / max(1, falling))

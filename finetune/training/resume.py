@@ -24,6 +24,7 @@ from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
 from finetune.training.memory.choice import masks_follow_microbatches
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder
@@ -123,9 +124,10 @@ def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch
     if path is None or state.global_batch_size == global_batch_size:
         return
     given = "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size"
+    before, now = counted(state.world_size, "process"), counted(world_size, "process")
     raise CheckpointError(
-        f"output_dir={folder.path} holds a run that {_processes(state.world_size)} trained with a global batch of "
-        f"{state.global_batch_size} examples, this run asks for {global_batch_size} with {_processes(world_size)} "
+        f"output_dir={folder.path} holds a run that {before} trained with a global batch of "
+        f"{state.global_batch_size} examples, this run asks for {global_batch_size} with {now} "
         f"({given}). Set training.global_batch_size={state.global_batch_size}, which any number of processes can keep, "
         "or start another run with output_dir=. Nothing was changed."
     )
@@ -137,10 +139,6 @@ def _last_state(folder: RunFolder) -> TrainerState | None:
         with suppress(CheckpointError):
             return read_state(folder.checkpoint(step))
     return None
-
-
-def _processes(number: int) -> str:
-    return f"{number} process{'' if number == 1 else 'es'}"
 
 
 def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:
@@ -168,8 +166,8 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
     """Return the values of `OnResume.matters` that apply to two configurations. Unknown rows count as changed."""
     sides = (before, now)
     has_adapter = any(side.training.method == "lora" for side in sides)
-    # A rate that is constant after its warm-up does not depend on the end of the run.
-    is_rate_scaled = all(side.optim.schedule != "constant" for side in sides)
+    # A rate that is constant after a warm-up of a fixed length does not depend on the end of the run.
+    is_rate_scaled = all(side.optim.schedule != "constant" or 0 < side.optim.warmup_steps < 1 for side in sides)
     has_max_steps = all(side.training.max_steps is not None for side in sides)
     counts = {
         "always": True,

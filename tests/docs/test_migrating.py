@@ -7,7 +7,7 @@ import re
 import pytest
 
 from finetune.config.keys import fields
-from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
+from finetune.config.older_spelling import ALIASES, REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
 from finetune.config.other_libraries import EARLIER, LORA_CONFIG, TRAINING_ARGUMENTS, TRL
 from tests.docs.pages import DOCS
 
@@ -28,7 +28,7 @@ TABLES = {
     "Keys of earlier systems": {
         key: "; otherwise ".join(map(describe_rule, rules))
         for key, rules in TABLE.items()
-        if key not in (*RENAMED, *REMOVED)
+        if key not in (*RENAMED, *REMOVED, *ALIASES)
     },
     "From TrainingArguments": {name: describe_name(ours) for name, ours in TRAINING_ARGUMENTS.items()},
     "From LoraConfig": {name: describe_name(ours) for name, ours in LORA_CONFIG.items()},

@@ -2,6 +2,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from finetune.config.compose import compose
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence, StopRules
@@ -63,6 +64,12 @@ def run(cadence, *, state=None, recorder=None, losses=None, patience=None, limit
 
 def cadence(steps_per_epoch=3, num_steps=7, **keys):
     return Cadence(steps_per_epoch=steps_per_epoch, num_steps=num_steps, **keys)
+
+
+def test_a_part_of_an_epoch_is_a_number_of_steps_rounded_up():
+    epochs = {"training.num_epochs=0.5": 4, "training.num_epochs=1.5": 11, "training.num_epochs=2": 14}
+    for key, num_steps in epochs.items():
+        assert Cadence.of(compose([key], complete=False), steps_per_epoch=7).num_steps == num_steps
 
 
 def falling(num_steps=50):
