@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from finetune.config.keys import fields
 from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
-from finetune.config.other_libraries import EARLIER, LORA_CONFIG, TRAINING_ARGUMENTS, TRL
+from finetune.config.other_tools import KEYS, SENTENCES
 from tests.docs.pages import DOCS
 
 
@@ -18,8 +17,8 @@ def describe_rule(rule: Rule) -> str:
     return f"{'left out' if isinstance(rule, Dropped) else 'refused'}: {rule.reason}"
 
 
-def describe_name(ours: str) -> str:
-    return f"`{ours}`" if ours in fields() else ours
+def names_in(text: str) -> str:
+    return ", ".join(f"`{name.partition('=')[0]}`" for name in text.split())
 
 
 TABLES = {
@@ -30,20 +29,20 @@ TABLES = {
         for key, rules in TABLE.items()
         if key not in (*RENAMED, *REMOVED)
     },
-    "From TrainingArguments": {name: describe_name(ours) for name, ours in TRAINING_ARGUMENTS.items()},
-    "From LoraConfig": {name: describe_name(ours) for name, ours in LORA_CONFIG.items()},
-    "From TRL": {name: describe_name(ours) for name, ours in TRL.items()},
-    "From earlier versions of these libraries": {name: describe_name(ours) for name, ours in EARLIER.items()},
+    "Names that are keys here": {key: names_in(names) for key, names in KEYS.items()},
+    "Names that are not keys here": {sentence: names_in(names) for sentence, names in SENTENCES.items()},
 }
 
 
 def rows_of_the_page() -> dict[str, dict[str, str]]:
     text = (DOCS / "migrating.md").read_text(encoding="utf-8")
-    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)[1:]
-    return {
-        title: dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", body, flags=re.MULTILINE))
-        for title, body in zip(parts[::2], parts[1::2], strict=True)
-    }
+    parts = re.split(r"^###? (.+)\n", text, flags=re.MULTILINE)[1:]
+    tables = {}
+    for title, body in zip(parts[::2], parts[1::2], strict=True):
+        rows = re.findall(r"^\| (.+?) \| (.+) \|$", body, flags=re.MULTILINE)[1:]
+        if rows:
+            tables[title] = {first.strip("`"): second for first, second in rows}
+    return tables
 
 
 @pytest.mark.parametrize("title", TABLES)
