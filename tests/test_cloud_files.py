@@ -1,4 +1,4 @@
-"""The files in recipes/launch/ for Kubernetes, SkyPilot and AzureML: their fields, and their commands as two nodes on one host.
+"""The files in recipes/launch/ for clusters and clouds: their fields, and their commands as two nodes on one host.
 
 No cloud runs them here. The shell text of each file runs as it is, with the variables that the platform would set.
 FINETUNE_AZUREML is the Python of an environment with azure-ai-ml, which does not fit the tested packages.

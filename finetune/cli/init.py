@@ -55,7 +55,7 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file with --file.") from error
     if number := text.count("\n# DECIDE: "):
-        say(f"{number} points need a decision. Look for DECIDE in {file}.")
+        say(f"decisions to make: {number}. Look for DECIDE in {file}.")
     say(f"wrote {file}\nnext: finetune plan {file}, then finetune train {file}")
 
 

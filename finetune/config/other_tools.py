@@ -161,8 +161,8 @@ Put the system prompt into the rows, as a turn of the role system.
 Nothing to set: the order of rows follows from seed.
     data_seed train_sampling_strategy length_column_name shuffle_dataset shuffle_merged_datasets
 Nothing to set: rows are never padded.
-    padding_free packing_strategy eval_packing pad_to_multiple_of special_tokens.pad_token group_by_length eval_sample_packing
-    pad_to_sequence_len
+    padding_free packing_strategy eval_packing pad_to_multiple_of special_tokens.pad_token group_by_length
+    eval_sample_packing pad_to_sequence_len
 Nothing to set: encoded rows are cached in data.cache_dir, and the log names columns without use.
     remove_unused_columns dataset_kwargs ignore_bias_buffers dataset_prepared_path skip_prepare_dataset
     dataset_dir overwrite_cache tokenized_path dataloader_persistent_workers dataloader_multiprocessing_context

@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.config.config_files import shown_path
-from finetune.config.keys import did_you_mean, expected, section_class, takes_mapping
+from finetune.config.keys import did_you_mean, expected, fields, section_class, takes_mapping
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml
 from finetune.config.schema import Config
@@ -99,9 +99,7 @@ class Translation:
     def comments(self) -> tuple[list[str], list[str]]:
         """Return comments on names that need a decision or are unknown, and on the other names without a key."""
         settled: list[str] = []
-        decide = [
-            f"# Translated from {self.path.name!r}, a file of {self.tool}. Lines with DECIDE need a decision of yours."
-        ]
+        decide = [f"# Translated from {self.path.name!r}, a file of {self.tool}. DECIDE marks what you must decide."]
         for sentence, names in self.notes.items():
             is_settled = sentence.startswith((NOTHING, MISSING))
             start = "" if is_settled or sentence == UNKNOWN else "DECIDE: "
@@ -118,7 +116,7 @@ def translate_file(path: Path) -> Translation:
     """
     settings = _read(path)
     given = {setting.key[0] for setting in settings}
-    is_ours = any(section_class(setting.key[0]) and len(setting.key) > 1 for setting in settings)
+    is_ours = any(setting.dotted in fields() and len(setting.key) > 1 for setting in settings)
     if is_ours or not given & {name.partition(".")[0] for name in OUR_NAME}:
         raise ConfigError(
             f"{shown_path(path)}: holds no setting of axolotl, LLaMA-Factory, Transformers, PEFT, TRL or DeepSpeed. "
@@ -145,9 +143,8 @@ def _read(path: Path) -> list[Setting]:
     settings = read_settings(path, shown_path(path), problems)
     if problems:
         raise ConfigError("\n".join(problems))
-    return [
-        replace(each, value=None) if each.text == "None" else each for each in settings
-    ]  # as a dict of Python has it
+    # A dict that Python printed has None.
+    return [replace(each, value=None) if each.text == "None" else each for each in settings]
 
 
 def _translate(setting: Setting, translation: Translation) -> None:
@@ -171,7 +168,10 @@ def _translate(setting: Setting, translation: Translation) -> None:
         is_off = value in (False, 0, "", "no", "none", [], {}) and not meaning.startswith(NOTHING)
         sentence = OFF if is_off else meaning
     else:
-        values, sentence = _answer(name, meaning, value, translation)
+        try:
+            values, sentence = _answer(name, meaning, value, translation)
+        except (TypeError, ValueError, AttributeError, KeyError):  # a value of another type than the tool's own
+            sentence = f"Set {meaning}. finetune cannot read this value."
     for key, ours in values.items():
         parts = (*meaning.split("."), *rest) if rest else tuple(key.split("."))
         sentence = _add(parts, ours, setting, translation) or sentence

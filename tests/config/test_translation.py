@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from finetune.config.compose import compose
 from finetune.config.keys import values
+from finetune.config.other_tools import OUR_NAME
 from finetune.config.translation import translate_file
 from finetune.errors import ConfigError
 from tests.in_process import run_finetune
@@ -311,6 +313,18 @@ def test_other_files_are_refused(text):
     Path("other.yaml").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"other\.yaml"):
         translate_file(Path("other.yaml"))
+
+
+def test_values_of_another_type_are_left_to_the_user():
+    names = [name for name in OUR_NAME if "." not in name]
+    for number, value in enumerate(["[a, {b: 1}]", "{x: [1]}", "abc"]):
+        file = Path(f"{number}.yaml")
+        file.write_text("".join(f"{name}: {value}\n" for name in names), encoding="utf-8")
+        translation = translate_file(file)
+        noted = "\n".join(
+            line for lines in [*translation.notes.values(), *translation.came_from.values()] for line in lines
+        )
+        assert all(re.search(rf"^{name}[:.]", noted, re.MULTILINE) for name in names)
 
 
 def test_values_and_names_stay_in_their_comments():

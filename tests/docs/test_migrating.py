@@ -8,7 +8,8 @@ import pytest
 
 from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
 from finetune.config.other_tools import KEYS, SENTENCES
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, marked_blocks
+from tests.in_process import run_finetune
 
 
 def describe_rule(rule: Rule) -> str:
@@ -43,6 +44,18 @@ def rows_of_the_page() -> dict[str, dict[str, str]]:
         if rows:
             tables[title] = {first.strip("`"): second for first, second in rows}
     return tables
+
+
+def test_the_lines_of_the_translated_file_are_those_that_init_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "tasks/coming-from.md").read_text(encoding="utf-8")
+    (source,) = (block.text for block in marked_blocks(DOCS / "tasks/coming-from.md") if block.more == "lora.yml")
+    (excerpt,) = re.findall(r"^```yaml\n(# DECIDE.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "lora.yml").write_text(source, encoding="utf-8")
+    assert run_finetune("init", "--from", "lora.yml", "--file", "chats.yaml").answer == printed
+    written = (tmp_path / "chats.yaml").read_text(encoding="utf-8").splitlines()
+    assert set(excerpt.splitlines()) <= set(written)
 
 
 @pytest.mark.parametrize("title", TABLES)
