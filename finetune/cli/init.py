@@ -64,14 +64,14 @@ def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | No
     from finetune.config.translation import translate_file
 
     translation = translate_file(source)
-    chosen = {override.partition("=")[0].strip() for override in overrides}
+    chosen = {override.partition("=")[0].strip() if "=" in override else "data" for override in overrides}
     replaced = {f"{section}.{key}" for section, keys in _REPLACED.items() if section in chosen for key in keys}
     if chosen & {"data.path", "data.mixture"}:
         replaced |= {"data.path", "data.mixture"}
     settings = [setting for setting in translation.settings.values() if ".".join(setting.key[:2]) not in replaced]
     config = config_from_overrides(overrides, command="init", complete=False, translated=settings)
     came_from = {key: lines for key, lines in translation.came_from.items() if key not in replaced}
-    decide, settled = translation.comments()
+    decide, settled = translation.comments(chosen | replaced)
     is_open = {"model.path": not (config.model.path or config.model.config), "data.path": not config.data.label}
     is_open["data.path"] &= not any(line.startswith("# DECIDE: Set data.path") for line in decide)
     decide += [f"# DECIDE: Set {key}, or add it to the command." for key, is_missing in is_open.items() if is_missing]

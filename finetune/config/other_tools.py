@@ -126,14 +126,8 @@ The loss is next-token cross-entropy. training.objective chooses another: dpo, k
     loss_type label_smoothing label_smoothing_factor
 Only answers carry loss. data.train_on=last leaves out all but the last of a conversation.
     train_on_inputs train_on_prompt
-Nothing to set: only answers carry loss. data.train_on=last leaves out all but the last of a conversation.
-    completion_only_loss assistant_only_loss
 Set training.batch_size: it counts rows. A packed batch elsewhere is filled up. Here, no row sees another one.
     packing sample_packing neat_packing
-Nothing to set: trackers of training.report_to read their own environment variables, such as WANDB_PROJECT.
-    project wandb_name wandb_entity wandb_run_id wandb_mode wandb_watch wandb_log_model trackio_space_id
-    trackio_bucket_id trackio_static_space_id trackio_project_name trackio_run_name mlflow_tracking_uri
-    mlflow_experiment_name mlflow_run_name use_swanlab
 Set optim.min_learning_rate or optim.decay_steps.
     lr_scheduler_kwargs
 Set optim.args for the optimizer of optim.optimizer.
@@ -144,8 +138,6 @@ Set data.max_rows: only these rows of a hub data set are downloaded.
     dataset_streaming streaming
 Set model.revision or model.attention.
     model_init_kwargs
-Nothing to set: ranks wait parallel.timeout_minutes for each other, 60 by default.
-    ddp_timeout
 Set training.gradient_checkpointing=false.
     disable_gradient_checkpointing
 Set parallel.shard_size and parallel.sharding=fsdp2.
@@ -158,81 +150,67 @@ Name new tokens in lora.new_tokens. Special tokens of the tokenizer are used as 
     special_tokens eos_token pad_token eot_tokens added_tokens_overrides
 Put the system prompt into the rows, as a turn of the role system.
     default_system default_system_message
-Nothing to set: the order of rows follows from seed.
-    data_seed train_sampling_strategy length_column_name shuffle_dataset shuffle_merged_datasets
-Nothing to set: rows are never padded.
-    padding_free packing_strategy eval_packing pad_to_multiple_of special_tokens.pad_token group_by_length
-    eval_sample_packing pad_to_sequence_len
-Nothing to set: encoded rows are cached in data.cache_dir, and the log names columns without use.
-    remove_unused_columns dataset_kwargs ignore_bias_buffers dataset_prepared_path skip_prepare_dataset
-    dataset_dir overwrite_cache tokenized_path dataloader_persistent_workers dataloader_multiprocessing_context
-    dataloader_in_order dataset_exact_deduplication
-Nothing to set: longer rows are cut on the right, see data.on_long_row.
-    truncation_mode
-Nothing to set: the loss is the mean over all target tokens of the global batch.
-    average_tokens_across_devices
-Nothing to set: training.precision says in what a run computes.
-    tf32 bf16_full_eval fp16_full_eval dtype torch_dtype fp16.loss_scale fp16.loss_scale_window
-    fp16.initial_scale_power fp16.hysteresis fp16.min_loss_scale fp16.auto_cast
+Nothing to set: only answers carry loss. data.train_on=last leaves out all but the last of a conversation.
+    completion_only_loss assistant_only_loss
+Nothing to set: trackers of training.report_to read their own environment variables, such as WANDB_PROJECT.
+    project wandb_name wandb_entity wandb_run_id wandb_mode wandb_watch wandb_log_model trackio_space_id
+    trackio_bucket_id trackio_static_space_id trackio_project_name trackio_run_name mlflow_tracking_uri
+    mlflow_experiment_name mlflow_run_name use_swanlab
 Nothing to set: the engine has its own attention and kernels. training.kernels=reference turns them off.
     use_liger_kernel liger_kernel_config torch_compile_backend torch_compile_mode flash_attention sdp_attention
     eager_attention xformers_attention flex_attention flash_attn flash_attn_cross_entropy flash_attn_rms_norm
-    flash_attn_fuse_mlp cut_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope
-    liger_rms_norm liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy enable_liger_kernel
-    use_unsloth upcast_layernorm
+    flash_attn_fuse_mlp cut_cross_entropy lora_mlp_kernel lora_qkv_kernel lora_o_kernel liger_rope liger_rms_norm
+    liger_glu_activation liger_layer_norm liger_fused_linear_cross_entropy enable_liger_kernel use_unsloth
+    upcast_layernorm
 Nothing to set: `finetune plan` says what fits. training.memory=least takes as little memory as possible.
     auto_find_batch_size gradient_checkpointing_kwargs activation_checkpointing_kwargs torch_empty_cache_steps
-    use_cache precompute_ref_log_probs precompute_ref_batch_size activation_offloading low_cpu_mem_usage
-    lora_on_cpu use_unsloth_gc use_reentrant_gc
-Nothing to set: metrics.jsonl has every step, and a run is named by its folder, output_dir.
-    logging_first_step log_on_each_node logging_strategy logging_nan_inf_filter include_num_input_tokens_seen
-    log_level log_level_replica disable_tqdm skip_memory_metrics debug run_name include_for_metrics plot_loss
-    wall_clock_breakdown dump_state
-Nothing to set: `finetune train` trains, validates and tests; `finetune evaluate` measures a finished run.
-    do_train do_eval do_predict prediction_loss_only eval_do_concat_batches eval_use_gather_object
-    eval_accumulation_steps batch_eval_metrics label_names
-Nothing to set: a checkpoint has all that resuming needs, and adapter/ has the best weights.
-    save_only_model save_on_each_node save_safetensors load_best_model_at_end ignore_data_skip
-    enable_jit_checkpoint create_new_adapter restore_callback_states_from_checkpoint pissa_convert pissa_iter
-Nothing to set: of a loss, lower is better, of all other metrics, higher.
-    greater_is_better
-Nothing to set: runs are not overwritten. Choose another output_dir, or resume=auto.
-    overwrite_output_dir
+    use_cache precompute_ref_log_probs precompute_ref_batch_size activation_offloading low_cpu_mem_usage lora_on_cpu
+    use_unsloth_gc use_reentrant_gc
 Nothing to set: publish a finished run with `finetune push`. For private repositories, set HF_TOKEN.
-    push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push hub_revision
-    hf_use_auth_token hf_hub_token
-Nothing to set: the launcher starts the processes and gives each its rank.
-    local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph accelerator_config
-Nothing to set: parallel.sharding=fsdp2 has no such setting.
-    fsdp_config zero_optimization fsdp_final_state_dict_type zero_allow_untested_optimizer
-    zero_force_ds_cpu_optimizer communication_data_type
-Nothing to set: lora.quantize=nf4 is NF4.
-    bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage quantization_method quantization_type
-    double_quantization
-Nothing to set: models are causal language models, and their layers say the rest.
-    task_type peft_type auto_mapping peft_version inference_mode fan_in_fan_out runtime_config
-    ensure_weight_tying megatron_config megatron_core lora_task_type model_type type_of_model tokenizer_type
-    tokenizer_use_fast strict use_fast_tokenizer resize_token_embeddings_to_32x
-Nothing to set: training.on_nonfinite says what happens to a loss that is NaN or infinite.
-    loss_watchdog_threshold loss_watchdog_patience
+    push_to_hub hub_model_id hub_token hub_private_repo hub_strategy hub_always_push hub_revision hf_use_auth_token
+    hf_hub_token
 Nothing to set: the rate rises from 0 to optim.learning_rate, and falls until the last step.
     scheduler.params
+Nothing to set: rows are shuffled by seed, never padded, cut at data.max_length, and cached in data.cache_dir.
+    data_seed train_sampling_strategy length_column_name shuffle_dataset shuffle_merged_datasets padding_free
+    packing_strategy eval_packing pad_to_multiple_of special_tokens.pad_token group_by_length eval_sample_packing
+    pad_to_sequence_len remove_unused_columns dataset_kwargs ignore_bias_buffers dataset_prepared_path
+    skip_prepare_dataset dataset_dir overwrite_cache tokenized_path dataloader_persistent_workers
+    dataloader_multiprocessing_context dataloader_in_order dataset_exact_deduplication truncation_mode
+Nothing to set: a run trains, validates and tests, and metrics.jsonl has every step and the mean over all target tokens.
+    logging_first_step log_on_each_node logging_strategy logging_nan_inf_filter include_num_input_tokens_seen
+    log_level log_level_replica disable_tqdm skip_memory_metrics debug run_name include_for_metrics plot_loss
+    wall_clock_breakdown dump_state do_train do_eval do_predict prediction_loss_only eval_do_concat_batches
+    eval_use_gather_object eval_accumulation_steps batch_eval_metrics label_names average_tokens_across_devices
+Nothing to set: training.on_nonfinite says what happens to a loss that is NaN or infinite.
+    loss_watchdog_threshold loss_watchdog_patience
+Nothing to set: a checkpoint has all that resuming needs, adapter/ has the best weights, and no run is overwritten.
+    save_only_model save_on_each_node save_safetensors load_best_model_at_end ignore_data_skip enable_jit_checkpoint
+    create_new_adapter restore_callback_states_from_checkpoint pissa_convert pissa_iter greater_is_better
+    overwrite_output_dir
+Nothing to set: the launcher starts the processes, and parallel.sharding=fsdp2 needs no such setting.
+    local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph accelerator_config fsdp_config
+    zero_optimization fsdp_final_state_dict_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    communication_data_type ddp_timeout
+Nothing to set: the model and training.precision say this. lora.quantize=nf4 is NF4.
+    task_type peft_type auto_mapping peft_version inference_mode fan_in_fan_out runtime_config ensure_weight_tying
+    megatron_config megatron_core lora_task_type model_type type_of_model tokenizer_type tokenizer_use_fast strict
+    use_fast_tokenizer resize_token_embeddings_to_32x tf32 bf16_full_eval fp16_full_eval dtype torch_dtype
+    fp16.loss_scale fp16.loss_scale_window fp16.initial_scale_power fp16.hysteresis fp16.min_loss_scale fp16.auto_cast
+    bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage quantization_method quantization_type
+    double_quantization
 No counterpart: a base in 8 bits. Choose lora.quantize=nf4 (4 bits), or none.
     load_in_8bit
 No counterpart: weights and optimizer stay on the devices. Use more devices, LoRA, or lora.quantize=nf4.
     zero_optimization.offload_optimizer zero_optimization.offload_param fsdp_config.offload_params
     fsdp_config.fsdp_offload_params
-No counterpart: training.method is lora or full.
+No counterpart: adapters are LoRA, losses are those of training.objective, models are text models, without plugins.
     loftq_config eva_config corda_config lora_ga_config velora_config alora_invocation_tokens use_qalora
-    qalora_group_size monteclora_config layer_replication use_bdlora arrow_config kasa_config use_galore
-    use_apollo use_badam use_adam_mini use_llama_pro unfrozen_parameters
-No counterpart: the losses of training.objective have no such term.
-    cpo_alpha pref_ftx dpo_label_smoothing loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef
-    use_weighting discopop_tau sync_ref_model ref_model_mixup_alpha ref_model_sync_steps router_aux_loss_coef
-    disable_dropout use_dft_loss
-No counterpart: text models only, by data parallelism and FSDP2, without plugins.
-    parallelism_config plugins context_parallel_size sequence_parallel_degree tensor_parallel_size
-    expert_parallel_size
+    qalora_group_size monteclora_config layer_replication use_bdlora arrow_config kasa_config use_galore use_apollo
+    use_badam use_adam_mini use_llama_pro unfrozen_parameters cpo_alpha pref_ftx dpo_label_smoothing loss_weights
+    ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting discopop_tau sync_ref_model ref_model_mixup_alpha
+    ref_model_sync_steps router_aux_loss_coef disable_dropout use_dft_loss parallelism_config plugins
+    context_parallel_size sequence_parallel_degree tensor_parallel_size expert_parallel_size
 """
 """The names elsewhere, indented, of what is no key here. The sentence above them says what to do instead."""
 

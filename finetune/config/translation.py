@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,12 +96,15 @@ class Translation:
         """Find a file that the file names, from the current folder or from the file's own."""
         return next((path for path in (Path(name), self.path.parent / name) if path.is_file()), None)
 
-    def comments(self) -> tuple[list[str], list[str]]:
-        """Return comments on names that need a decision or are unknown, and on the other names without a key."""
+    def comments(self, chosen: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return comments on names that are unknown or need a decision, and on the other names without a key.
+
+        `chosen` are the keys of ours for which the decision is made.
+        """
         settled: list[str] = []
         decide = [f"# Translated from {self.path.name!r}, a file of {self.tool}. DECIDE marks what you must decide."]
         for sentence, names in self.notes.items():
-            is_settled = sentence.startswith((NOTHING, MISSING))
+            is_settled = sentence.startswith((NOTHING, MISSING, *(f"Set {key}" for key in chosen)))
             start = "" if is_settled or sentence == UNKNOWN else "DECIDE: "
             lines = [", ".join(name.partition(":")[0] for name in names)] if sentence == _EMPTY else names
             (settled if is_settled else decide).extend([f"# {start}{sentence}", *(f"#     {line}" for line in lines)])

@@ -261,6 +261,7 @@ DECIDED = {
 @pytest.fixture(autouse=True)
 def _files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     for name, text in EXAMPLES.items():
         Path(name).write_text(text, encoding="utf-8")
 
@@ -304,6 +305,12 @@ def test_overrides_win_and_replace_the_rows_and_the_model():
     config = compose([], run="mine.yaml")
     assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "shipped:orders")
     assert (config.data.mixture, config.optim.schedule, config.training.objective) == ([], "linear", "dpo")
+
+
+def test_a_decision_that_an_override_makes_is_not_asked_for():
+    text = translated("llama-factory-lora.yaml", "chats.jsonl", "model=phi_tiny")
+    assert "DECIDE: Set data.path" not in text
+    assert "# Set data.path to the files of these rows" in text
 
 
 @pytest.mark.parametrize(
