@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from finetune.config.config_files import shown_path
+from finetune.config.config_files import path_exists, shown_path
 from finetune.config.keys import did_you_mean, expected, fields, section_class, takes_mapping
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml
@@ -94,7 +94,8 @@ class Translation:
 
     def find(self, name: str) -> Path | None:
         """Find a file that the file names, from the current folder or from the file's own."""
-        return next((path for path in (Path(name), self.path.parent / name) if path.is_file()), None)
+        places = (Path(name), self.path.parent / name)
+        return next((path for path in places if path_exists(str(path), is_file=True)), None)
 
     def comments(self, chosen: Collection[str]) -> tuple[list[str], list[str]]:
         """Return comments on names that are unknown or need a decision, and on the other names without a key.
@@ -127,7 +128,7 @@ def translate_file(path: Path) -> Translation:
         )
     tool = next((tool for tool, telling in _TELLING.items() if telling & given), LIBRARIES)
     translation = Translation(path, tool, _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings})
-    found = translation.find(str(translation.first("deepspeed")))
+    found = translation.find(str(translation.first("deepspeed") or ""))
     settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []
     translation.values |= {each.dotted.removeprefix("deepspeed."): each.value for each in settings if len(each.key) > 1}
     for setting in settings:
@@ -294,8 +295,13 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             return _answer("", "training.objective", source.first("pref_loss"), source)
         case "pref_loss":
             return {}, f"{NOTHING}: it is part of the stage."
+        case "zero_optimization.stage" if value not in (1, 2):
+            return ({"parallel.sharding": "fsdp2"}, "") if value == 3 else ({}, OFF)
+        case "zero_optimization.stage" if source.is_full:
+            return {"parallel.sharding": "fsdp2", "parallel.reshard_after_forward": False}, ""
         case "zero_optimization.stage":
-            return _zero_stage(value, source)
+            note = "ZeRO 1 and 2 shard gradients and optimizer, which are small with LoRA. With training.method=full, "
+            return {}, f"{note}set parallel.sharding=fsdp2 and parallel.reshard_after_forward=false."
         case "deepspeed":
             missing = "This file was not found. `init --from` reads it, too. ZeRO-3 is parallel.sharding=fsdp2."
             return {}, f"{NOTHING}: its own settings are listed as deepspeed." if source.find(str(value)) else missing
@@ -320,16 +326,6 @@ def _warmup(value: Any, source: Translation, *, is_ratio: bool) -> Answer:
     if not is_ratio or _accepts(("optim", "warmup_steps"), value):
         return {"optim.warmup_steps": value}, ""
     return {}, f"Set optim.warmup_steps, in optimizer steps. {100 * value:g} % of all steps are warm-up there."
-
-
-def _zero_stage(stage: Any, source: Translation) -> Answer:
-    if stage not in (1, 2):
-        return ({"parallel.sharding": "fsdp2"}, "") if stage == 3 else ({}, OFF)
-    if source.is_full:
-        return {"parallel.sharding": "fsdp2", "parallel.reshard_after_forward": False}, ""
-    lora = "ZeRO 1 and 2 shard gradients and optimizer, which are small with LoRA."
-    full = f"{lora} With training.method=full, set parallel.sharding=fsdp2 and parallel.reshard_after_forward=false."
-    return {}, full if source.is_full is None else f"{NOTHING}: {lora}"
 
 
 def _convert_cadence(name: str, value: Any, source: Translation) -> Answer | None:
