@@ -202,7 +202,7 @@ def _answer(name: str, key: str, value: Any, source: Translation) -> Answer:
     if not choices:
         return {key: value}, ""
     if not set(chosen) <= choices.keys():
-        return {}, f"Choose {key}: {expected(key)}."
+        return {}, f"Choose {key}. {fields()[key].description}"
     ours = [yaml.safe_load(choices[part]) for part in chosen if choices[part]]
     return {key: ours if key in _LISTS else ours[0]} if ours else {}, "" if ours else OFF
 
