@@ -249,7 +249,7 @@ EXPECTED = {
 }
 DECIDED = {
     "axolotl-lora.yml": ["shards: 4", "N times as many", "evals_per_epoch: 4", "lora_rr: 3  Did you mean lora_r?"],
-    "axolotl-dpo.yml": ["trust_remote_code: true", "3 % of all steps"],
+    "axolotl-dpo.yml": ["trust_remote_code: true", "warmup_ratio: 0.03", "offload_params: true"],
     "llama-factory-lora.yaml": ["Set data.path to the files of these rows"],
     "llama-factory-full.yaml": ["Set data.path"],
     "trl.yaml": [],
