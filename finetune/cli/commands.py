@@ -192,11 +192,15 @@ def init(
     file: Annotated[
         Path | None, typer.Option("--file", help="The file to write. Default: named after the run's folder.")
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Translate this file of axolotl, LLaMA-Factory, TRL, Transformers or DeepSpeed."),
+    ] = None,
 ) -> None:
     """Ask for model, data and place, and write a commented run file. Without a terminal, print one."""
     from finetune.cli.init import init_from_overrides
 
-    init_from_overrides(overrides or [], file)
+    init_from_overrides(overrides or [], file, source)
 
 
 app.command()(evaluate)

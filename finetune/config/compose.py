@@ -101,6 +101,7 @@ def compose(
     needs_data: bool = True,
     typed: str = "",
     uses: Collection[str] = ("model", "training"),
+    translated: Sequence[Setting] = (),
 ) -> Config:
     """Merge files and overrides, check the whole, and remember where each value came from.
 
@@ -113,13 +114,14 @@ def compose(
         needs_data: False: require only a model, as `finetune plan` does.
         typed: the whole command, for messages that complete it.
         uses: what the command follows of the keys that let code run, see `refuse_code_of_files`.
+        translated: the settings of another tool's file, which take the place of a run file's.
 
     Raises:
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
     asked = _read_overrides(overrides, run, problems)
-    from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else [])
+    from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else list(translated))
     chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
     chosen |= from_run.groups
     replaceable = {group: choice for group, choice in chosen.items() if group not in asked.groups}

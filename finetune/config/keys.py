@@ -90,9 +90,9 @@ def did_you_mean_key(dotted: str) -> str:
     """Suggest a key in place of an unknown one, or say what to do instead.
 
     A renamed key comes first, then a key with the same last part in another section, then the name's meaning in
-    Transformers, PEFT and TRL.
+    the other tools.
     """
-    from finetune.config.other_libraries import OUR_NAME  # a long table that only this message needs
+    from finetune.config.other_tools import OUR_NAME  # a long table that only this message needs
 
     if dotted in RENAMED:
         return f"Did you mean {RENAMED[dotted]}?"

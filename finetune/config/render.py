@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import filterfalse, groupby
 from types import NoneType
@@ -53,18 +53,28 @@ def render_config(config: Config) -> str:
     return "".join(f"{line.ljust(column - 2)}  # {config.origin(key)}\n" if key else f"{line}\n" for line, key in lines)
 
 
-def commented_run_file(config: Config, groups: Mapping[str, str], file: object) -> str:
+def commented_run_file(
+    config: Config,
+    groups: Mapping[str, str],
+    file: object,
+    came_from: Mapping[str, Sequence[str]] | None = None,
+    notes: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> str:
     """Write a run file that gives this configuration: every key with its meaning, most of them commented out.
 
-    The file sets the keys that the overrides set, and chooses the group files that they choose.
+    The file sets the keys that the overrides set, and chooses the group files that they choose. It also sets the keys
+    of `came_from`, which has the settings of another tool that they were translated from. The first of the `notes` are
+    written before the keys, the second after them.
     """
+    came_from = came_from or {}
     given = values(config)
-    is_set = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
+    is_set = {key: key in came_from or config.origin(key).startswith(COMMAND_LINE) for key in given}
     lines = [
         f"# Train it with: finetune train {file}",
         "# Overrides after it win over this file: optim.learning_rate=1e-4",
         f"# Editors complete and check its keys with the schema: finetune config schema > {SCHEMA_FILE}",
         SCHEMA_LINE,
+        *(["", *notes[0]] if notes[0] else []),
     ]
     for group, name in groups.items():
         lines += [
@@ -73,7 +83,10 @@ def commented_run_file(config: Config, groups: Mapping[str, str], file: object) 
             f"{group}: {inline_yaml(name)}",
         ]
     for key in filter(is_set.get, given):
-        lines += ["", f"# {fields()[key].description}", f"{key}: {inline_yaml(given[key])}"]
+        written = () if config.origin(key).startswith(COMMAND_LINE) else came_from.get(key, ())
+        sources = [f"# Translated from {source}" for source in written]
+        lines += ["", f"# {fields()[key].description}", *sources, f"{key}: {inline_yaml(given[key])}"]
+    lines += ["", *notes[1]] if notes[1] else []
     lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
     for section, keys in groupby(filterfalse(is_set.get, given), lambda key: key.rpartition(".")[0]):
         title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")
