@@ -145,8 +145,8 @@ def test_the_task_is_finetune_lora_unless_a_word_or_a_run_file_says_something(tm
         return found["config"]["output_dir"], found["config"]["training"]["method"], found["origins"][key]
 
     assert shown(*words) == shown(*words, "task=finetune_lora")
-    assert shown(*words) == ("runs/finetune_lora", "lora", "shipped configs/task/finetune_lora.yaml:3")
-    assert shown(*words, "task=finetune_full")[:2] == ("runs/finetune_full", "full")
+    assert shown(*words) == ("runs/orders-phi_tiny", "lora", "shipped configs/task/finetune_lora.yaml:3")
+    assert shown(*words, "task=finetune_full")[:2] == ("runs/orders-phi_tiny", "full")
     for run_file in ("mine.yaml", "run=mine.yaml"):
         assert shown(run_file) == ("runs/mine", "lora", "default")
 
@@ -164,12 +164,12 @@ def test_all_commands_before_a_run_take_the_same_words_and_the_run_resumes(tmp_p
     for command in (["config", "show"], ["preview"], ["plan"], ["doctor"], ["train"]):
         done = run_finetune(*command, *words)
         assert done.returncode == 0, done.stdout
-    adapter = tmp_path / "runs/finetune_lora/adapter/adapter_model.safetensors"
+    adapter = tmp_path / "runs/train-phi_tiny/adapter/adapter_model.safetensors"
     first = adapter.read_bytes()
-    again = run_finetune("train", "runs/finetune_lora/config.yaml", "resume=auto")
+    again = run_finetune("train", "runs/train-phi_tiny/config.yaml", "resume=auto")
     assert again.returncode == 0, again.stdout
     assert adapter.read_bytes() == first
-    repeated = run_finetune("train", "runs/finetune_lora/config.yaml", "output_dir=runs/again")
+    repeated = run_finetune("train", "runs/train-phi_tiny/config.yaml", "output_dir=runs/again")
     assert repeated.returncode == 0, repeated.stdout
     assert (tmp_path / "runs/again/adapter/adapter_model.safetensors").read_bytes() == first
 

@@ -86,7 +86,7 @@ def test_the_file_names_the_validation_rows_only_where_one_file_would_give_them(
 def test_the_printed_default_trains_as_it_is():
     config = loaded(printed())
     assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "shipped:orders")
-    assert config.output_dir == "runs/orders"
+    assert config.output_dir == "runs/orders-phi_tiny"
 
 
 def test_a_file_is_written_where_it_is_named_and_never_over_another():
@@ -133,17 +133,21 @@ def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
         screen.press(b"./gone.jsonl\n")
         screen.wait_for("Error: there is no file or folder ./gone.jsonl")
         screen.press(b"chats.jsonl\n")
-        screen.wait_for("The folder of the run [runs/chats]: ")
+        screen.wait_for("The folder of the run [runs/chats-phi_tiny]: ")
         screen.press(b"runs/taken\n")
         screen.wait_for("Error: its run file would be taken.yaml, which exists.")
         screen.press(b"\n")
         screen.wait_for("or a file [auto]: ")
         screen.press(b"6\n")
         assert screen.wait() == 0
-    assert "wrote chats.yaml\nnext: finetune plan chats.yaml, then finetune train chats.yaml\n" in screen.text
+    assert (
+        "wrote chats-phi_tiny.yaml\nnext: finetune plan chats-phi_tiny.yaml, then finetune train chats-phi_tiny.yaml\n"
+        in screen.text
+    )
     assert (tmp_path / "taken.yaml").read_text() == "mine\n"
-    config = load_config(run="chats.yaml")
-    assert (config.model.path, config.data.path, config.output_dir) == ("shipped:phi_tiny", "chats.jsonl", "runs/chats")
+    config = load_config(run="chats-phi_tiny.yaml")
+    assert config.output_dir == "runs/chats-phi_tiny"
+    assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "chats.jsonl")
     assert config.data.validation == "6"
 
 
@@ -164,4 +168,4 @@ def test_the_file_trains():
     words = ["training.max_steps=1", "testing.num_samples=0", "data.cache_dir=cache"]
     done = run_finetune("train", "mine.yaml", *words)
     assert done.returncode == 0, done.stdout
-    assert Path("runs/chats/adapter/adapter_model.safetensors").is_file()
+    assert Path("runs/chats-phi_tiny/adapter/adapter_model.safetensors").is_file()

@@ -14,12 +14,13 @@ from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_
 from finetune.config.compose import compose, list_configs
 from finetune.config.config_files import GROUPS, is_address, is_list_or_glob, is_path
 from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
-from finetune.config.schema import AUTO_VALIDATION, as_list, name_files
+from finetune.config.schema import AUTO_VALIDATION, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import suffix_of
 from finetune.data.examples import holds_out_by_default
 from finetune.data.readers import SUFFIXES
 from finetune.errors import ConfigError
+from finetune.runs.default_folder import with_chosen_folder
 from finetune.terminal import say
 
 _DEFAULTS = {"model": "phi_tiny", "data": "orders"}
@@ -101,7 +102,7 @@ def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) ->
     answers = [f"{group}={_QUESTIONS[group]() if is_asking else _DEFAULTS[group]}" for group in still_open]
     config = config_from_overrides([*overrides, *answers], command="init", complete=False)
     if config.origin("output_dir") == "default":
-        place = _default_place(config.data.path)
+        place = with_chosen_folder(config).output_dir
         if is_asking:
             place = _prompt("The folder of the run", place, partial(_free_folder, file))
         answers.append(f"output_dir={place}")
@@ -150,11 +151,6 @@ def _existing(group: str, answer: str) -> str:
             raise typer.BadParameter(f"there is no file or folder {path} (looked in {Path.cwd()}).")
         say(f"{path} is not a folder here: it is read from the Hugging Face Hub.")
     return answer
-
-
-def _default_place(data_path: str | list[str] | None) -> str:
-    name = Path((as_list(data_path) or [DEFAULT_TASK])[0].removeprefix("shipped:")).name
-    return f"runs/{name.partition('.')[0] or DEFAULT_TASK}"
 
 
 def _free_folder(file: Path | None, answer: str) -> str:

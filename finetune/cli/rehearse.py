@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.run_options import refuse_several_processes
 from finetune.logs import configure_logs, importing
+from finetune.runs.default_folder import with_chosen_folder
 from finetune.signals import Terminated, stop_signals_go_to
 from finetune.terminal import print_json, say
 
@@ -31,7 +32,7 @@ def rehearse_from_overrides(
         The exit code of the first stage that failed, or 0.
     """
     refuse_several_processes("rehearse")
-    config = config_from_overrides(overrides, command="rehearse")
+    config = with_chosen_folder(config_from_overrides(overrides, command="rehearse"))
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
 
     with importing():

@@ -32,15 +32,14 @@ def build_config(
     settings: Iterable[Setting],
     problems: list[str],
     *,
-    run_name: str = "run",
     complete: bool = True,
     needs_data: bool = True,
     typed: str = "",
 ) -> Config:
     """Set keys one after the other, check the result against the schema, and freeze it.
 
-    The later of two settings for one key counts. `problems` were found while the settings were read. `run_name` names
-    the run's folder if no setting does. See `compose` for the other arguments.
+    The later of two settings for one key counts. `problems` were found while the settings were read. See
+    `compose` for the other arguments.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -51,7 +50,7 @@ def build_config(
         _put(chosen, setting, problems)
     if complete and is_all_read:  # otherwise a key that seems to be missing may be in a part that was not read
         problems += _missing(chosen, typed, needs_data=needs_data) + _contradicting(chosen)
-    config = _validated(chosen, run_name, problems)
+    config = _validated(chosen, problems)
     if config is None or problems:
         unique = list(dict.fromkeys(map(without_passwords, problems)))
         first, there, others = "\n".join(unique).replace("\n", "\n  ").partition(_THERE)
@@ -84,9 +83,9 @@ def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
     chosen[setting.key] = setting
 
 
-def _validated(chosen: Settings, run_name: str, problems: list[str]) -> Config | None:
+def _validated(chosen: Settings, problems: list[str]) -> Config | None:
     """Return the frozen config, or None after adding a line to ``problems`` for each key with a wrong value."""
-    values: dict[str, Any] = {"output_dir": f"runs/{run_name}"}
+    values: dict[str, Any] = {}
     for (*above, last), setting in chosen.items():
         holder = values
         for part in above:

@@ -49,7 +49,8 @@ from finetune.config.keys import (
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.run_paths import find_again
-from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config
+from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
+from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.config.untrusted import bound_to_folder, refuse_code_of_files
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_settings, read_value
 
@@ -131,12 +132,23 @@ def compose(
         *_read_groups(asked.groups, problems),
         translate(asked.settings, problems),
     ]
-    name_giver = asked.run or (chosen | asked.groups).get("task")
-    run_name = Path(name_giver.name).stem if name_giver else "run"
-    config = build_config(
-        chain(*layers), problems, run_name=run_name, complete=complete, needs_data=needs_data, typed=typed
-    )
+    config = build_config(chain(*layers), problems, complete=complete, needs_data=needs_data, typed=typed)
+    if config.origin("output_dir") == "default":
+        name = Path(asked.run.name).stem if asked.run else _default_name(config, chosen | asked.groups)
+        config = config.model_copy(update={"output_dir": f"runs/{name}"})
     return _as_recorded(refuse_code_of_files(config, uses) if complete else config)
+
+
+def _default_name(config: Config, groups: Mapping[str, _Choice]) -> str:
+    """Name a run after its data and its model, as they were chosen: `chats-phi4_mini`."""
+    files = "mixture" if config.data.mixture else next(iter(as_list(config.data.path or config.data.train)), "")
+    names = {"data": files, "model": config.model.path or str((config.model.config or {}).get("model_type", ""))}
+    for group, choice in groups.items():
+        if group in names and not is_path(group, choice.name):
+            names[group] = choice.name
+    last_parts = (PurePath(name.removeprefix(SHIPPED_PREFIX).split("?")[0]).name for name in names.values())
+    parts = (re.sub(r"(\.(jsonl?|csv|tsv|parquet|gz|zst|bz2|xz|ya?ml))+$|[^\w.-]+", "", part) for part in last_parts)
+    return "-".join(filter(None, parts)) or "run"
 
 
 def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model: bool = True) -> Config:

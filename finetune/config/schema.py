@@ -765,9 +765,9 @@ class Config(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63), OnResume("always", "the order of rows, dropout, the first weights")] = 0
     """Seed of the initial weights, the order of rows and dropout."""
     output_dir: Free[str] = "runs/run"
-    """The run's folder."""
+    """The run's folder. Default: `runs/DATA-MODEL`, or `runs/NAME` of a run file, with a number if it exists."""
     resume: Free[Literal["never", "auto"]] = "never"
-    """auto: go on from the newest valid checkpoint in `output_dir`, or start from the beginning if there is none."""
+    """auto: go on from the newest valid checkpoint in `output_dir`; if that is not set, in the newest run like this."""
     resume_allow: Free[TextList] = Field(default_factory=list)
     """Keys or sections that may change on resume although they change the curve: `resume.allow=seed,data`."""
     strict: Free[bool] = False
@@ -802,6 +802,9 @@ class Config(Section):
         sections: dict[str, Any] = {}
         for key, (value, _) in values.items():
             section, _, name = key.partition(".")
+            if not name:
+                sections[section] = value
+                continue
             sections[section] = sections.get(section, getattr(self, section)).model_copy(update={name: value})
         changed = self.model_copy(update=sections)
         changed._origins = self._origins | {key: origin for key, (_, origin) in values.items()}

@@ -14,6 +14,7 @@ from finetune.config.hub import find_fault, what_to_do
 from finetune.data.examples import check_local_rows
 from finetune.errors import CheckpointError, FinetuneError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
+from finetune.runs.default_folder import with_chosen_folder
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import file_lock, try_file_lock
 from finetune.runs.folder import RunFolder, existing_folder
@@ -94,7 +95,7 @@ def sees_file(path: Path) -> bool:
 
 
 def _check_output_dir(config: Config) -> Iterator[Finding]:
-    folder = RunFolder(config.output_dir)
+    folder = RunFolder(with_chosen_folder(config).output_dir)
     try:
         folder.check(config.resume)
     except CheckpointError as error:

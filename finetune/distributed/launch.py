@@ -49,6 +49,7 @@ from finetune.engine.fused import kernels_kept_in, switch_fused
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
+from finetune.runs.default_folder import with_chosen_folder
 from finetune.runs.folder import RunFolder
 from finetune.signals import (
     ignore_stop_signals,
@@ -189,7 +190,7 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     """Check the run's folder, compare the ranks with each other, and this one with the configuration. Collective."""
     if trains:
         # Only now: rank 0 may train alone, and may have begun its run before a rank that leaves had come this far.
-        RunFolder(config.output_dir).check(config.resume)
+        RunFolder(_choose_folder(config, runtime)).check(config.resume)
     must_be_equal = config.model_dump(
         mode="json", exclude={"parallel": {"rank", "output_device"}, "data": {"cache_dir"}}
     )
@@ -205,6 +206,17 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     _check_sharding(config, runtime)
     if trains and runtime.is_main_process:
         refuse_missing_trackers(config)
+
+
+def _choose_folder(config: Config, runtime: Runtime) -> str:
+    """Return the run's folder, which rank 0 chooses if the configuration names none. Collective."""
+    chosen = ""
+    with runtime.collectives.failing_together("choosing the run's folder"):
+        if runtime.is_main_process:
+            chosen = with_chosen_folder(config).output_dir
+    chosen = runtime.collectives.broadcast_from_main(chosen)
+    runtime.set_folder(chosen)
+    return chosen
 
 
 def _check_sharding(config: Config, runtime: Runtime) -> None:

@@ -138,8 +138,12 @@ class Runtime:
         return {"count": torch.get_num_threads(), **set_waiting()._asdict()}
 
     def with_launcher_values(self, config: Config) -> Config:
-        """Return the configuration with the values that the launcher gives, see `settings_of_accelerate`."""
+        """Return the configuration with the chosen folder and the launcher's values, see `settings_of_accelerate`."""
         return config.with_values(self._given)
+
+    def set_folder(self, output_dir: str) -> None:
+        """Set the run's folder, which `with_launcher_values` gives to the configuration."""
+        self._given = {**self._given, "output_dir": (output_dir, "default")}
 
     def close(self, error: BaseException | None) -> None:
         """Leave the world: end what was opened, and report an error to the other ranks. Not a collective."""

@@ -341,7 +341,10 @@ def test_equal_values_from_different_places_are_equal_configs(write):
     [
         (["run=quickstart"], "runs/quickstart"),
         (["run=some/where.yaml", "task=debug"], "runs/where"),
-        (["task=debug"], "runs/debug"),
+        (["task=debug", "model=phi4_mini"], "runs/phi4_mini"),
+        (["data=some/chats.jsonl.gz", "model=microsoft/Phi-4-mini-instruct"], "runs/chats-Phi-4-mini-instruct"),
+        (["data=me/my rows", "model=shipped:phi_tiny"], "runs/myrows-phi_tiny"),
+        (["data.mixture=[{path: a.jsonl}]", "model=phi4"], "runs/mixture-phi4"),
         ([], "runs/run"),
         (["task=debug", "output_dir=x"], "x"),
     ],

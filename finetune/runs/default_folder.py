@@ -1,0 +1,62 @@
+"""Choose the folder of a run whose configuration names none."""
+
+from __future__ import annotations
+
+import logging
+from itertools import chain, count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.config.keys import on_resume, values
+from finetune.config.run_paths import is_same_path, recorded_paths
+from finetune.runs.comparison import differing
+from finetune.runs.recorded_run import RecordedRun
+from finetune.terminal import visible
+
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
+_log = logging.getLogger(__name__)
+
+
+def with_chosen_folder(config: Config) -> Config:
+    """Return the configuration with the folder to use in `output_dir`. Nothing is written.
+
+    If the configuration names no folder, this is the newest run of the same configuration with `resume=auto`, and
+    otherwise the first free one of `runs/NAME`, `runs/NAME-2`, `runs/NAME-3` and so on. Only the main process of a
+    launch calls this, because another run may begin between two calls.
+    """
+    if config.origin("output_dir") != "default":
+        return config
+    default = Path(config.output_dir)
+    newest = _newest_run_of(config, default.parent) if config.resume == "auto" else None
+    if newest is not None:
+        state = "complete" if newest.state == "completed" else newest.state
+        _log.info("resume=auto: %s is the newest run of this configuration (%s)", visible(newest.name), state)
+        return config.model_copy(update={"output_dir": newest.name})
+    numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
+    folder = next(folder for folder in chain([default], numbered) if _is_free(folder))
+    return config.model_copy(update={"output_dir": str(folder)})
+
+
+def _is_free(folder: Path) -> bool:
+    if folder.is_dir():
+        return not any(folder.iterdir())
+    return not folder.exists()
+
+
+def _newest_run_of(config: Config, parent: Path) -> RecordedRun | None:
+    """Return the run of this configuration that was started last. Keys that may change freely do not count."""
+    runs = [RecordedRun(folder) for folder in (sorted(parent.iterdir()) if parent.is_dir() else []) if folder.is_dir()]
+    same = [run for run in runs if run.folder.holds_run() and _is_same(run, config)]
+    return max(same, key=lambda run: run.started or "", default=None)
+
+
+def _is_same(run: RecordedRun, config: Config) -> bool:
+    if run.config is None:
+        return False
+    recorded = recorded_paths(run.folder.path)
+    return all(
+        on_resume(key).matters == "never" or is_same_path(key, both, recorded)
+        for key, both in differing([values(run.config), values(config)])
+    )

@@ -1,0 +1,81 @@
+"""A run whose configuration names no folder gets a free one, or with `resume=auto` the newest run that is the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.config.compose import compose, resolved_yaml
+from finetune.runs.default_folder import with_chosen_folder
+from tests.in_process import run_finetune
+from tests.launches import run_launched
+
+WORDS = ["model=phi_tiny", "data=orders"]
+
+
+def chosen(*words):
+    return with_chosen_folder(compose([*WORDS, *words])).output_dir
+
+
+def pretend_run(folder, *words, started):
+    """Write the files of a run that tell its configuration and its start."""
+    config = compose([*WORDS, *words, f"output_dir={folder}"])
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    (folder / "run.json").write_text(json.dumps({"status": "failed", "starts": [started]}))
+    (folder / "metrics.jsonl").touch()
+
+
+@pytest.fixture(autouse=True)
+def _empty(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_folder_that_exists_is_numbered_unless_it_was_named():
+    assert chosen() == "runs/orders-phi_tiny"
+    Path("runs/orders-phi_tiny").mkdir(parents=True)
+    assert chosen() == "runs/orders-phi_tiny"  # empty
+    Path("runs/orders-phi_tiny/mine.txt").touch()
+    assert chosen() == "runs/orders-phi_tiny-2"
+    Path("runs/orders-phi_tiny-2").write_text("a file")
+    assert chosen() == "runs/orders-phi_tiny-3"
+    assert chosen("output_dir=runs/orders-phi_tiny") == "runs/orders-phi_tiny"
+
+
+def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
+    assert chosen("resume=auto") == "runs/orders-phi_tiny"
+    pretend_run(Path("runs/a"), started="2026-01-01T00:00:00")
+    pretend_run(Path("runs/b"), "training.batch_size=2", started="2026-03-01T00:00:00")
+    pretend_run(Path("runs/c"), "optim.learning_rate=1e-5", started="2026-04-01T00:00:00")
+    pretend_run(Path("runs/d"), started="2026-02-01T00:00:00")
+    Path("runs/e").mkdir()
+    assert chosen("resume=auto", "training.batch_size=4") == "runs/b"
+    assert chosen("resume=auto", "optim.learning_rate=1e-5") == "runs/c"
+    assert chosen("resume=auto", "seed=1") == "runs/orders-phi_tiny"
+    assert chosen() == "runs/orders-phi_tiny"
+
+
+@pytest.mark.slow
+@pytest.mark.warm
+def test_rank_0_chooses_for_all_ranks_and_a_complete_run_is_said_to_be_complete(tmp_path):
+    words = [
+        "-m",
+        "finetune",
+        "train",
+        *WORDS,
+        "data.max_rows=16",
+        "training.max_steps=2",
+        "training.global_batch_size=4",
+    ]
+    words += ["testing.num_samples=0", "testing.metrics=[]", f"data.cache_dir={tmp_path / 'cache'}"]
+    for folder in ("runs/orders-phi_tiny", "runs/orders-phi_tiny-2"):
+        done = run_launched("torchrun", words, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+        assert Path(folder, "adapter/adapter_model.safetensors").is_file()
+    again = run_finetune(*words[2:], "resume=auto")
+    assert again.returncode == 0, again.stdout
+    assert "resume=auto: runs/orders-phi_tiny-2 is the newest run of this configuration (complete)" in again.stdout
+    assert "the run is complete, with step 2 of 2: nothing is trained" in again.stdout
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["orders-phi_tiny", "orders-phi_tiny-2"]
