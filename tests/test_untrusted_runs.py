@@ -280,7 +280,7 @@ def test_the_rows_at_an_address_are_not_asked_for_a_system_turn(untrusted, tmp_p
 
 def test_local_files_are_read_and_named_once(untrusted, tmp_path):
     run = copy_of(untrusted, tmp_path)
-    done = run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2")
+    done = run_finetune("evaluate", run)
     assert done.returncode == 0, done.stdout
     named = f"model.path={untrusted.base}, data.path={untrusted.folder / 'rows'}"
     said = [line for line in done.errors.splitlines() if "files that the configuration in" in line]

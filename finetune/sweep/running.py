@@ -19,7 +19,6 @@ from finetune.signals import end_with_parent, received_stop_signal, stops_after_
 from finetune.sweep.halving import find_lost_comparison
 from finetune.sweep.trials import FINISHED, Sweep, Trial
 from finetune.terminal import say
-from finetune.units import counted
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 15.0
@@ -52,7 +51,7 @@ def run_trials(sweep: Sweep, trials: Sequence[Trial], chosen: Sequence[Trial], *
         if stopped_by := received_stop_signal():
             finished = sum(trial.state in FINISHED for trial in trials)
             raise PreemptedError(
-                f"the sweep was stopped by {stopped_by.name}: {finished} of {counted(len(trials), 'trial')} finished. "
+                f"the sweep was stopped by {stopped_by.name}: {finished} of {len(trials)} trials are finished. "
                 "The same command goes on with the others, from their last checkpoints."
             )
 
