@@ -47,11 +47,11 @@ def test_a_folder_that_exists_is_numbered_unless_it_was_named():
 def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen("resume=auto") == "runs/orders-phi_tiny"
     pretend_run(Path("runs/a"), started="2026-01-01T00:00:00")
-    pretend_run(Path("runs/b"), "training.batch_size=2", started="2026-03-01T00:00:00")
+    pretend_run(Path("runs/b"), "training.log_every=3", started="2026-03-01T00:00:00")
     pretend_run(Path("runs/c"), "optim.learning_rate=1e-5", started="2026-04-01T00:00:00")
     pretend_run(Path("runs/d"), started="2026-02-01T00:00:00")
     Path("runs/e").mkdir()
-    assert chosen("resume=auto", "training.batch_size=4") == "runs/b"
+    assert chosen("resume=auto", "training.log_every=7") == "runs/b"
     assert chosen("resume=auto", "optim.learning_rate=1e-5") == "runs/c"
     assert chosen("resume=auto", "seed=1") == "runs/orders-phi_tiny"
     assert chosen() == "runs/orders-phi_tiny"
@@ -69,7 +69,12 @@ def test_rank_0_chooses_for_all_ranks_and_a_complete_run_is_said_to_be_complete(
         "training.max_steps=2",
         "training.global_batch_size=4",
     ]
-    words += ["testing.num_samples=0", "testing.metrics=[]", f"data.cache_dir={tmp_path / 'cache'}"]
+    words += [
+        "training.global_batch_size=4",
+        "testing.num_samples=0",
+        "testing.metrics=[]",
+        f"data.cache_dir={tmp_path / 'cache'}",
+    ]
     for folder in ("runs/orders-phi_tiny", "runs/orders-phi_tiny-2"):
         done = run_launched("torchrun", words, cwd=tmp_path)
         assert done.returncode == 0, done.stdout
