@@ -143,7 +143,7 @@ class Experts(nn.Module):
 
 def result(**changes):
     return StepResult(
-        **{"loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "num_targets": 3, "num_tokens": 3} | changes
+        **{"step": 1, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 0.1, "num_targets": 3, "num_tokens": 3} | changes
     )
 
 

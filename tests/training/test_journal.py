@@ -20,7 +20,7 @@ RESOURCES = ["event", "step", "seconds", "tokens_per_second", "host_memory"]
 
 
 def result(**changes: object) -> StepResult:
-    figures = {"loss": 1.25, "grad_norm": 0.5, "learning_rate": 1e-4, "num_targets": 40, "num_tokens": 100}
+    figures = {"step": 1, "loss": 1.25, "grad_norm": 0.5, "learning_rate": 1e-4, "num_targets": 40, "num_tokens": 100}
     return StepResult(**{**figures, "num_computed": 90, **changes})  # type: ignore[arg-type]
 
 
