@@ -153,18 +153,22 @@ NO_STORE = "something other than a torch store listens there"
 def what_answers(host: str, port: int, seconds: float = PROBE_SECONDS) -> str | None:
     """Return None if a torch store answers at the address within the seconds, else what is wrong there.
 
+    torch's own client is no such probe: with another server it prints its C++ stack and tries again, and with a silent
+    one it waits forever.
+
     A store echoes the four bytes behind a ping: torch/csrc/distributed/c10d/TCPStore.cpp, VALIDATE = 0 with the magic
     number of TCPStoreBackend.hpp, PING = 13. `tests/distributed/test_rendezvous.py` tries it on the installed torch.
     """
     nonce = os.urandom(4)
     try:
-        connection = socket.create_connection((host, port), timeout=seconds)
+        connection = socket.create_connection((host, port), timeout=min(seconds, PROBE_SECONDS))
     except (socket.gaierror, UnicodeError):  # UnicodeError: not a valid name, for example node..1
         return f"the name {host} cannot be resolved here"
     except OSError as error:
         return error.strerror or "no answer"
     with connection:
         try:
+            connection.settimeout(seconds)
             connection.sendall(struct.pack("<BIB", 0, 0x3C85F7CE, 13) + nonce)
             answer = connection.recv(4)
         except OSError:

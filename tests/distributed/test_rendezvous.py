@@ -89,7 +89,6 @@ def scenes(request, tmp_path_factory):
 def a_store_that_is_silent_for_longer_than_a_probe_is_found(play):
     """As with a slow name server: the store looks up each connection, also of probes that nobody waits for any more."""
     server = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
-    server.set("finetune/identity", json.dumps({"launch_id": "", "world_size": 2}))
     with socket.create_server(("127.0.0.1", 0), backlog=64) as slow:
         threading.Thread(target=pass_on_slowly, args=(slow, server.port, PROBE_SECONDS * 1.25), daemon=True).start()
         output, _ = play.start(1, slow.getsockname()[1], timeout=10).communicate(timeout=240)
@@ -210,15 +209,16 @@ def ddp_false_lets_exactly_rank_0_go_on(play):
 
 @SCENES.add
 def a_port_in_use_lets_rank_0_go_on_and_refuses_the_others(play):
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
+    """Another server is there, which answers whatever it is sent, as web servers do."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as other:
+        threading.Thread(target=answer_as_a_web_server, args=(other,), daemon=True).start()
         port = other.getsockname()[1]
         codes, reports, outputs = play.ends([play.start(rank, port, timeout=2) for rank in range(2)])
     assert codes == [0, 2], outputs
     assert f"rank 0 cannot open port {port}" in reports[0]["fallbacks"][0]["why"]
     assert "the port is in use" in reports[0]["fallbacks"][0]["why"]
     assert "something other than a torch store listens there" in reports[1]["text"]
+    assert "frame #" not in outputs[1], "torch's own client prints its stack and tries again"
 
 
 @SCENES.add
@@ -281,6 +281,14 @@ def ranks_on_different_kinds_of_device_are_refused_before_a_backend_starts(play)
         assert report["clean"]
 
 
+def answer_as_a_web_server(listener):
+    with suppress(OSError):  # the test is over
+        while True:
+            with listener.accept()[0] as connection:
+                connection.recv(64)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
 def pass_on_slowly(listener, port, seconds):
     """Connect each connection with the port, one after the other, each after so many seconds."""
     with suppress(OSError):  # the test is over
@@ -327,14 +335,15 @@ def test_a_store_that_goes_away_is_a_launch_error():
     port = free_port()
     places = [place_variables(rank, 2, port) for rank in range(2)]
     first, second = (Rendezvous(read_environment(place), timedelta(seconds=5)) for place in places)
-    word = threading.Timer(0.3, first.give_verdict, [Verdict("together")])
-    word.start()
-    assert second.read_verdict() == Verdict("together")
-    word.join()
+    verdict = threading.Timer(0.3, first.share_verdict, [Verdict("together", "all are here")])
+    verdict.start()
+    assert second.share_verdict(Verdict("refused")) == Verdict("together", "all are here")
+    verdict.join()
     first.leave()
-    del word, first
+    del verdict, first
+    rendezvous._stores.clear()
     with pytest.raises(LaunchError, match="lost the store"):
-        second.read_verdict()
+        second.share_verdict(Verdict("together"))
 
 
 class CountingStore(PrefixStore):
