@@ -9,8 +9,11 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from finetune.distributed.accelerate_settings import compare_accelerate_command, settings_of_accelerate
-from finetune.distributed.accelerate_variables import refused_settings
+from finetune.distributed.accelerate_settings import (
+    compare_accelerate_command,
+    refused_settings,
+    settings_of_accelerate,
+)
 from finetune.distributed.environment import (
     LAUNCH_VARIABLES,
     WORLD_VARIABLES,

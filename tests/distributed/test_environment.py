@@ -1,14 +1,16 @@
+import random
 import subprocess
 import sys
 
+import hostlist
 import pytest
 
 from finetune.distributed.environment import (
     DEFAULT_MASTER_ADDR,
     DEFAULT_MASTER_PORT,
     LAUNCH_VARIABLES,
+    _first_host_from_slurm_nodelist,
     given_address,
-    is_address_missing,
     is_batch_script_body,
     read_environment,
     speaks_for_a_node,
@@ -194,7 +196,7 @@ def test_mpirun_over_the_nodes_of_a_slurm_job_begins_on_its_first_host():
     ],
 )
 def test_a_launch_over_several_nodes_needs_an_address(environ, is_missing):
-    assert is_address_missing(environ, read_environment(environ)) == is_missing
+    assert read_environment(environ).is_address_missing == is_missing
 
 
 def test_address_and_port_may_default_and_count_as_given_where_either_is_set():
@@ -220,17 +222,62 @@ def test_the_port_of_a_slurm_step_follows_from_job_and_step():
     assert all(20000 <= port(str(job), "0") < 32000 for job in (1, 999, 123456789))
 
 
-def test_processes_on_a_slurm_node_are_counted_node_by_node():
-    uneven = {**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x1),1", "SLURM_NTASKS": "3", "SLURM_PROCID": "2"}
-    assert read_environment({**uneven, "SLURM_LOCALID": "0"}).local_world_size == 1
-
-
 def test_as_variables_reads_back_as_the_same_process():
     read = read_environment(SRUN)
     variables = read.as_variables()
     assert tuple(variables) == LAUNCH_VARIABLES
     again = read_environment(variables)
     assert again.as_variables() == variables
+
+
+# --- Slurm's notations ---------------------------------------------------------------------------------------------
+
+
+def random_nodelist(choose):
+    """One to four names, each with up to two groups of numbers and ranges: ``gpu-[01-04,007]-ib,node[3]``."""
+    names = []
+    for _ in range(choose.randint(1, 4)):
+        name = choose.choice(("n", "node", "gpu-", "c1-", "rack2_", "a.b-", "x"))
+        for _ in range(choose.choice((0, 1, 1, 1, 2))):
+            parts = []
+            for _ in range(choose.randint(1, 3)):
+                first, width = choose.randint(0, 120), choose.choice((0, 0, 2, 3, 5))
+                last = "" if choose.random() < 0.4 else f"-{first + choose.randint(0, 4):0{width}d}"
+                parts.append(f"{first:0{width}d}{last}")
+            name += f"[{','.join(parts)}]" + choose.choice(("", "-ib", "-eth0", ".cluster", "b"))
+        names.append(name)
+    return ",".join(names)
+
+
+def test_random_node_lists_are_read_as_python_hostlist_reads_them():
+    choose = random.Random(20250115)
+    for _ in range(3000):
+        nodelist = random_nodelist(choose)
+        hosts = hostlist.expand_hostlist(nodelist, allow_duplicates=True)
+        assert _first_host_from_slurm_nodelist(nodelist) == hosts[0], nodelist
+
+
+@pytest.mark.parametrize(
+    "nodelist", ["", ",", "a b", "n[1-2", "n1-2]", "n[]", "n[a-b]", "n[[1]]", "n[" + "1," * 60_000]
+)
+def test_a_malformed_node_list_is_refused_with_what_to_do(nodelist):
+    with pytest.raises(LaunchError, match=r"cannot be read.*Set MASTER_ADDR") as caught:
+        _first_host_from_slurm_nodelist(nodelist)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("counts", "of_each_node"),
+    [("2", [2]), ("2(x3),1", [2, 2, 2, 1]), ("4,2(x2)", [4, 2, 2])],
+)
+def test_tasks_are_counted_node_by_node(counts, of_each_node):
+    one = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "7", "MASTER_ADDR": "node1"}
+    for node, tasks in enumerate(of_each_node):
+        step = {**one, "SLURM_NODEID": str(node), "SLURM_STEP_TASKS_PER_NODE": counts}
+        assert read_environment(step).local_world_size == tasks
+    for unreadable in ("x", "2(3)", "-1"):
+        read = read_environment({**one, "SLURM_STEP_TASKS_PER_NODE": unreadable})
+        assert (read.local_world_size, read.is_one_machine) == (7, False)
 
 
 @pytest.mark.process

@@ -11,8 +11,7 @@ import pytest
 from finetune.config.compose import load_config, resolved_yaml
 from finetune.distributed import accelerate_settings
 from finetune.distributed.accelerate_library import AccelerateCommand
-from finetune.distributed.accelerate_settings import settings_of_accelerate
-from finetune.distributed.accelerate_variables import refused_settings
+from finetune.distributed.accelerate_settings import refused_settings, settings_of_accelerate
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.errors import LaunchError
