@@ -106,7 +106,7 @@ _rendezvous_numbers = itertools.count(1)
 
 
 class _TrainsAloneError(Exception):
-    """Rank 0 goes on alone, for this reason."""
+    """Rank 0 goes on alone, for this reason. Raised on rank 0 only."""
 
 
 def initialize_ddp(
@@ -151,7 +151,9 @@ def initialize_ddp(
         return None
     if _world.alone is not None:
         return _world.alone
-    environment = _environment_with(rank, worldsize, master_addr, master_port)
+    environment = read_environment(with_place(os.environ, rank, worldsize))
+    port = environment.master_port if master_port is None else int(master_port)
+    environment = replace(environment, master_addr=master_addr or environment.master_addr, master_port=port)
     if not is_configured():  # a script in the form of the guides begins here
         configure_logs(environment.rank, num_processes=environment.world_size)
     fallbacks = fallbacks or Fallbacks()
@@ -215,22 +217,6 @@ def cleanup_ddp() -> None:
 atexit.register(cleanup_ddp)
 
 
-def _environment_with(
-    rank: int | None, worldsize: int | None, master_addr: str | None, master_port: int | str | None
-) -> LaunchEnvironment:
-    if (rank is None) != (worldsize is None):
-        raise LaunchError(f"rank={rank} and worldsize={worldsize} belong together: give both or neither.")
-    if rank is None or worldsize is None:
-        environment = read_environment(os.environ)
-    else:
-        environment = read_environment(with_place(os.environ, rank, worldsize))
-    return replace(
-        environment,
-        master_addr=environment.master_addr if master_addr is None else master_addr,
-        master_port=environment.master_port if master_port is None else int(master_port),
-    )
-
-
 def _choose_backend(backend: str | None, device: torch.device, *, shares_gpus: bool = False) -> str:
     if backend in (None, "auto"):
         return "nccl" if device.type == "cuda" and not shares_gpus else "gloo"
@@ -251,11 +237,7 @@ def _initialize_distributed(
     shares_gpus: bool,
     fallbacks: Fallbacks,
 ) -> None:
-    """Form the group. Collective.
-
-    Raises:
-        _TrainsAloneError: on rank 0 only, the ranks cannot form it.
-    """
+    """Form the group, or raise what `_obey` raises. Collective."""
     try:
         rendezvous = _world.rendezvous = Rendezvous(environment, timeout, next(_rendezvous_numbers))
     except LaunchError as error:
@@ -293,13 +275,7 @@ def _verdict(failure: str | None, fallbacks: Fallbacks) -> Verdict:
 
 
 def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
-    """Share rank 0's verdict, and act on it. Return if the ranks train together. Collective.
-
-    Raises:
-        LaunchError: rank 0 refuses the launch.
-        LeftToMain: on the other ranks, if rank 0 goes on alone.
-        _TrainsAloneError: on rank 0 then.
-    """
+    """Share rank 0's verdict. Return if the ranks train together; else end this rank, or let it go on alone."""
     rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
     decision, why = rendezvous.share_verdict(verdict)
     if decision == "refused":
@@ -403,8 +379,7 @@ def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str, *
     verdict = Verdict("together")
     try:
         refuse_different_devices({rank: device_type for rank, (device_type, _, _) in found.items()})
-        identities = [found[rank][1] if rank in found else None for rank in range(rendezvous.environment.world_size)]
-        refuse_shared_devices(identities)
+        refuse_shared_devices({rank: identity for rank, (_, identity, _) in found.items()})
     except LaunchError as error:
         verdict = Verdict("refused", str(error))
     # As a verdict, since rank 0 takes the store with it: it must not leave before the others have read why.

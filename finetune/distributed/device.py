@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
@@ -121,8 +121,8 @@ def refuse_different_devices(device_types: Mapping[int, str]) -> None:
         )
 
 
-def refuse_shared_devices(identities: Sequence[str | None]) -> None:
-    """Refuse two ranks on one GPU, by the `device_identity` of every rank, in the order of ranks.
+def refuse_shared_devices(identities: Mapping[int, str | None]) -> None:
+    """Refuse two ranks on one GPU, by the `device_identity` of every rank.
 
     Two ranks would compete for memory and time, and nccl would not start.
 
@@ -130,7 +130,7 @@ def refuse_shared_devices(identities: Sequence[str | None]) -> None:
         LaunchError: two ranks have the same GPU.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, identity in enumerate(identities):
+    for rank, identity in identities.items():
         if identity is not None:
             # A UUID is unique in the world; two containers of one machine differ in their host's name.
             ranks.setdefault(identity.split(" ")[-1], []).append(rank)

@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,7 +55,7 @@ class LaunchEnvironment:
     master_addr: str
     master_port: int
     launch_id: str = ""
-    """The same for all processes of this launch, and for no other launch; empty if the launcher has no such id."""
+    """Tells this launch from another one at the same address, if the launcher has an id for it."""
     is_one_machine: bool = False
     """Whether the launcher says that all processes of this launch are on this machine."""
     is_address_missing: bool = False
@@ -85,22 +86,11 @@ class _Family:
         return any(name in environ for name in f"{self.rank} {self.world_size} {self.local_rank}".split())
 
 
+_OF_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
 _TORCH = _Family("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MPI = (
-    _Family(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    _Family(
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        "MV2_COMM_WORLD_LOCAL_RANK",
-        "MV2_COMM_WORLD_LOCAL_SIZE",
-    ),
+    _Family("Open MPI", *(f"OMPI_COMM_WORLD_{number}" for number in _OF_WORLD)),
+    _Family("MVAPICH", *(f"MV2_COMM_WORLD_{number}" for number in _OF_WORLD)),
     # MPICH, Intel MPI (both with Hydra) and others that speak PMI.
     _Family("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"),
 )
@@ -140,7 +130,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     here = _slurm_tasks_here(environ) if family is _SLURM else read_number(environ, family.local_world_size)
     place = _read_place(environ, family, here)
     is_one_node = place["local_world_size"] == place["world_size"]
-    launcher, launch_id = _launcher(environ, family, is_one_node=is_one_node)
+    launcher, launch_id = _launcher(environ, family)
     first_host = None if given_addr else _first_host(environ, family, place["rank"], is_one_node=is_one_node)
     return LaunchEnvironment(
         launcher=launcher,
@@ -153,12 +143,16 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[str, str]:
-    """Return rank and world size as a launcher would set them, with node and address from the environment.
+def with_place(environ: Mapping[str, str], rank: int | None, worldsize: int | None) -> Mapping[str, str]:
+    """Return rank and world size, if given, as a launcher would set them, with node and address from the environment.
 
     Raises:
-        LaunchError: a launcher gave this process another place.
+        LaunchError: one of the two is missing, or a launcher gave this process another place.
     """
+    if rank is None and worldsize is None:
+        return environ
+    if rank is None or worldsize is None:
+        raise LaunchError(f"rank={rank} and worldsize={worldsize} belong together: give both or neither.")
     given = {"RANK": str(rank), "WORLD_SIZE": str(worldsize)}
     other = [f"{name}={environ[name]}" for name in given if environ.get(name, given[name]) != given[name]]
     if other:
@@ -188,19 +182,17 @@ def given_address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 def is_first_process(environ: Mapping[str, str]) -> bool:
     """Return whether this process is rank 0 or alone; True if the environment cannot be read."""
-    try:
+    with suppress(LaunchError):
         return read_environment(environ).rank == 0
-    except LaunchError:
-        return True
+    return True
 
 
 def speaks_for_a_node(environ: Mapping[str, str]) -> bool:
     """Return whether this is the first process of one of several nodes: other nodes may print on other screens."""
-    try:
+    with suppress(LaunchError):
         place = read_environment(environ)
-    except LaunchError:
-        return True
-    return place.local_rank == 0 and place.local_world_size < place.world_size
+        return place.local_rank == 0 and place.local_world_size < place.world_size
+    return True
 
 
 def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> int | None:
@@ -316,20 +308,16 @@ def _read_place(environ: Mapping[str, str], family: _Family, here: int | None) -
     return {"rank": rank, "local_rank": local_rank, "world_size": world_size, "local_world_size": here}
 
 
-def _launcher(environ: Mapping[str, str], family: _Family, *, is_one_node: bool) -> tuple[Launcher, str]:
-    """Return the launcher and its id of this launch."""
+def _launcher(environ: Mapping[str, str], family: _Family) -> tuple[Launcher, str]:
+    """Return the launcher, and its id of this launch."""
     if family is _SLURM:
-        job, step = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_STEP_ID", "?")
-        return "slurm", f"{job}.{step}/attempt-{environ.get('SLURM_RESTART_COUNT', '0')}"
+        return "slurm", f"{environ.get('SLURM_JOB_ID', '?')}.{environ.get('SLURM_STEP_ID', '?')}"
     if family is not _TORCH:
         return "mpi", environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
-    run_id = environ.get("TORCHELASTIC_RUN_ID")
-    is_spawn = run_id is None or run_id.startswith(SPAWN_RUN_ID_PREFIX)
-    # Each node's agent counts only the failures of its own workers: over several nodes the counts differ.
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT") if is_one_node else None
-    parts = [run_id if run_id != "none" else None, f"attempt-{attempt}" if attempt else None]
-    launcher: Launcher = "accelerate" if _is_from_accelerate(environ) else "spawn" if is_spawn else "torchrun"
-    return launcher, "/".join(filter(None, parts))
+    run_id = environ.get("TORCHELASTIC_RUN_ID", SPAWN_RUN_ID_PREFIX)
+    if _is_from_accelerate(environ):
+        return "accelerate", run_id
+    return "spawn" if run_id.startswith(SPAWN_RUN_ID_PREFIX) else "torchrun", run_id
 
 
 def _port(environ: Mapping[str, str], default: int) -> int:

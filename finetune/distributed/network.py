@@ -38,9 +38,7 @@ def allow_connections(world_size: int) -> None:
         _log.warning(
             "[Distributed] this process may open at most %d files, and %d ranks may need %d. If connections fail, "
             "raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a container).",
-            most,
-            world_size,
-            needed,
+            *(most, world_size, needed),
         )
 
 

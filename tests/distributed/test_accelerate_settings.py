@@ -120,7 +120,6 @@ PLAIN = "{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cp
 LAUNCHES = {
     "by default": ([], None, [NOTHING]),
     "on the CPU": (["--cpu", "--num_processes", "2"], None, [{**NOTHING, "asked": 2, "cpu": True}]),
-    "a file for the CPU": (["--config_file", "c.yaml"], PLAIN, [{**NOTHING, "asked": 4, "cpu": True}]),
     "an engine": (
         ["--config_file", "c.yaml", "--main_process_port", "0"],
         FSDP,
@@ -137,11 +136,6 @@ LAUNCHES = {
             }
         ]
         * 2,
-    ),
-    "the first version of an engine": (
-        ["--use_fsdp", "--num_processes", "2", "--main_process_port", "0"],
-        None,
-        [{**NOTHING, "world_size": 2, "refused": ["ACCELERATE_USE_FSDP=true"]}] * 2,
     ),
     "an engine that --cpu passes over": (
         ["--cpu", "--config_file", "c.yaml"],

@@ -132,7 +132,7 @@ def test_two_ranks_on_one_gpu_are_refused_by_name_and_no_others():
     twice = ["node1 GPU-a", "node1 GPU-b", "node2 GPU-c", "node1 GPU-a", "container GPU-b"]
     identities = [*twice, None, None, "node2 MIG-d", "node2 MIG-e"]
     with pytest.raises(LaunchError) as caught:
-        refuse_shared_devices(identities)
+        refuse_shared_devices(dict(enumerate(identities)))
     for part in ("ranks 0, 3 (node1 GPU-a)", "ranks 1, 4 (node1 GPU-b)", "CUDA_VISIBLE_DEVICES", "training.device=cpu"):
         assert part in str(caught.value)
     for part in ("GPU-c", "None", "5", "MIG"):

@@ -231,7 +231,7 @@ def different_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @maker
 def shared_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return printed_by(lambda: device.refuse_shared_devices(["node1 GPU-5d1a"] * 2))
+    return printed_by(lambda: device.refuse_shared_devices(dict.fromkeys((0, 1), "node1 GPU-5d1a")))
 
 
 @maker
