@@ -277,13 +277,13 @@ def _verdict(failure: str | None, fallbacks: Fallbacks) -> Verdict:
 def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
     """Share rank 0's verdict. Return if the ranks train together; else end this rank, or let it go on alone."""
     rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
-    decision, why = rendezvous.share_verdict(verdict)
+    decision, reason = rendezvous.share_verdict(verdict)
     if decision == "refused":
-        raise LaunchError(why)
+        raise LaunchError(reason)
     if decision == "alone" and rank == 0:
-        raise _TrainsAloneError(why)
+        raise _TrainsAloneError(reason)
     if decision == "alone":
-        _log.warning("[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)", rank, world_size, why)
+        _log.warning("[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)", rank, world_size, reason)
         raise LeftToMain
 
 
@@ -375,16 +375,16 @@ def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str, *
     identity = None if shares_gpus else device_identity(device)
     own = [f"{device.type} with {backend}", identity, own_address_towards(host)]
     notes = rendezvous.exchange("device", json.dumps(own), _start_seconds(rendezvous))
-    found = {rank: json.loads(text) for rank, text in notes.items()}
+    ranks = {rank: json.loads(note) for rank, note in notes.items()}
     verdict = Verdict("together")
     try:
-        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in found.items()})
-        refuse_shared_devices({rank: identity for rank, (_, identity, _) in found.items()})
+        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in ranks.items()})
+        refuse_shared_devices({rank: identity for rank, (_, identity, _) in ranks.items()})
     except LaunchError as error:
         verdict = Verdict("refused", str(error))
     # As a verdict, since rank 0 takes the store with it: it must not leave before the others have read why.
     _obey(rendezvous, verdict)
-    peers = (address for _, _, address in found.values() if address and not is_own_address(address))
+    peers = (address for _, _, address in ranks.values() if address and not is_own_address(address))
     interface = interface_towards(next(peers, host))
     if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
         _world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
@@ -396,8 +396,8 @@ def _alone(
     """Return the place of a process that was launched alone."""
     if flag is True:
         has_launcher = environment.launcher != "none"
-        found = f"{environment.launcher} started one process" if has_launcher else "there is no launcher"
-        why = f"{found}; use torchrun, accelerate launch, srun or parallel.num_processes for several processes"
+        start = f"{environment.launcher} started one process" if has_launcher else "there is no launcher"
+        why = f"{start}; use torchrun, accelerate launch, srun or parallel.num_processes for several processes"
         fallbacks.take(
             Fallback(what="ddp", wanted="several processes", used="one process", why=why),
             warning="[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone",
@@ -407,14 +407,14 @@ def _alone(
 
 
 def _go_on_alone(
-    environment: LaunchEnvironment, why: str, device: torch.device, fallbacks: Fallbacks
+    environment: LaunchEnvironment, reason: str, device: torch.device, fallbacks: Fallbacks
 ) -> ProcessContext:
     """Return the place of rank 0 in a world that was not formed."""
     _world.take(
         fallbacks,
-        Fallback(what="ddp", wanted=f"{environment.world_size} processes", used="one process", why=why),
-        warning=f"[Trainer] Warning: DDP was requested but {why}. Rank 0 trains alone with the same global batch: the "
-        "curve stays the same, only slower",
+        Fallback(what="ddp", wanted=f"{environment.world_size} processes", used="one process", why=reason),
+        warning=f"[Trainer] Warning: DDP was requested but {reason}. Rank 0 trains alone with the same global batch: "
+        "the curve stays the same, only slower",
     )
     _world.hide_launch()
     _world.alone, _world.hidden_launch = ProcessContext(False, 0, environment.local_rank, 1, device), environment

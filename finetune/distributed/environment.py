@@ -288,12 +288,12 @@ def _read_place(environ: Mapping[str, str], family: _Family, here: int | None) -
     local_rank = read_number(environ, family.local_rank)
     if local_rank is None and world_size == 1:
         local_rank = 0
-    found = ", ".join(f"{name}={environ[name]}" for name in family.names if name in environ) or "none of them"
+    given = ", ".join(f"{name}={environ[name]}" for name in family.names if name in environ) or "none of them"
     if rank is None or world_size is None or local_rank is None:
         needed = (family.rank, family.world_size, family.local_rank)
         missing = [names.replace(" ", " or ") for names in needed if not any(name in environ for name in names.split())]
         raise LaunchError(
-            f"The environment is incomplete for a launch through {family.name} variables: found {found}; missing "
+            f"The environment is incomplete for a launch through {family.name} variables: found {given}; missing "
             f"{', '.join(missing)}. Start through torchrun, accelerate launch, srun or mpirun, which set them all, or "
             "unset them to train in one process."
         )
@@ -301,7 +301,7 @@ def _read_place(environ: Mapping[str, str], family: _Family, here: int | None) -
         here = world_size if local_rank == rank else local_rank + 1
     if not (rank < world_size and local_rank < here <= world_size):
         raise LaunchError(
-            f"The launch variables contradict each other: {found}, {here} processes on this node. Expected 0 <= rank < "
+            f"The launch variables contradict each other: {given}, {here} processes on this node. Expected 0 <= rank < "
             "world size and 0 <= local rank < processes on this node <= world size. Unset them, or start again through "
             "the launcher."
         )

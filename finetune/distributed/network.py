@@ -148,8 +148,8 @@ PROBE_SECONDS = 2.0
 NO_STORE = "something other than a torch store listens there"
 
 
-def what_answers(host: str, port: int, seconds: float = PROBE_SECONDS) -> str | None:
-    """Return None if a torch store answers at the address within the seconds, else what is wrong there.
+def probe_store(host: str, port: int, seconds: float = PROBE_SECONDS) -> str | None:
+    """Return what is wrong at an address; None if a torch store answers there within the seconds.
 
     torch's own client is no such probe: with another server it prints its C++ stack and tries again, and with a silent
     one it waits forever.

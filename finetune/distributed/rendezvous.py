@@ -34,7 +34,7 @@ from finetune.distributed.network import (
     is_own_address,
     listening_address,
     open_listener,
-    what_answers,
+    probe_store,
 )
 from finetune.errors import LaunchError, RunFailedError
 
@@ -76,7 +76,7 @@ class Verdict(NamedTuple):
     """Rank 0's decision for all ranks of the launch, with its reason."""
 
     decision: Literal["together", "alone", "refused"]
-    why: str = ""
+    reason: str = ""
 
 
 class Rendezvous:
@@ -205,27 +205,27 @@ class Rendezvous:
         lookups faster than the store finishes them.
         """
         host, port, size = self._host, self.environment.master_port, self.environment.world_size
-        began, waited, found = time.monotonic(), self._timeout, "not asked yet"
+        began, waited, problem = time.monotonic(), self._timeout, "not asked yet"
 
         def describe() -> str:
-            return f"rank 0: {found}"
+            return f"rank 0: {problem}"
 
         for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, describe):
             patience = max(PROBE_SECONDS, min(self.seconds_left, _LONGEST_PROBE_SECONDS))
-            answer = what_answers(host, port, patience)
-            if answer is None:
+            store_problem = probe_store(host, port, patience)
+            if store_problem is None:
                 with suppress(dist.DistError):  # it may close between the two
                     return TCPStore(host, port, size, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-            found = answer or "the store answered too late"
+            problem = store_problem or "the store answered too late"
             # torchrun's agent opens its store before it starts a worker. If the store refuses, the agent has ended.
-            if self._uses_agent_store and found != NO_STORE and time.monotonic() - began >= _MARGIN_SECONDS:
+            if self._uses_agent_store and problem != NO_STORE and time.monotonic() - began >= _MARGIN_SECONDS:
                 waited = round(time.monotonic() - began)
                 break
-        failure = RunFailedError if self._uses_agent_store else LaunchError
-        raise failure(
+        error = RunFailedError if self._uses_agent_store else LaunchError
+        raise error(
             f"rank {self.environment.rank} did not find rank 0 of {size} at {self.address} within {waited:g} s "
-            f"({self.environment.launcher}): {found}. Check that rank 0 was started, that MASTER_ADDR and MASTER_PORT "
-            "name its machine on every rank, and that no firewall blocks the port; or raise parallel.timeout_minutes."
+            f"({self.environment.launcher}): {problem}. Check that rank 0 was started, that MASTER_ADDR and "
+            "MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or raise parallel.timeout_minutes."
         )
 
     def _answer(self, requests: PrefixStore, token: str) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from finetune.distributed import rendezvous
 from finetune.distributed.environment import read_environment
-from finetune.distributed.network import PROBE_SECONDS, own_address_towards, what_answers
+from finetune.distributed.network import PROBE_SECONDS, own_address_towards, probe_store
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError
 from tests.launches import REPOSITORY, free_port, place_variables, wait_until
@@ -147,7 +147,7 @@ def if_one_never_comes_rank_0_goes_on_alone_and_the_others_leave_with_its_word(p
 def a_late_rank_hears_that_rank_0_trains_alone(play):
     port = free_port()
     first = play.start(0, port, timeout=1, lasts=60)
-    wait_until(lambda: what_answers("127.0.0.1", port) is None, "the store of rank 0", 60)
+    wait_until(lambda: probe_store("127.0.0.1", port) is None, "the store of rank 0", 60)
     time.sleep(1.5)
     late = play.start(1, port, timeout=20)
     late.wait(240)
@@ -227,7 +227,7 @@ def two_launches_on_one_port_never_mix(play):
     port = free_port()
     (play.folder / "b").mkdir()
     first = play.start(0, port, timeout=30)  # longer than two processes need to start, one after the other
-    wait_until(lambda: what_answers("127.0.0.1", port) is None, "the store of rank 0", 60)
+    wait_until(lambda: probe_store("127.0.0.1", port) is None, "the store of rank 0", 60)
     stranger = play.start(1, port, folder="b", world_size=3, timeout=6)
     output, _ = stranger.communicate(timeout=240)
     assert stranger.returncode == 2, output
@@ -317,18 +317,18 @@ def test_while_waiting_a_rank_says_who_is_missing(monkeypatch, caplog):
     assert f"rank 0 of 3 has waited at 127.0.0.1:{port} for 0 s (limit 1 s): missing: ranks 1, 2" in caplog.text
 
 
-def test_what_answers_at_an_address_is_told_apart():
-    assert what_answers("127.0.0.1", free_port()) == "Connection refused"
-    assert str(what_answers("no-such-host.invalid", 80)) == "the name no-such-host.invalid cannot be resolved here"
-    assert str(what_answers("node..1", 80)) == "the name node..1 cannot be resolved here"
+def test_probe_store_at_an_address_is_told_apart():
+    assert probe_store("127.0.0.1", free_port()) == "Connection refused"
+    assert str(probe_store("no-such-host.invalid", 80)) == "the name no-such-host.invalid cannot be resolved here"
+    assert str(probe_store("node..1", 80)) == "the name node..1 cannot be resolved here"
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen()
-        assert what_answers("127.0.0.1", silent.getsockname()[1]) == "something other than a torch store listens there"
+        assert probe_store("127.0.0.1", silent.getsockname()[1]) == "something other than a torch store listens there"
     for use_libuv in (True, False):
         store = TCPStore("127.0.0.1", 0, 2, True, timedelta(seconds=5), wait_for_workers=False, use_libuv=use_libuv)
         for _ in range(3):
-            assert what_answers("127.0.0.1", store.port) is None
+            assert probe_store("127.0.0.1", store.port) is None
 
 
 def test_a_store_that_goes_away_is_a_launch_error():
