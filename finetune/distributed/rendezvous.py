@@ -225,7 +225,8 @@ class Rendezvous:
         raise error(
             f"rank {self.environment.rank} did not find rank 0 of {size} at {self.address} within {waited:g} s "
             f"({self.environment.launcher}): {problem}. Check that rank 0 was started, that MASTER_ADDR and "
-            "MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or raise parallel.timeout_minutes."
+            "MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or raise "
+            "parallel.timeout_minutes."
         )
 
     def _answer(self, requests: PrefixStore, token: str) -> None:
