@@ -10,12 +10,13 @@ from collections.abc import Mapping
 
 import torch
 
-from finetune.distributed.environment import is_gpu_choice_given, visible_gpus
 from finetune.distributed.guardian.faults import format_ranks
 from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
 
+_CHOICES_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Set by a launcher or the user, perhaps to other GPUs for each process."""
 _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
@@ -56,7 +57,7 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
-    if count == 1 and is_gpu_choice_given(os.environ):
+    if count == 1 and any(os.environ.get(name) for name in _CHOICES_OF_GPUS):
         return torch.device("cuda", 0)
     if shares_gpus:
         return torch.device("cuda", local_rank % count)
@@ -94,7 +95,7 @@ def device_identity(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     index = device.index or 0
-    visible = visible_gpus(os.environ)
+    visible = os.environ.get(_CHOICES_OF_GPUS[0], "").split(",")
     # All slices of a divided GPU (MIG) may answer with the UUID of the whole; their names in the list differ.
     name = visible[index].strip() if index < len(visible) else ""
     uuid = name if name.startswith("MIG-") else f"GPU-{torch.cuda.get_device_properties(index).uuid}"

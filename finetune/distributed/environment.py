@@ -48,10 +48,10 @@ class LaunchEnvironment:
     """This process's place in its launch, as the launcher's variables describe it."""
 
     launcher: Launcher
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
     master_addr: str
     master_port: int
     launch_id: str = ""
@@ -119,10 +119,6 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         return LaunchEnvironment(
             # `accelerate launch` of one process sets its own settings and no rank.
             launcher="accelerate" if _is_from_accelerate(environ) else "none",
-            rank=0,
-            local_rank=0,
-            world_size=1,
-            local_world_size=1,
             master_addr=given_addr or DEFAULT_MASTER_ADDR,
             master_port=_port(environ, DEFAULT_MASTER_PORT),
             is_one_machine=True,
@@ -221,16 +217,6 @@ def is_batch_script_body(environ: Mapping[str, str]) -> bool:
     # Without `--ntasks`, older versions of Slurm say only how many tasks each node is to have.
     tasks = (per_node or 0) * (nodes or 1) if total is None else total
     return tasks > 1
-
-
-def is_gpu_choice_given(environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher or the user chose the GPUs that this process sees, perhaps others for each process."""
-    return any(environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the names or numbers of the CUDA GPUs that this process was given; empty names if it sees all."""
-    return environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
 def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
