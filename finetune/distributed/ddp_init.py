@@ -238,19 +238,27 @@ def _initialize_distributed(
     fallbacks: Fallbacks,
 ) -> None:
     """Form the group, or raise what `_obey` raises. Collective."""
+    host = address_of_rank_0(environment)
+    note = [
+        f"{device.type} with {backend}",
+        None if shares_gpus else device_identity(device),
+        own_address_towards(host),
+    ]
     try:
-        rendezvous = _world.rendezvous = Rendezvous(environment, timeout, next(_rendezvous_numbers))
+        rendezvous = Rendezvous(environment, timeout, next(_rendezvous_numbers), json.dumps(note))
     except LaunchError as error:
         # Without its port no other rank reaches rank 0: the others do not find it, and leave with an error.
         if environment.rank != 0 or fallbacks.strict:
             raise
         raise _TrainsAloneError(str(error)) from error
+    _world.rendezvous = rendezvous
     _world.undo.callback(rendezvous.leave)
-    failure = None
+    verdict = Verdict("together")
     if environment.rank == 0:
         failure = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
-    _obey(rendezvous, _verdict(failure, fallbacks))
-    _compare_ranks(rendezvous, device, backend, shares_gpus=shares_gpus)
+        verdict = _compare_devices(rendezvous) if failure is None else _verdict(failure, fallbacks)
+    _obey(rendezvous, verdict)
+    _choose_interface(rendezvous, host)
     failure = _start_backend(rendezvous, backend, timeout)
     if failure is not None and backend == "nccl" and not fallbacks.strict:
         nccl_failure, failure = failure, _start_backend(rendezvous, "gloo", timeout)
@@ -267,11 +275,33 @@ def _why_not_wanted(environment: LaunchEnvironment) -> str:
     )
 
 
-def _verdict(failure: str | None, fallbacks: Fallbacks) -> Verdict:
-    """Return what rank 0 decides if there is a reason why the ranks cannot train together, or None."""
-    if failure is None:
-        return Verdict("together")
+def _verdict(failure: str, fallbacks: Fallbacks) -> Verdict:
+    """Return what rank 0 decides if the ranks cannot train together."""
     return Verdict("refused", f"{failure}. No rank goes on alone.") if fallbacks.strict else Verdict("alone", failure)
+
+
+def _compare_devices(rendezvous: Rendezvous) -> Verdict:
+    """Refuse ranks on different types of device or two on one GPU: a backend would hang with them."""
+    ranks = {rank: json.loads(note) for rank, note in rendezvous.joined().items()}
+    try:
+        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in ranks.items()})
+        refuse_shared_devices({rank: identity for rank, (_, identity, _) in ranks.items()})
+    except LaunchError as error:
+        return Verdict("refused", str(error))
+    return Verdict("together")
+
+
+def _choose_interface(rendezvous: Rendezvous, host: str) -> None:
+    """Choose gloo's network interface: on one machine, it listens on loopback only.
+
+    On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come; an
+    address of another machine does.
+    """
+    addresses = (json.loads(note)[2] for note in rendezvous.joined().values())
+    peers = (address for address in addresses if address and not is_own_address(address))
+    interface = interface_towards(next(peers, host))
+    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
+        _world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
 
 
 def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
@@ -360,34 +390,6 @@ def _end_group(*, aborts: bool = False) -> None:
             _abort_process_group()
         else:
             dist.destroy_process_group()
-
-
-def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str, *, shares_gpus: bool) -> None:
-    """Refuse ranks on different types of device or two on one GPU, and choose gloo's network interface. Collective.
-
-    A backend would hang with such ranks. On one machine, gloo listens on loopback only. On rank 0's machine its own
-    name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come; an address of another machine does.
-
-    Raises:
-        LaunchError: on all ranks.
-    """
-    host = address_of_rank_0(rendezvous.environment)
-    identity = None if shares_gpus else device_identity(device)
-    own = [f"{device.type} with {backend}", identity, own_address_towards(host)]
-    notes = rendezvous.exchange("device", json.dumps(own), _start_seconds(rendezvous))
-    ranks = {rank: json.loads(note) for rank, note in notes.items()}
-    verdict = Verdict("together")
-    try:
-        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in ranks.items()})
-        refuse_shared_devices({rank: identity for rank, (_, identity, _) in ranks.items()})
-    except LaunchError as error:
-        verdict = Verdict("refused", str(error))
-    # As a verdict, since rank 0 takes the store with it: it must not leave before the others have read why.
-    _obey(rendezvous, verdict)
-    peers = (address for _, _, address in ranks.values() if address and not is_own_address(address))
-    interface = interface_towards(next(peers, host))
-    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
-        _world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
 
 
 def _alone(

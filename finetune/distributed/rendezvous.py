@@ -92,6 +92,7 @@ class Rendezvous:
         environment: this process's place in the launch.
         timeout: how long the ranks wait for each other, in total.
         number: counts this process's rendezvous, so that a rank that is early for the next one cannot join the last.
+        note: what the other ranks read of this one, see `joined`.
 
     Attributes:
         store: for the process group; its keys belong to this rendezvous.
@@ -100,7 +101,7 @@ class Rendezvous:
         LaunchError: on rank 0, its port cannot be opened; on the others, rank 0 was not found in time.
     """
 
-    def __init__(self, environment: LaunchEnvironment, timeout: timedelta, number: int = 1) -> None:
+    def __init__(self, environment: LaunchEnvironment, timeout: timedelta, number: int = 1, note: str = "") -> None:
         self.environment = environment
         self._began = time.monotonic()
         self._timeout = timeout.total_seconds()
@@ -126,7 +127,7 @@ class Rendezvous:
                 "rank, or another launch uses the same address and port. Give each launch a port of its own "
                 "(MASTER_PORT, --master_port, --main_process_port)."
             )
-        self._post("joined", "")
+        self._post("joined", note)
 
     @property
     def address(self) -> str:
@@ -142,7 +143,7 @@ class Rendezvous:
         """Wait until every rank has joined; else return who is missing and what to do about it. Rank 0 only."""
         if self._wait_for_notes("joined", self.environment.world_size, self.seconds_left, self._who_is_missing):
             return None
-        joined = self._notes("joined")
+        joined = self.joined()
         self._num_present = len(joined)
         hint = "" if is_own_address(self._host) else "; this address does not belong to rank 0's machine"
         return (
@@ -150,6 +151,10 @@ class Rendezvous:
             f"{self._timeout:g} s (joined: {format_ranks(list(joined))}){hint}. Start every rank with the same "
             "MASTER_ADDR and MASTER_PORT, let the nodes reach this port, or raise parallel.timeout_minutes"
         )
+
+    def joined(self) -> dict[int, str]:
+        """Return the notes of the ranks that have joined until now, by rank."""
+        return self._notes("joined")
 
     def share_verdict(self, verdict: Verdict) -> Verdict:
         """Return rank 0's verdict; those of the other ranks do not count. Collective.
@@ -291,7 +296,7 @@ class Rendezvous:
         return dict(sorted(json.loads(line) for line in self._ask("get", f"{topic}/notes").splitlines()))
 
     def _who_is_missing(self) -> str:
-        return f"missing: {self._ranks_without(self._notes('joined'))}"
+        return f"missing: {self._ranks_without(self.joined())}"
 
     def _ranks_without(self, joined: dict[int, str]) -> str:
         return format_ranks([rank for rank in range(self.environment.world_size) if rank not in joined])
