@@ -239,11 +239,8 @@ def _initialize_distributed(
 ) -> None:
     """Form the group, or raise what `_obey` raises. Collective."""
     host = address_of_rank_0(environment)
-    note = [
-        f"{device.type} with {backend}",
-        None if shares_gpus else device_identity(device),
-        own_address_towards(host),
-    ]
+    identity = None if shares_gpus else device_identity(device)
+    note = [f"{device.type} with {backend}", identity, own_address_towards(host)]
     try:
         rendezvous = Rendezvous(environment, timeout, next(_rendezvous_numbers), json.dumps(note))
     except LaunchError as error:
@@ -335,7 +332,7 @@ def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
 
 def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
     rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
-    seconds = _start_seconds(rendezvous)
+    seconds = min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
     limit = timedelta(seconds=seconds)
     rendezvous.store.set_timeout(limit)
     problem = ""
@@ -362,11 +359,6 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
         return f"{backend} did not start on {len(failed)} of {world_size} ranks (rank {first}: {text})"
     _log.info("[Distributed] Initialized with backend=%s rank=%d world_size=%d", backend, rank, world_size)
     return None
-
-
-def _start_seconds(rendezvous: Rendezvous) -> float:
-    """Return how long ranks that are all present wait for each other."""
-    return min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
 
 
 def _finish(work: dist.Work, seconds: float) -> None:
