@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from finetune.model.quantized import build_quantized_base as build_quantized_base
     from finetune.model.tokens import add_tokens as add_tokens
     from finetune.model.tokens import build_tokenizer as build_tokenizer
+    from finetune.training.hooks import Hooks as Hooks
     from finetune.training.train import train as train
     from finetune.training.trainer import PreferenceTrainer as PreferenceTrainer
     from finetune.training.trainer import RewardTrainer as RewardTrainer
@@ -55,6 +56,7 @@ _HOMES = {
     "load_examples": "finetune.data.examples",
     "stop_ids": "finetune.data.templates",
     "train": "finetune.training.train",
+    "Hooks": "finetune.training.hooks",
     "PreferenceTrainer": "finetune.training.trainer",
     "RewardTrainer": "finetune.training.trainer",
     "Trainer": "finetune.training.trainer",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from finetune.terminal import fold
-from finetune.units import name_first
+from finetune.units import counted, name_first
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,7 +104,7 @@ def print_findings(findings: Sequence[Finding], console: Console) -> None:
 def count(findings: Sequence[Finding]) -> str:
     """Count problems and warnings in words: ``1 problem, 2 warnings``."""
     numbers = {level: sum(finding.level == level for finding in findings) for level in ("problem", "warning")}
-    return ", ".join(f"{number} {level}{'' if number == 1 else 's'}" for level, number in numbers.items())
+    return ", ".join(counted(number, level) for level, number in numbers.items())
 
 
 def _joined(ranks: Sequence[int], hosts: Sequence[str]) -> str:

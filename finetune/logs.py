@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -108,7 +108,7 @@ class _PersonHandler(logging.StreamHandler[TextIO]):
     """Show warnings and errors briefly on an interactive terminal, wrapped to its width."""
 
     def __init__(self) -> None:
-        super().__init__(sys.stderr)
+        super().__init__(screen())
         self.setLevel(logging.WARNING)
 
     def format(self, record: logging.LogRecord) -> str:
@@ -117,6 +117,17 @@ class _PersonHandler(logging.StreamHandler[TextIO]):
         text = fold(as_one_message(f"{name}: {message}"), self.stream, indent="  ")
         colour = _COLOURS.get(name, _COLOURS["warning"])  # a library may name a level of its own, or rename one
         return text if os.environ.get("NO_COLOR") else f"\x1b[{colour}m{name}:\x1b[0m{text[len(name) + 1 :]}"
+
+
+def is_notebook() -> bool:
+    """Return whether this process computes the cells of a notebook. Imports nothing."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and type(ipython.get_ipython()).__name__ == "ZMQInteractiveShell"
+
+
+def screen() -> TextIO:
+    """Return the stream for messages to a person: stderr, but stdout in a notebook, which shows stderr in red."""
+    return sys.stdout if is_notebook() else sys.stderr
 
 
 def is_for_a_person(stream: TextIO) -> bool:
@@ -130,8 +141,8 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
     Args:
         rank: the rank that begins each line.
         level: the lowest level to log.
-        num_processes: processes of the launch. A single process on an interactive terminal shows only warnings and
-            errors, unless the level is DEBUG.
+        num_processes: processes of the launch. A single process on an interactive terminal or in a notebook shows only
+            warnings and errors, unless the level is DEBUG.
     """
     global _is_main
     prepare_streams()  # also in a script without `command`: its run must not fail when it prints a row
@@ -139,7 +150,7 @@ def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int =
     early = next((h for h in logger.handlers if isinstance(h, _Early)), _Early())
     for former in [h for h in logger.handlers if h.get_name() == _HANDLER_NAME]:
         logger.removeHandler(former)
-    if num_processes == 1 and level > logging.DEBUG and is_for_a_person(sys.stderr):
+    if num_processes == 1 and level > logging.DEBUG and (is_for_a_person(sys.stderr) or is_notebook()):
         handler: logging.Handler = _PersonHandler()
     else:
         handler = logging.StreamHandler(sys.stderr)
@@ -237,7 +248,10 @@ def waiting(name: str, *, is_on_view: bool = False) -> Iterator[None]:
     task = [name, ""]
     _tasks.append(task)
     is_outermost = _is_main and _one_line.acquire(blocking=False)
-    shown = nullcontext if is_on_view else _waiting_line if speaks_to_a_person() else _lines_in_silence
+    if is_on_view or is_notebook():
+        shown: Callable[[], AbstractContextManager[None]] = nullcontext
+    else:
+        shown = _waiting_line if speaks_to_a_person() else _lines_in_silence
     try:
         with shown() if is_outermost else nullcontext():
             yield

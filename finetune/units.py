@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 
 def ceil_div(number: int, divisor: int) -> int:
     """Return a quotient of integers, rounded up."""
     return -(-number // divisor)
+
+
+def ceil_share(share: float, number: int) -> int:
+    """Return a share of a number, rounded up. The decimal digits of the share count: 0.07 of 100 is 7, not 8."""
+    return math.ceil(Fraction(repr(share)) * number)
+
+
+def counted(number: int, noun: str) -> str:
+    """Write a number with its noun: `1 step`, `1,200 steps`, `2 processes`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('s') else 's'}"
 
 
 def name_first(names: Sequence[str], most: int, *, separator: str = ", ") -> str:

@@ -191,9 +191,9 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     done = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert done.returncode == 0, done.stdout
     assert (tmp_path / "mine" / "finetune_lora.py").is_file()
-    assert (tmp_path / "mine" / "configs" / "task" / "finetune_lora.yaml").is_file()
+    assert "finetune_lora.py model=phi_tiny data=orders" in done.answer
     assert run_finetune("recipes", "copy", "train_ddp_torchrun", tmp_path / "mine").returncode == 0
-    assert (tmp_path / "mine" / "configs" / "train_ddp.yaml").is_file()
+    assert not (tmp_path / "mine" / "configs").exists(), "it would hide the shipped configs"
     again = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
     assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")

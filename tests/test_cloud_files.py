@@ -1,6 +1,7 @@
-"""The files in recipes/launch/ for Kubernetes and SkyPilot: their fields, and their commands as two nodes on one host.
+"""The files in recipes/launch/ for clusters and clouds: their fields, and their commands as two nodes on one host.
 
 No cloud runs them here. The shell text of each file runs as it is, with the variables that the platform would set.
+FINETUNE_AZUREML is the Python of an environment with azure-ai-ml, which does not fit the tested packages.
 """
 
 import os
@@ -31,6 +32,15 @@ SKYPILOT_RESOURCES = {
 SKYPILOT_RECOVERY = {"strategy", "max_restarts_on_errors", "recover_on_exit_codes"}
 """Fields of https://docs.skypilot.co/en/latest/reference/yaml-spec.html. SkyPilot checks a task with the functions
 `get_task_schema` and `get_resources_schema` of sky/utils/schemas.py, but it installs too much for a test."""
+
+
+AZUREML = "FINETUNE_AZUREML"
+LOAD_AZUREML = """
+import sys
+from azure.ai.ml import load_job
+validated = load_job(sys.argv[1])._validate()
+sys.exit(None if validated.passed else str(validated.error_messages))
+"""
 
 
 def objects():
@@ -109,6 +119,34 @@ def test_the_task_of_skypilot_has_documented_fields_only():
     assert f"output_dir={mounted}/" in found["envs"]["ARGUMENTS"]
 
 
+def azureml_job():
+    return yaml.safe_load((FOLDER / "azureml.yaml").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(AZUREML not in os.environ, reason=f"azure-ai-ml: not installed; {AZUREML} names its Python")
+def test_the_loader_of_azure_ai_ml_accepts_the_job_and_refuses_a_wrong_one(tmp_path):
+    def load(text):
+        file = tmp_path / "job.yaml"
+        file.write_text(text)
+        words = [os.environ[AZUREML], "-c", LOAD_AZUREML, file]
+        return subprocess.run(words, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
+
+    text = (FOLDER / "azureml.yaml").read_text()
+    done = load(text)
+    assert done.returncode == 0, done.stderr
+    assert load(text.replace("instance_count: 2", "instance_count: two")).returncode != 0
+
+
+def test_the_job_of_azureml_names_its_parts():
+    job = azureml_job()
+    assert (job["type"], job["distribution"]) == ("command", {"type": "pytorch", "process_count_per_instance": 1})
+    assert int(job["environment_variables"]["NODES"]) == job["resources"]["instance_count"]
+    assert all(isinstance(value, str) for value in job["environment_variables"].values())
+    assert all(f"${{{{inputs.{name}}}}}" in job["command"] for name in job["inputs"])
+    assert all(f"${{{{outputs.{name}}}}}" in job["command"] for name in job["outputs"])
+
+
 def pod_command(index, words, port):
     """The command of a pod and the variables that it has on a cluster; GPUs and addresses are those of this machine."""
     _, container = job_and_container()
@@ -127,6 +165,17 @@ def node_command(index, words, port):
     return ["bash", "-c", task()["run"]], {**task()["envs"], **own, **place, **addresses}
 
 
+def azureml_command(index, words, port):
+    """The command of a node, with AzureML's variables, and with the paths of this run for its input and output."""
+    given = dict(word.partition("=")[::2] for word in words)
+    text = azureml_job()["command"].replace("${{inputs.rows}}", given.get("data.path", "shipped:orders"))
+    text = text.replace("${{outputs.runs}}/chats", given.get("output_dir", "runs/none"))
+    own = {"ARGUMENTS": shlex.join(words), "GPUS_PER_NODE": "1"}
+    place = {"NODE_RANK": str(index), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    of_node = {"RANK": str(index), "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    return ["bash", "-c", text], {**azureml_job()["environment_variables"], **own, **place, **of_node}
+
+
 class TwoNodes:
     """The command of a file, started once for each of two nodes. Their output goes to a file each."""
 
@@ -136,7 +185,7 @@ class TwoNodes:
         self.processes = []
         for index, log in enumerate(self.logs):
             command, variables = command_of(index, list(map(str, words)), port)
-            del variables["HF_HOME"]  # a place on the cluster's volume
+            variables.pop("HF_HOME", None)  # a place on the cluster's volume
             path = f"{programs()}:{os.environ['PATH']}"
             own = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", **variables}
             with log.open("w") as output:
@@ -168,7 +217,9 @@ class TwoNodes:
         return [process.wait(LIMIT_SECONDS) for process in self.processes]
 
 
-FILES = pytest.mark.parametrize("command_of", [pod_command, node_command], ids=["kubernetes", "skypilot"])
+FILES = pytest.mark.parametrize(
+    "command_of", [pod_command, node_command, azureml_command], ids=["kubernetes", "skypilot", "azureml"]
+)
 
 
 @pytest.mark.slow

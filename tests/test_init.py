@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -91,6 +92,8 @@ def test_the_printed_default_trains_as_it_is():
 def test_a_file_is_written_where_it_is_named_and_never_over_another():
     assert run_finetune("init", "chats.jsonl", "--file", "mine.yaml").returncode == 0
     first = Path("mine.yaml").read_bytes()
+    [schema] = re.findall(r"^# yaml-language-server: \$schema=(.+)$", first.decode(), re.MULTILINE)
+    assert "optim.warmup_steps" in json.loads(Path(schema).read_text())["properties"]
     assert load_config(run="mine.yaml").data.path == "chats.jsonl"
     again = run_finetune("init", "--file", "mine.yaml")
     assert again.returncode == 2

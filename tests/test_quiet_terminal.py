@@ -60,6 +60,7 @@ def training_words(output_dir):
 
 RUN, OTHER = f"runs/{NAME}", f"runs/{NAME.replace('seed-1', 'seed-2')}"
 SHOWN = {
+    "help": (["help", "lora.target_modules"], ["lora.target_modules=VALUE", "all-linear: all except the head"]),
     "runs": (["runs"], [NAME, "completed", "3/3", "2.0000", "microsoft/Phi-4-mini-instruct", "support/chats.jsonl"]),
     "diff": (["diff", RUN, OTHER], [RUN, OTHER, "seed"]),
     "bisect": (["bisect", RUN, OTHER], ["are equal", RUN, OTHER]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from finetune.units import format_bytes, format_duration
+from finetune.units import ceil_share, counted, format_bytes, format_duration
 
 
 def test_a_duration_has_its_two_largest_units():
@@ -17,3 +17,12 @@ def test_a_size_has_three_digits_and_never_an_exponent():
     assert [format_bytes(size) for size in sizes] == [
         *("0 B", "999 B", "1 kB", "1.23 kB", "999 kB", "1 MB", "82.6 MB", "16 GB", "1.5 TB")
     ]
+
+
+def test_a_count_agrees_with_its_noun():
+    assert [counted(n, "step") for n in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
+    assert counted(2, "process") == "2 processes"
+
+
+def test_a_share_is_rounded_up_by_its_decimal_digits():
+    assert [ceil_share(share, 100) for share in (0.07, 0.071, 1.5, 1e-9)] == [7, 8, 150, 1]

@@ -25,7 +25,7 @@ command line a file of rows needs no key: `finetune train chats.jsonl model=phi4
 `task=finetune_lora` unless it names another task; a run file says all itself.
 
 `finetune init` asks for model, data and the run's folder, and writes a run file with every key of this page. In a
-pipe it prints one.
+pipe it prints one. `finetune init --from FILE` [translates a file of another tool](../tasks/coming-from.md).
 
 This page is made from `finetune/config/schema.py`.
 """

@@ -19,6 +19,11 @@ _BESIDE = {
         "finetune.distributed.stop_requests.StopRequests",
     ],
     "One optimizer step": ["finetune.training.step"],
+    "Callbacks": [
+        "finetune.training.hooks.ValidationResult",
+        "finetune.training.hooks.SaveResult",
+        "finetune.training.hooks.EndResult",
+    ],
     "Errors": ["finetune.errors"],
 }
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if sys.stdout.isatty() or sys.stderr.isatty():
         _make_help_readable()
     given = _command_first(_without_local_rank(sys.argv[1:] if arguments is None else arguments))
-    command(lambda _: app(given, prog_name="finetune"), arguments=given)
+    _run(lambda _: app(given, prog_name="finetune"), given)
 
 
 def _make_help_readable() -> None:
@@ -45,12 +45,23 @@ def _make_help_readable() -> None:
 def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | None = None) -> None:
     """Run a recipe's `main(overrides)` as a command. A `FinetuneError` ends it with one message and its exit code.
 
+    With `-h` or `--help` it prints the recipe's docstring instead.
+
     Args:
         run: the function to call with the arguments of the command line.
         arguments: the arguments to use instead of the process's own.
     """
     prepare_streams()
     given = _without_local_rank(sys.argv[1:] if arguments is None else arguments)
+    _run(run if {"-h", "--help"}.isdisjoint(given) else lambda _: _show_recipe(run), given)
+
+
+def _show_recipe(run: Callable[[list[str]], object]) -> None:
+    about = getattr(run, "__globals__", {}).get("__doc__") or "A recipe of finetune."
+    sys.stdout.write(f"{about.strip()}\n\nThe keys that people set: finetune train --help\n")
+
+
+def _run(run: Callable[[list[str]], object], given: list[str]) -> None:
     log_python_warnings()
     if is_for_a_person(sys.stderr) and not _is_one_of_several():
         configure_logs(0)  # before the configuration is read, which may warn

@@ -13,6 +13,7 @@ from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, r
 from finetune.errors import RunFailedError
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, say
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.replay.bisect import Bisection
@@ -73,7 +74,8 @@ def _show(result: Bisection) -> None:
     """Print the first difference, the recorded facts that differ, the cause, and the commands that show it."""
     first, second = result.titles
     if result.losses is None:
-        apart = f"{result.num_steps} steps, of which the losses differ by at most {result.bound:.3g} x max(1, loss)"
+        steps = counted(result.num_steps, "step")
+        apart = f"{steps}, of which the losses differ by at most {result.bound:.3g} x max(1, loss)"
         say(f"{first} and {second} are equal: {apart}.")
     else:
         a, b = result.losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -72,7 +73,7 @@ def chat(
         top_k=top_k,
         seed=seed,
     )
-    log_as_this_rank()
+    log_as_this_rank(logging.WARNING)
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     with Generator.open(run, answer_settings) as generator:
         ChatSession(generator, compare=compare).run()

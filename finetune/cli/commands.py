@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from finetune import __version__
 from finetune.cli.bisect import bisect
@@ -23,8 +24,55 @@ from finetune.cli.verify import verify
 from finetune.cli.watch import watch
 from finetune.terminal import fold, print_json, say
 
+
+def _with_dashes(name: str) -> str:
+    """Let `--max_new_tokens` name the option `--max-new-tokens`."""
+    return name.replace("_", "-") if name.startswith("--") else name
+
+
+_MEANT = {
+    **dict.fromkeys(("list", "ls"), "runs"),
+    **dict.fromkeys(("run", "fit", "sft", "dpo"), "train"),
+    **dict.fromkeys(("eval", "test"), "evaluate"),
+    **dict.fromkeys(("infer", "inference", "predict"), "generate"),
+    **{"convert": "export", "preprocess": "preview", "estimate": "plan", "status": "watch", "upload": "push"},
+}
+"""Names that other tools give to what a command of ours does."""
+
+
+class _Commands(TyperGroup):
+    """The commands, with a suggestion for the names of other tools."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that the first argument names."""
+        if args[0] in _MEANT:
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{_MEANT[args[0]]}'?")
+        return super().resolve_command(ctx, args)
+
+
+class _TakesOverrides(TyperCommand):
+    """A command with OVERRIDES, which may be written as flags. The command's own options win."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Write flags as overrides before the options of the command are read."""
+        from finetune.config.compose import as_overrides
+
+        own = [name for parameter in self.get_params(ctx) for name in parameter.opts if name.startswith("-")]
+        return super().parse_args(ctx, as_overrides(args, own))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, for `train` with the keys that people set."""
+        super().format_help(ctx, formatter)
+        if self.name == "train":
+            from finetune.cli.help import show_frequent_keys
+
+            show_frequent_keys()
+
+
 app = typer.Typer(
     name="finetune",
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "token_normalize_func": _with_dashes},
     help="Fine-tune Phi models with LoRA: one loss curve under every launcher, and nothing goes wrong in silence.",
     no_args_is_help=True,
     add_completion=True,
@@ -55,7 +103,7 @@ Overrides = Annotated[
     typer.Argument(
         metavar="[RUN] OVERRIDES…",
         help="RUN is a name in configs/ or a YAML file. OVERRIDES choose the model (model=phi4, a folder or a hub id) "
-        "and the data (data=chats.jsonl), and set keys (optim.learning_rate=1e-4).",
+        "and the data (data=chats.jsonl), and set keys (optim.learning_rate=1e-4). Flags do the same: --model phi4.",
         show_default=False,
         autocompletion=_complete_argument,
     ),
@@ -82,7 +130,7 @@ def _options(
     pass
 
 
-@app.command("train")
+@app.command("train", cls=_TakesOverrides)
 def train_command(overrides: Overrides = None) -> None:
     """Train a model: `finetune train quickstart`, or `finetune train model=phi4_mini data=chats.jsonl`."""
     from finetune.cli.train import train_from_overrides
@@ -90,7 +138,21 @@ def train_command(overrides: Overrides = None) -> None:
     train_from_overrides(overrides or [])
 
 
-@app.command()
+@app.command("help")
+def help_command(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]", help="A command (plan, config show), a task (dpo) or a key (lora.r)."),
+    ] = None,
+) -> None:
+    """Explain a command, a task or a key: `finetune help plan`, `finetune help dpo`, `finetune help lora.r`."""
+    from finetune.cli.help import explain_topic
+
+    if not explain_topic(words or []):
+        app([*(words or []), "--help"], prog_name="finetune")
+
+
+@app.command(cls=_TakesOverrides)
 def sweep(
     overrides: Overrides = None,
     trials: Annotated[
@@ -124,17 +186,21 @@ def sweep(
     raise typer.Exit(sweep_from_overrides(overrides or [], options))
 
 
-@app.command()
+@app.command(cls=_TakesOverrides)
 def init(
     overrides: Overrides = None,
     file: Annotated[
         Path | None, typer.Option("--file", help="The file to write. Default: named after the run's folder.")
     ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Translate this file of axolotl, LLaMA-Factory, TRL, Transformers or DeepSpeed."),
+    ] = None,
 ) -> None:
     """Ask for model, data and place, and write a commented run file. Without a terminal, print one."""
     from finetune.cli.init import init_from_overrides
 
-    init_from_overrides(overrides or [], file)
+    init_from_overrides(overrides or [], file, source)
 
 
 app.command()(evaluate)
@@ -152,7 +218,7 @@ app.command()(checkpoints)
 app.command()(report)
 
 
-@app.command()
+@app.command(cls=_TakesOverrides)
 def doctor(overrides: Overrides = None, as_json: JsonOption = False) -> None:
     """Check launch, versions, devices, network and folders on every process. Takes the OVERRIDES of train."""
     from finetune.cli.overrides import config_from_overrides
@@ -164,7 +230,7 @@ def doctor(overrides: Overrides = None, as_json: JsonOption = False) -> None:
     raise typer.Exit(diagnose(config, as_json=as_json))
 
 
-@app.command()
+@app.command(cls=_TakesOverrides)
 def preview(
     overrides: Overrides = None,
     split: Annotated[Literal["train", "validation", "test"], typer.Option(help="The split to show.")] = "train",
@@ -183,7 +249,7 @@ def preview(
     raise typer.Exit(code)
 
 
-@app.command()
+@app.command(cls=_TakesOverrides)
 def plan(
     overrides: Overrides = None,
     device: DeviceOption = None,
@@ -198,7 +264,7 @@ def plan(
     raise typer.Exit(plan_from_overrides(overrides or [], device=device, is_probed=probe, as_json=as_json))
 
 
-@app.command()
+@app.command(cls=_TakesOverrides)
 def rehearse(
     overrides: Overrides = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to take.", min=1)] = 6,  # three saves, a kill after one
@@ -216,7 +282,7 @@ def rehearse(
     raise typer.Exit(rehearse_from_overrides(overrides or [], sizes, device=device, as_json=as_json))
 
 
-@config_app.command("show")
+@config_app.command("show", cls=_TakesOverrides)
 def config_show(overrides: Overrides = None, as_json: JsonOption = False) -> None:
     """Print the configuration of a run and where each value comes from. Takes the OVERRIDES of train."""
     from finetune.cli.overrides import config_from_overrides
@@ -277,9 +343,9 @@ def recipes_copy(
     name: Annotated[str, typer.Argument(help="A name from `finetune recipes`.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write to.")] = Path(),
 ) -> None:
-    """Copy a recipe and its config to a folder. Nothing is overwritten."""
+    """Copy a recipe to a folder. Nothing is overwritten."""
     from finetune.cli.recipes import copy_recipe
 
-    for path in copy_recipe(name, folder):
-        say(f"wrote {path}")
-    say(f"next: python {folder / f'{name}.py'}")
+    path = copy_recipe(name, folder)
+    given = "" if 'run="' in path.read_text(encoding="utf-8") else " model=phi_tiny data=orders"
+    say(f"wrote {path}\nnext: python {path}{given}")

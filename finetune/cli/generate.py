@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,7 +89,7 @@ def generate(
         top_k=top_k,
         seed=seed,
     )
-    log_as_this_rank()
+    log_as_this_rank(logging.WARNING)
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
     if run.config.parallel.sharding != "none":
         if from_file == _STANDARD_INPUT or not (prompts or from_file):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import typer
 from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_overrides
 from finetune.config.compose import compose, list_configs
 from finetune.config.config_files import GROUPS, is_address, is_list_or_glob, is_path
-from finetune.config.render import commented_run_file
+from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, as_list, name_files
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.compressed import suffix_of
@@ -25,24 +26,27 @@ _DEFAULTS = {"model": "phi_tiny", "data": "orders"}
 """They train at once, on any machine and without a network."""
 
 
-def init_from_overrides(overrides: Sequence[str], file: Path | None) -> None:
+def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Path | None = None) -> None:
     """Ask for what the overrides leave open, and write a run file. Without a terminal, print one with the defaults.
 
-    See `finetune init` for the arguments.
+    See `finetune init` for the arguments. What a file of another tool leaves open is not filled in: it stays open.
 
     Raises:
-        ConfigError: an override is wrong, or the file exists. Nothing is written then.
+        ConfigError: an override is wrong, the source cannot be translated, or the file exists. Nothing is written then.
     """
     if run := run_and_overrides(overrides)[0]:
         raise ConfigError(f"init takes no run file, got {run}. It writes a new one: give model=, data= or single keys.")
     _refuse_existing(file)
     is_asking = sys.stdin.isatty() and sys.stdout.isatty()
-    overrides = [*overrides, *_answers(overrides, file, is_asking=is_asking)]
-    config = config_from_overrides(overrides, command="init")
-    if is_asking and file is None:
-        file = _file_of(config.output_dir)
-        _refuse_existing(file)
-    text = commented_run_file(config, _group_files(overrides), file or "FILE.yaml")
+    if source is not None:
+        text = _translated_run_file(source, overrides, file)
+    else:
+        overrides = [*overrides, *_answers(overrides, file, is_asking=is_asking)]
+        config = config_from_overrides(overrides, command="init")
+        if is_asking and file is None:
+            file = _file_of(config.output_dir)
+            _refuse_existing(file)
+        text = commented_run_file(config, _group_files(overrides), file or "FILE.yaml")
     if file is None:
         sys.stdout.write(text)
         return
@@ -51,7 +55,38 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None) -> None:
             written.write(text)
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}. Name another file with --file.") from error
+    with suppress(OSError), (file.parent / SCHEMA_FILE).open("x", encoding="utf-8") as schema:  # for editors only
+        schema.write(schema_text())
+    if number := text.count("\n# DECIDE: "):
+        say(f"decisions to make: {number}. Look for DECIDE in {file}.")
     say(f"wrote {file}\nnext: finetune plan {file}, then finetune train {file}")
+
+
+def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | None) -> str:
+    """Return the text of a run file for a file of another tool. Overrides win over what the file says."""
+    from finetune.config.translation import translate_file
+
+    translation = translate_file(source)
+    chosen = {override.partition("=")[0].strip() if "=" in override else "data" for override in overrides}
+    replaced = {f"{section}.{key}" for section, keys in _REPLACED.items() if section in chosen for key in keys}
+    if chosen & {"data.path", "data.mixture"}:
+        replaced |= {"data.path", "data.mixture"}
+    settings = [setting for setting in translation.settings.values() if ".".join(setting.key[:2]) not in replaced]
+    config = config_from_overrides(overrides, command="init", complete=False, translated=settings)
+    came_from = {key: lines for key, lines in translation.came_from.items() if key not in replaced}
+    decide, settled = translation.comments(chosen | replaced)
+    is_open = {"model.path": not (config.model.path or config.model.config), "data.path": not config.data.label}
+    is_open["data.path"] &= not any(line.startswith("# DECIDE: Set data.path") for line in decide)
+    decide += [f"# DECIDE: Set {key}, or add it to the command." for key, is_missing in is_open.items() if is_missing]
+    groups = {group: name for group, name in _group_files(overrides).items() if group in chosen}
+    return commented_run_file(config, groups, file or "FILE.yaml", came_from, (decide, settled))
+
+
+_REPLACED = {
+    "model": ("path", "revision", "tokenizer"),
+    "data": ("path", "mixture", "name", "revision", "train", "columns"),
+}
+"""The keys that belong to the model or the rows of another tool's file. They go when an override chooses others."""
 
 
 def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) -> list[str]:

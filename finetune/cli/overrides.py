@@ -8,17 +8,24 @@ from collections.abc import Sequence
 from finetune.config.compose import compose
 from finetune.config.config_files import is_file_of_rows
 from finetune.config.schema import Config
+from finetune.config.yaml_reader import Setting
 
 DEFAULT_TASK = "finetune_lora"
 """The task when a command names neither a task nor a run file. A run file names its own task."""
 
 
 def config_from_overrides(
-    overrides: Sequence[str], *, command: str = "train", complete: bool = True, needs_data: bool = True
+    overrides: Sequence[str],
+    *,
+    command: str = "train",
+    complete: bool = True,
+    needs_data: bool = True,
+    translated: Sequence[Setting] = (),
 ) -> Config:
     """Compose the configuration that `finetune COMMAND [RUN] OVERRIDES…` describes.
 
-    If `complete` is true, require a model, and with `needs_data` also data. Messages name the command.
+    If `complete` is true, require a model, and with `needs_data` also data. Messages name the command. The
+    settings `translated` from another tool take the place of a run file.
 
     Raises:
         ConfigError: with every problem found.
@@ -27,10 +34,11 @@ def config_from_overrides(
     return compose(
         rest,
         run=run,
-        defaults={} if run else {"task": DEFAULT_TASK},
+        defaults={} if run or translated else {"task": DEFAULT_TASK},
         complete=complete,
         needs_data=needs_data,
         typed=shlex.join(["finetune", command, *overrides]),
+        translated=translated,
     )
 
 

@@ -17,7 +17,7 @@ from finetune.findings import count, exit_code
 from finetune.findings import print_findings as show_findings
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import fold, print_json
-from finetune.units import format_bytes, format_duration
+from finetune.units import counted, format_bytes, format_duration
 
 if TYPE_CHECKING:
     from finetune.diagnose.plan import Plan
@@ -87,22 +87,23 @@ def _model(plan: Plan) -> Iterator[str]:
 
 
 def _steps(plan: Plan) -> Iterator[str]:
-    batches, rows = plan.batches, f"{OBJECTIVES[plan.objective].example_name}s"
-    learnt = rows if batches.answers_per_prompt is None else "answers"
-    if batches.rows is not None:
+    batches, row = plan.batches, OBJECTIVES[plan.objective].example_name
+    learnt = row if batches.answers_per_prompt is None else "answer"
+    if batches.rows is not None and batches.tokens is not None:
         computed = "" if batches.computed_share is None else f", {batches.computed_share:.1%} of them computed"
-        tokens = f"{batches.tokens:,} tokens ({batches.target_tokens:,} with loss){computed}"
-        of = "" if batches.conversations is None else f" of {batches.conversations:,} conversations"
-        yield f"an epoch: {batches.rows:,} {rows}{of}, {tokens}"
+        tokens = f"{counted(batches.tokens, 'token')} ({batches.target_tokens:,} with loss){computed}"
+        of = "" if batches.conversations is None else f" of {counted(batches.conversations, 'conversation')}"
+        yield f"an epoch: {counted(batches.rows, row)}{of}, {tokens}"
     if batches.answers_per_prompt is not None:
         longest = "each assumed to have as many tokens as rollout.max_completion_length allows"
-        yield f"{batches.answers_per_prompt} answers to each prompt, {longest}"
-    counted = rows if batches.conversations is None else "conversations"
-    yield f"global batch: {batches.global_batch_size} {counted} = {batches.global_batch_from}"
+        yield f"{counted(batches.answers_per_prompt, 'answer')} to each prompt, {longest}"
+    size = counted(batches.global_batch_size, row if batches.conversations is None else "conversation")
+    yield f"global batch: {size} = {batches.global_batch_from}"
     if batches.steps is not None:
         epoch = "" if batches.steps_per_epoch is None else f", {batches.steps_per_epoch:,} an epoch"
-        yield f"{batches.steps:,} steps{epoch}"
-    largest = f"{batches.largest_microbatch_rows} {learnt} and computes {batches.largest_microbatch_tokens:,} tokens"
+        yield f"{counted(batches.steps, 'step')}{epoch}"
+    tokens = counted(batches.largest_microbatch_tokens, "token")
+    largest = f"{counted(batches.largest_microbatch_rows, learnt)} and computes {tokens}"
     yield f"micro-batches per step and rank: up to {batches.microbatches_per_step}; the largest has {largest}"
 
 
@@ -121,7 +122,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     for section, found in plan.evaluating.items():
         if found.peak is not None:
             whole = format_bytes(found.peak.total + device.reserve)
-            yield f"{section}, the loss of {found.rows} row{'s' * (found.rows > 1)} at once: {whole}"
+            yield f"{section}, the loss of {counted(found.rows, 'row')} at once: {whole}"
         if found.generating is not None:
             yield f"{section}, {_generating(found.generating, device)}"
     verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {plan.phase[0]})"
@@ -142,7 +143,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _generating(made: Generating, device: Device) -> str:
     parts = {"logits": made.logits, "the pass over the prompts": made.prompts, "the pass over a later token": made.step}
     other = max(parts, key=lambda part: parts[part])
-    answers = f"{made.answers} answer{'s' * (made.answers > 1)}"
+    answers = counted(made.answers, "answer")
     whole = format_bytes(made.total + device.reserve)
     return (
         f"generating {answers} at once: {whole}, of which keys and values take {format_bytes(made.cache)} and {other} "

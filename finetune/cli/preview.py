@@ -25,7 +25,7 @@ from finetune.findings import count, exit_code
 from finetune.findings import print_findings as show_findings
 from finetune.logs import configure_logs, importing
 from finetune.terminal import fold
-from finetune.units import ceil_div
+from finetune.units import ceil_div, counted
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview import Preview, PreviewedRow
@@ -171,7 +171,7 @@ def _bars(preview: Preview) -> Iterator[str]:
 
 def _title(row: PreviewedRow, num_rows: int) -> str:
     share = row.num_targets / row.num_tokens if row.num_tokens else 0.0
-    facts = f"{row.num_tokens:,} tokens, {row.num_targets:,} with loss ({share:.1%})"
+    facts = f"{counted(row.num_tokens, 'token')}, {row.num_targets:,} with loss ({share:.1%})"
     unit, side = ("row", "") if row.side is None else ("pair", f", {row.side}")
     answer = "" if row.answer is None else f", answer {row.answer[0]} of {row.answer[1]}"
     title = f"{row.split} {unit} {row.location.row:,} of {num_rows:,}, {row.location.source}{side}{answer}: {facts}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Annotated
@@ -102,9 +103,9 @@ def read_tools_option(file: str | None) -> str | None:
     return read_tools(Path(file).expanduser()) if file else file
 
 
-def log_as_this_rank() -> None:
+def log_as_this_rank(level: int = logging.INFO) -> None:
     """Configure the log before the runtime does so, for what reading a run's folder says."""
-    configure_logs(read_environment(os.environ).rank)
+    configure_logs(read_environment(os.environ).rank, level=level)
 
 
 def refuse_several_processes(command: str) -> None:

@@ -21,7 +21,10 @@ from finetune.terminal import print_json, print_table, say
 if TYPE_CHECKING:
     from finetune.runs.recorded_run import RecordedRun
 
-STYLES = {"running": "cyan", "completed": "green", "failed": "red", "stopped": "magenta", "preempted": "magenta"}
+STYLES = {
+    **{"running": "cyan", "completed": "green", "failed": "red"},
+    **dict.fromkeys(("stopped", "preempted", "ended early"), "magenta"),
+}
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
 
 
@@ -64,7 +67,7 @@ def _summaries(folder: Path) -> list[dict[str, Any]]:
     while unread:
         run = unread.pop()  # what was read of it is then freed
         report_progress(f"{len(unread):,} left")
-        files = (run.folder.config_file, run.folder.record_file, run.folder.metrics_file)
+        files = (run.folder.config_file, run.folder.record_file, run.folder.metrics_file, run.note_file)
         key = json.dumps([run.name, *map(_stamp, files)])
         is_known = key in known and not is_held(run.folder.lock_file)
         values: dict[str, Any] = known[key] if is_known else summary(run)

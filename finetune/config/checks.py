@@ -24,6 +24,10 @@ Settings = dict[tuple[str, ...], Setting]
 """The setting that counts for each key. No key is above another one."""
 
 
+_THERE = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
+"""The end of a message about a key that resembles none. Only the first such message of several has it."""
+
+
 def build_config(
     settings: Iterable[Setting],
     problems: list[str],
@@ -50,7 +54,8 @@ def build_config(
     config = _validated(chosen, run_name, problems)
     if config is None or problems:
         unique = list(dict.fromkeys(map(without_passwords, problems)))
-        lines = "\n".join(unique).replace("\n", "\n  ")
+        first, there, others = "\n".join(unique).replace("\n", "\n  ").partition(_THERE)
+        lines = first + there + others.replace(f" {_THERE}", "")
         raise ConfigError(
             unique[0] if len(unique) == 1 else f"the configuration has {len(unique)} problems:\n  {lines}"
         )
@@ -156,8 +161,7 @@ def _key_problem(setting: Setting) -> str:
     group = setting.key[0]
     if group in GROUPS and not section_class(group):
         return f"{group} is not a section: the command line or a run file chooses configs/{group}/NAME.yaml with it."
-    there = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
-    return f"there is no such key. {did_you_mean_key(dotted) or there}"
+    return f"there is no such key. {did_you_mean_key(dotted) or _THERE}"
 
 
 def _password_problem(setting: Setting) -> str:

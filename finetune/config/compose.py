@@ -16,6 +16,7 @@ path has the precedence of a group file in its place, but it wins over all group
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,7 +36,16 @@ from finetune.config.config_files import (
     list_configs,
     shown_path,
 )
-from finetune.config.keys import expected, fields, takes_text, values
+from finetune.config.keys import (
+    did_you_mean,
+    did_you_mean_key,
+    expected,
+    fields,
+    section_class,
+    takes_boolean,
+    takes_text,
+    values,
+)
 from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.run_paths import find_again
@@ -69,6 +79,7 @@ def load_config(
 
     Args:
         overrides: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`, or a file of rows, as in ``sys.argv[1:]``.
+            Flags are read too, see `as_overrides`.
         run: a run file, by name in configs/ or by path; `run=` may give it instead.
         model: the name, path or hub id to use if neither the overrides nor the run file choose a model.
         data: the same for the data.
@@ -90,6 +101,7 @@ def compose(
     needs_data: bool = True,
     typed: str = "",
     uses: Collection[str] = ("model", "training"),
+    translated: Sequence[Setting] = (),
 ) -> Config:
     """Merge files and overrides, check the whole, and remember where each value came from.
 
@@ -102,13 +114,14 @@ def compose(
         needs_data: False: require only a model, as `finetune plan` does.
         typed: the whole command, for messages that complete it.
         uses: what the command follows of the keys that let code run, see `refuse_code_of_files`.
+        translated: the settings of another tool's file, which take the place of a run file's.
 
     Raises:
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
     asked = _read_overrides(overrides, run, problems)
-    from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else [])
+    from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else list(translated))
     chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
     chosen |= from_run.groups
     replaceable = {group: choice for group, choice in chosen.items() if group not in asked.groups}
@@ -139,6 +152,12 @@ def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model:
     """
     uses = ("model",) if loads_model else ()
     return bound_to_folder(compose(overrides, run=str(folder / SAVED_CONFIG), uses=uses), folder)
+
+
+def overrides_of(values: Mapping[str, object]) -> list[str]:
+    """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`."""
+    plain = {key: _plain(value) for key, value in values.items()}
+    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain.items()]
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
@@ -206,16 +225,57 @@ class _Asked:
     settings: list[Setting] = field(default_factory=list)
 
 
+def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) -> list[str]:
+    """Write flags as overrides: `--optim.learning-rate 1e-4` and `--optim.learning_rate=1e-4` both become
+    `optim.learning_rate=1e-4`.
+
+    A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
+    value, the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses.
+
+    Args:
+        arguments: as typed.
+        own_options: the options of the command itself, which stay as they are. So does what looks like a misspelt one.
+    """
+    overrides: list[str] = []
+    rest = list(arguments)
+    while rest:
+        argument = rest.pop(0)
+        option, equals, value = argument.partition("=")
+        key = option.removeprefix("--").replace("-", "_")
+        dashed = f"--{key.replace('_', '-')}"
+        if argument == "--":  # what follows is meant literally
+            return [*overrides, argument, *rest]
+        if not option.startswith("--"):
+            overrides.append(argument)
+        elif dashed in own_options or (not _chooses_or_sets(key) and did_you_mean(dashed, own_options)):
+            overrides.append(f"{dashed}{equals}{value}")
+        elif equals:
+            overrides.append(f"{key}={value}")
+        elif takes_boolean(key):
+            overrides.append(f"{key}={rest.pop(0) if rest and _BOOLEAN.fullmatch(rest[0]) else 'true'}")
+        else:
+            has_value = bool(rest) and not rest[0].startswith("--") and rest[0] not in own_options
+            overrides.append(f"{key}={rest.pop(0) if has_value else ''}")
+    return overrides
+
+
+_BOOLEAN = re.compile("(?i)true|false|yes|no|on|off|null|auto|[01]")
+
+
+def _chooses_or_sets(key: str) -> bool:
+    """Return whether a name chooses a file or is a key or a section."""
+    return key in (RUN_FILES, *GROUPS) or key in fields() or section_class(key.partition(".")[0]) is not None
+
+
 def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[str]) -> _Asked:
     asked = _Asked(run=_Choice(run, COMMAND_LINE) if run else None)
-    for override in _with_keys(overrides, problems):
+    for override in _with_keys(as_overrides(overrides), problems):
         key, equals, value = override.partition("=")
         key = key.strip()
         if not equals or not key or key.startswith("-"):
             problems.append(f"{COMMAND_LINE}: {override}: {_how_to_write(override)}")
         elif not value.strip():
-            takes = f" It takes {expected(key)}." if key in fields() else ""
-            problems.append(f"{COMMAND_LINE}: {key}: has no value. Write {key}=VALUE.{takes}")
+            problems.append(f"{COMMAND_LINE}: {key}: has no value. {_what_it_takes(key)}".rstrip())
         elif key == "run" and asked.run and asked.run.name != value:
             problems.append(f"{COMMAND_LINE}: run={value}: the run file is already {asked.run.name}. Keep one.")
         elif key == "run":
@@ -240,9 +300,17 @@ def _with_keys(overrides: Sequence[str], problems: list[str]) -> list[str]:
     return [f"data={data}", *(override for override in overrides if override not in files)]
 
 
+def _what_it_takes(key: str) -> str:
+    """Complete a message about a key without a value."""
+    if not _chooses_or_sets(key):
+        return f"There is no such key. {did_you_mean_key(key)}"
+    return f"Write {key}=VALUE." + (f" It takes {expected(key)}." if key in fields() else "")
+
+
 def _how_to_write(override: str) -> str:
     if override.startswith("-"):
-        return f"an override has no dashes but an equals sign: {override.lstrip('-').partition('=')[0]}=VALUE."
+        name = override.lstrip("-").partition("=")[0]
+        return f"there is no such option. A key is set by {name}=VALUE or --{name} VALUE."
     hint = "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
     names = [name for name, _ in list_configs()[RUN_FILES]]
     return f"{hint} For the run file write run={override}." if override in names or override.endswith(".yaml") else hint

@@ -61,7 +61,10 @@ def is_file_of_rows(argument: str) -> bool:
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
-    """Find the file of ``group=NAME`` or ``run=NAME``: a .yaml or .yml path, or a name in configs/<group>/."""
+    """Find the file of ``group=NAME`` or ``run=NAME``: a .yaml or .yml path, or a name in configs/<group>/.
+
+    `run=` also takes the folder of a run, for the configuration in it.
+    """
     choice = f"{place}: {group}={name}"
     if name.endswith(_SUFFIXES):
         path = Path(name).expanduser()
@@ -73,6 +76,8 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     files = _named_files(group)
     if name in files:
         return files[name]
+    if group == RUN_FILES and (saved := Path(name).expanduser() / SAVED_CONFIG).is_file():
+        return saved
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
     hints = [did_you_mean(name, [*files, *here]), _hint(group, name)]
@@ -119,9 +124,6 @@ def path_exists(path: str, *, is_file: bool = False) -> bool:
 
 def _hint(group: str, name: str) -> str:
     if group == RUN_FILES and path_exists(name):
-        inside = Path(name) / SAVED_CONFIG
-        if inside.is_file():
-            return f"For the run in this folder write run={inside}."
         return f"For rows write data={name}, for a model model={name}."
     return PATH_INSTEAD.get(group, "")
 

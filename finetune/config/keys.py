@@ -61,6 +61,12 @@ def takes_text(dotted: str) -> bool:
     return field is not None and _is_text(field.annotation)
 
 
+def takes_boolean(dotted: str) -> bool:
+    """Return whether a key takes true and false, perhaps among other values."""
+    field = fields().get(dotted)
+    return field is not None and bool in (field.annotation, *get_args(field.annotation))
+
+
 def takes_mapping(dotted: str) -> bool:
     """Return whether a key takes free keys and values of its own, as optim.args does."""
     field = fields().get(dotted)
@@ -84,9 +90,9 @@ def did_you_mean_key(dotted: str) -> str:
     """Suggest a key in place of an unknown one, or say what to do instead.
 
     A renamed key comes first, then a key with the same last part in another section, then the name's meaning in
-    Transformers, PEFT and TRL.
+    the other tools.
     """
-    from finetune.config.other_libraries import OUR_NAME  # a long table that only this message needs
+    from finetune.config.other_tools import OUR_NAME  # a long table that only this message needs
 
     if dotted in RENAMED:
         return f"Did you mean {RENAMED[dotted]}?"
@@ -114,7 +120,9 @@ def _is_text(annotation: object) -> bool:
 
 def _describe(schema: Mapping[str, Any]) -> str:
     if "anyOf" in schema:
-        return " or ".join(_describe(kind) for kind in schema["anyOf"])
+        kinds = [_describe(kind) for kind in schema["anyOf"]]
+        wider = [kind.replace("a whole number", "a number") for kind in kinds]  # a number above 0 may be a whole one
+        return " or ".join(kind for kind, wide in zip(kinds, wider, strict=True) if kind == wide or wide not in kinds)
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if choices:
         return f"one of {', '.join(choices)}" if len(choices) > 1 else f"'{choices[0]}'"

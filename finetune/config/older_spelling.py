@@ -1,4 +1,5 @@
-"""Translate the keys of earlier systems, and in the folders of earlier runs the keys that this project renamed.
+"""Translate other spellings of keys: aliases, the keys of earlier systems, and in the folders of earlier runs the keys
+that this project renamed.
 
 The settings of each file and of the command line are translated before they are merged, so an older key has the same
 precedence as ours. Types were written ``!pyobject package.Class``. No type is resolved here.
@@ -75,6 +76,11 @@ def _class_name(value: object) -> object:
     return f"torch.optim.{value}" if isinstance(value, str) and value.isidentifier() else value
 
 
+def _share(value: object) -> object:
+    """Make 1 the float 1.0, which is refused: as a ratio it is all steps, and as warmup_steps one step."""
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
 _EMPTY = Dropped("it is empty", _is_nothing)
 
 RENAMED = {
@@ -91,7 +97,15 @@ ADDED = {"data.split_rule": "position"}
 REMOVED = {"data.stream": "data.max_rows alone reads the first rows of a hub data set"}
 """Keys that this project removed, and why. Runs of earlier versions saved them."""
 
+ALIASES = {
+    "warmup_ratio": ("optim.warmup_steps", _share),
+    "optim.warmup_ratio": ("optim.warmup_steps", _share),
+    "report_to": ("training.report_to", None),
+}
+"""Other spellings that are as good as ours, with the conversion of the value. They are read without a warning."""
+
 TABLE: dict[str, tuple[Rule, ...]] = {
+    **{alias: (Renamed(key, convert),) for alias, (key, convert) in ALIASES.items()},
     **{older: (Dropped(reason),) for older, reason in REMOVED.items()},
     "training.optimizer_type": (Renamed("optim.optimizer", _class_name),),
     "training.optimizer_args": (_EMPTY, Renamed("optim.learning_rate", _only_item)),  # the first argument in torch
@@ -142,7 +156,7 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
             kept.append(replace(setting, value=_without_removed(setting.value)))
         else:
             kept.append(setting)
-    _warn_of_renamed([setting for setting in kept if setting.older_key])
+    _warn_of_renamed([setting for setting in kept if setting.older_key and setting.older_key not in ALIASES])
     _report_both_spellings(kept, problems)
     return kept
 

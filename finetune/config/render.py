@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import filterfalse, groupby
 from types import NoneType
@@ -12,9 +13,13 @@ import yaml
 
 from finetune.config.config_files import GROUPS, PATH_INSTEAD, list_configs
 from finetune.config.keys import fields, section_class, values
+from finetune.config.older_spelling import ALIASES
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import COMMAND_LINE, PLAIN_VALUES, DottedName
 
+SCHEMA_FILE = "config.schema.json"
+"""The JSON Schema that is written beside each config. Editors find it by `SCHEMA_LINE`."""
+SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
 _MAX_ALIGNED = 60
 """The comments of lines up to this length are aligned; a longer line is followed by its comment at once."""
 
@@ -48,27 +53,46 @@ def render_config(config: Config) -> str:
     return "".join(f"{line.ljust(column - 2)}  # {config.origin(key)}\n" if key else f"{line}\n" for line, key in lines)
 
 
-def commented_run_file(config: Config, groups: Mapping[str, str], file: object) -> str:
+def commented_run_file(
+    config: Config,
+    groups: Mapping[str, str],
+    file: object,
+    came_from: Mapping[str, Sequence[str]] | None = None,
+    notes: tuple[Sequence[str], Sequence[str]] = ((), ()),
+) -> str:
     """Write a run file that gives this configuration: every key with its meaning, most of them commented out.
 
-    The file sets the keys that the overrides set, and chooses the group files that they choose.
+    The file sets the keys that the overrides set, and chooses the group files that they choose. It also sets the keys
+    of `came_from`, which has the settings of another tool that they were translated from. The first of the `notes` are
+    written before the keys, the second after them.
     """
+    came_from = came_from or {}
     given = values(config)
-    is_set = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
+    is_set = {key: key in came_from or config.origin(key).startswith(COMMAND_LINE) for key in given}
     lines = [
         f"# Train it with: finetune train {file}",
         "# Overrides after it win over this file: optim.learning_rate=1e-4",
+        f"# Editors complete and check its keys with the schema: finetune config schema > {SCHEMA_FILE}",
+        SCHEMA_LINE,
+        *(["", *notes[0]] if notes[0] else []),
     ]
     for group, name in groups.items():
-        lines += ["", f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}", f"{group}: {_inline(name)}"]
+        lines += [
+            "",
+            f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}",
+            f"{group}: {inline_yaml(name)}",
+        ]
     for key in filter(is_set.get, given):
-        lines += ["", f"# {fields()[key].description}", f"{key}: {_inline(given[key])}"]
+        written = () if config.origin(key).startswith(COMMAND_LINE) else came_from.get(key, ())
+        sources = [f"# Translated from {source}" for source in written]
+        lines += ["", f"# {fields()[key].description}", *sources, f"{key}: {inline_yaml(given[key])}"]
+    lines += ["", *notes[1]] if notes[1] else []
     lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
     for section, keys in groupby(filterfalse(is_set.get, given), lambda key: key.rpartition(".")[0]):
         title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")
         lines += ["", f"# === {title}"]
         for key in keys:
-            lines += [f"# {fields()[key].description}", f"#{key}: {_inline(given[key])}"]
+            lines += [f"# {fields()[key].description}", f"#{key}: {inline_yaml(given[key])}"]
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -81,28 +105,37 @@ def json_schema() -> dict[str, Any]:
         model = section_class(section)
         if model is not None:
             properties[dotted] = {"$ref": f"#/$defs/{model.__name__}/properties/{key}"}
+    for alias, (key, _) in ALIASES.items():
+        properties[alias] = properties[key]
     for group in GROUPS:
         or_path = ", or is a path or a hub id" if group in PATH_INSTEAD else ""
         meaning = f"Chooses configs/{group}/NAME.yaml{or_path}; in a run file only."
         by_name = {"type": "string", "description": meaning}
         properties[group] = {"anyOf": [by_name, properties[group]]} if group in properties else by_name
     title = "A config file of finetune: a run file, or a file of a group"
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema, "title": title}
+    names = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:finetune:config-schema"}
+    return {**names, **schema, "title": title}
+
+
+def schema_text() -> str:
+    """Return the text of `SCHEMA_FILE`."""
+    return json.dumps(json_schema()) + "\n"
 
 
 def _lines(values: Mapping[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[str, str]]:
     """Yield each line of the YAML text with the dotted key of its value (empty if it opens a mapping)."""
     for name, value in values.items():
         key = (*above, name)
-        start = f"{'  ' * len(above)}{_inline(name)}:"
+        start = f"{'  ' * len(above)}{inline_yaml(name)}:"
         if isinstance(value, Mapping) and value:
             yield start, ""
             yield from _lines(value, key)
         else:
-            yield f"{start} {_inline(value)}", ".".join(key)
+            yield f"{start} {inline_yaml(value)}", ".".join(key)
 
 
-def _inline(value: object) -> str:
+def inline_yaml(value: object) -> str:
+    """Write a value as YAML in one line."""
     return _inline_scalar(value) if isinstance(value, (str, float, int, bool, NoneType)) else _dump(value)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,14 +19,39 @@ from pydantic.functional_validators import BeforeValidator, field_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from finetune.errors import ConfigError
+from finetune.units import ceil_share
 
 
 def _without_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
-TextList = Annotated[list[str], BeforeValidator(_without_commas)]
+def _module_names(value: object) -> object:
+    """Read a text as names with commas, or as one pattern. PEFT says all-linear for auto, and LLaMA-Factory all."""
+    if value in ("all-linear", "all", ["all-linear"], ["all"]):
+        return "auto"
+    if not isinstance(value, str) or value == "auto":
+        return value
+    return _without_commas(value) if re.fullmatch(r"[\w.,\s-]+", value) else [value]
+
+
+TextList = Annotated[list[str], BeforeValidator(_without_commas, json_schema_input_type=str | list[str])]
 """A list of texts, which may also be written as one text with commas: `reward.functions=length,json_valid`."""
+
+Tracker = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+TrackerList = Annotated[
+    list[Tracker],
+    BeforeValidator(
+        lambda value: [] if value in (None, "none") else _without_commas(value),
+        json_schema_input_type=Literal["none", Tracker] | list[Tracker],
+    ),
+]
+"""A list of trackers, which may also be one name, or none."""
+
+ModuleNames = Annotated[
+    Literal["auto"] | list[str], BeforeValidator(_module_names, json_schema_input_type=str | list[str])
+]
+"""Names of layers, which may also be one text with commas."""
 
 
 T = TypeVar("T")
@@ -79,6 +104,18 @@ class RunsCode:
 
 ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandbytes.optim", "schedulefree")
 """The only modules that a dotted name in a config may be resolved from."""
+
+
+SCRIPT_PREFIX = "script:"
+"""Begins the value of `optim.optimizer` in the record of a run whose optimizer a script has made."""
+OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW",
+    "adamw_8bit": "bitsandbytes.optim.AdamW8bit",
+    "adafactor": "torch.optim.Adafactor",
+    "sgd": "torch.optim.SGD",
+    "muon": "torch.optim.Muon",
+}
+"""Short names of optimizers."""
 
 
 def is_allowed_object(name: str) -> bool:
@@ -360,8 +397,8 @@ class LoraSection(Section):
     """The update is scaled by alpha / r."""
     dropout: AdapterKey[Annotated[float, Field(ge=0, lt=1)]] = 0.0
     """Dropout on the input of each adapted layer."""
-    target_modules: AdapterKey[Literal["auto"] | list[str]] = "auto"
-    """Names or regular expressions of the linear layers to adapt; auto: all except the head."""
+    target_modules: AdapterKey[ModuleNames] = "auto"
+    """Names or regular expressions of the linear layers to adapt; auto or all-linear: all except the head."""
     layers: AdapterShape[list[NonNegativeInt] | None] = None
     """The decoder layers to adapt, counted from 0; null: all."""
     rank_pattern: AdapterShape[dict[str, PositiveInt]] = Field(default_factory=dict)
@@ -436,7 +473,7 @@ class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     optimizer: Annotated[str, OnResume("always", "the updates of the weights", fits=False)] = "torch.optim.AdamW"
-    """Dotted name of a class in torch.optim, bitsandbytes.optim, schedulefree or transformers.optimization."""
+    """adamw, adamw_8bit, adafactor, sgd, muon, or a class of torch.optim, bitsandbytes.optim or schedulefree."""
     learning_rate: RateKey[NonNegativeFloat] = 2e-4
     """The highest learning rate of the schedule."""
     weight_decay: UpdateKey[NonNegativeFloat] = 0.0
@@ -449,12 +486,25 @@ class OptimSection(Section):
     """Where the learning rate ends, if it falls."""
     decay_steps: RateKey[PositiveInt | None] = None
     """The steps at the end in which schedule=wsd falls. Default: a tenth of all (Hu et al., 2024, arXiv:2404.06395)."""
-    warmup_steps: RateKey[NonNegativeInt] = 0
-    """Optimizer steps in which the learning rate rises linearly from zero."""
+    warmup_steps: RateKey[NonNegativeInt | Annotated[float, Field(ge=0, lt=1)]] = 0
+    """Optimizer steps in which the learning rate rises linearly from zero; below 1: a share of the run's steps."""
     lora_plus_ratio: RateKey[Annotated[float, Field(ge=1)]] = 1.0
     """Learning rate of the B matrices, relative to `learning_rate` (LoRA+: Hayou et al., 2024, arXiv:2402.12354)."""
     max_grad_norm: UpdateKey[PositiveFloat | None] = 1.0
     """Scale gradients down to this norm if their norm is larger; null: never."""
+
+    _factory: Callable[..., Any] | None = PrivateAttr(default=None)
+
+    @property
+    def factory(self) -> Callable[..., Any] | None:
+        """Return the function of a script that makes the optimizer; None if `optimizer` names a class."""
+        return self._factory
+
+    def with_factory(self, factory: Callable[..., Any], name: str) -> OptimSection:
+        """Return a copy whose optimizer a script's function makes."""
+        changed = self.model_copy(update={"optimizer": f"{SCRIPT_PREFIX}{name}"})
+        changed._factory = factory
+        return changed
 
     @field_validator("min_learning_rate")
     @classmethod
@@ -476,9 +526,15 @@ class OptimSection(Section):
     @field_validator("optimizer")
     @classmethod
     def _allowed_module(cls, name: str) -> str:
-        if not is_allowed_object(name):
-            raise ValueError(refused_object(name))
+        name = OPTIMIZERS.get(name.lower(), name)
+        if not (is_allowed_object(name) or name.startswith(SCRIPT_PREFIX)):
+            raise ValueError(f"{refused_object(name)}. It may also be one of {', '.join(OPTIMIZERS)}")
         return name
+
+    def warmup_in(self, num_steps: int) -> int:
+        """Return the optimizer steps of the warm-up in a run of so many steps."""
+        share = self.warmup_steps
+        return ceil_share(share, num_steps) if isinstance(share, float) else share
 
 
 class TrainingSection(LoaderKeys):
@@ -496,8 +552,10 @@ class TrainingSection(LoaderKeys):
     """sft: learn answers; dpo, orpo, simpo: prefer a pair's chosen one; kto: from good and bad ones; grpo: rewards."""
     max_steps: Annotated[PositiveInt | None, OnResume("steps", "the steps over which the learning rate falls")] = None
     """Stop after this many optimizer steps, whatever `num_epochs` says."""
-    num_epochs: Annotated[PositiveInt, OnResume("epochs", "the steps over which the learning rate falls")] = 1
-    """Passes over the training rows."""
+    num_epochs: Annotated[
+        PositiveInt | PositiveFloat, OnResume("epochs", "the steps over which the learning rate falls")
+    ] = 1
+    """Passes over the training rows; 0.5: half of the steps of one pass, rounded up."""
     global_batch_size: Free[PositiveInt | None] = None
     """Examples per optimizer step over all processes. Default: batch_size x the world size asked for."""
     max_tokens_per_microbatch: CutKey[PositiveInt | None] = None
@@ -532,8 +590,8 @@ class TrainingSection(LoaderKeys):
     """Optimizer steps between two log lines, if there is no terminal. metrics.jsonl has every step."""
     profile: Free[Annotated[int, Field(ge=0, le=100)]] = 0
     """Number of steps, after two of each start, to record with torch's profiler into the run's `profile/`; 0: none."""
-    report_to: Free[list[Literal["tensorboard", "wandb", "trackio", "mlflow"]]] = Field(default_factory=list)
-    """Trackers that also get the metrics of metrics.jsonl: `[tensorboard]`. Each needs its own package."""
+    report_to: Free[TrackerList] = Field(default_factory=list)
+    """Trackers that also get the metrics of metrics.jsonl: `wandb`, `none`, a list. Each needs its own package."""
     on_nonfinite: Free[Literal["stop", "skip"]] = "stop"
     """If a loss or a gradient is NaN or infinite: end the run, or skip the step. The weights stay as they were."""
     max_skipped_steps: Free[PositiveInt] = 5

@@ -229,9 +229,17 @@ class TrainLoader(DataLoader[Microbatch]):
         steps = partial(self.rule.steps_of_rank, epoch, first_step, self._rank, self._world_size)
         choose = getattr(self.dataset, "with_rows_before", lambda rows, _: rows)
         self._sampler.rows = lambda: (choose(part.rows, part.before) for step in steps() for part in step)
-        loaded = iter(self)
+        loaded = super().__iter__()
         for step in steps():
             yield [(part.microbatch, next(loaded)) for part in step]
+
+    def __iter__(self) -> Any:
+        """Yield this rank's micro-batches of the first epoch, in the order in which they are trained."""
+        return (microbatch for step in self.steps(0) for _, microbatch in step)
+
+    def __len__(self) -> int:
+        """Count this rank's micro-batches of the first epoch."""
+        return sum(len(step) for step in self.rule.steps_of_rank(0, 0, self._rank, self._world_size))
 
 
 class _EpochSampler(Sampler[Any]):

@@ -32,6 +32,7 @@ from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import waiting
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,15 +139,18 @@ def describe(splits: EncodedSplits) -> list[str]:
         if examples is None:
             lines.append(f"{name}: off")
             continue
-        lines.append(
-            f"{name}: {_count(examples)} of {ROW_TYPE_NAMES[examples.row_type]}, "
-            f"{int(examples.lengths.sum()):,} tokens, {int(examples.num_targets.sum()):,} target tokens, "
-            f"longest row {int(examples.lengths.max()):,} tokens, {int(examples.is_truncated.sum()):,} rows truncated"
-        )
+        facts = [
+            f"{name}: {_count(examples)} of {ROW_TYPE_NAMES[examples.row_type]}",
+            counted(int(examples.lengths.sum()), "token"),
+            counted(int(examples.num_targets.sum()), "target token"),
+            f"longest row {counted(int(examples.lengths.max()), 'token')}",
+            f"{counted(int(examples.is_truncated.sum()), 'row')} truncated",
+        ]
+        lines.append(", ".join(facts))
         empty = (examples.num_targets == 0).nonzero()[:, 0].tolist()
         if empty:
             named = name_some(examples.source(index) for index in empty)
-            lines.append(f"{name}: {len(empty):,} rows have no target token after truncation: {named}")
+            lines.append(f"{name}: {counted(len(empty), 'row')} without a target token after truncation: {named}")
     return lines
 
 
@@ -287,13 +291,14 @@ def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
         chosen.append(part.examples.select_examples(rows))
         if split == "train" and (len(parts) > 1 or part.weight != 1):
             _log.info(
-                "%s: %s rows an epoch from the %s of %s (weight %g)",
-                *(split, f"{len(rows):,}", f"{part.examples.num_examples:,}", part.label, part.weight),
+                "%s: %s an epoch from the %s of %s (weight %g)",
+                *(split, counted(len(rows), "row"), f"{part.examples.num_examples:,}", part.label, part.weight),
             )
     return EncodedExamples.joined(chosen, [part.name for part in parts])
 
 
 def _count(examples: EncodedExamples) -> str:
     if not examples.has_branches:
-        return f"{len(examples):,} rows"
-    return f"{examples.num_examples:,} rows with {len(examples):,} answers, each with the turns before it,"
+        return counted(len(examples), "row")
+    rows, answers = counted(examples.num_examples, "row"), counted(len(examples), "answer")
+    return f"{rows} with {answers}, each with the turns before it,"

@@ -80,9 +80,15 @@ def load_examples(section: DataSection, reads: Reads = "answers") -> ExampleSpli
         DataError: there is nothing readable at `data.path`, no training split, no split of a name that was asked
             for, or the hub does not answer.
     """
+    why_off: dict[str, str] = {}
     if section.mixture:
-        return _load_mixture(section, reads)
-    return ExampleSplits(**_load_source(section, reads))
+        splits = _load_mixture(section, reads, why_off)
+    else:
+        splits = ExampleSplits(**_load_source(section, reads, why_off))
+    for split, why in why_off.items():
+        if getattr(splits, split) is None:
+            _log.info("%s is off: %s", split, why)
+    return splits
 
 
 def holds_out_by_default(section: DataSection) -> bool:
@@ -179,8 +185,11 @@ def is_hub_id(path: str) -> bool:
     return not _is_here(path) and suffix_of(path) not in SUFFIXES and _HUB_ID.fullmatch(path) is not None
 
 
-def _load_mixture(section: DataSection, reads: Reads) -> ExampleSplits:
-    """Load each source. A file in `data.validation` or `data.test` belongs to all of them and is read once."""
+def _load_mixture(section: DataSection, reads: Reads, why_off: dict[str, str]) -> ExampleSplits:
+    """Load each source. A file in `data.validation` or `data.test` belongs to all of them and is read once.
+
+    `why_off` receives the reason for each split that a source does not have.
+    """
     if section.path is not None:
         raise ConfigError(f"data.path is {section.path} and data.mixture is set: both name the data. Keep one of them.")
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
@@ -190,7 +199,7 @@ def _load_mixture(section: DataSection, reads: Reads) -> ExampleSplits:
             parts[split] = [_as_examples(_named_split(split, wanted, None, section), section, reads)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
-        of_source = _load_source(_section_of(section, source_keys), reads, without=named_for_all)
+        of_source = _load_source(_section_of(section, source_keys), reads, why_off, without=named_for_all)
         of_source["train"].weight = float(source_keys.get("weight", 1.0))
         for split, examples in of_source.items():
             examples.name = name
@@ -209,12 +218,14 @@ def _section_of(section: DataSection, source: Mapping[str, Any]) -> DataSection:
     return section.model_copy(update={"validation": validation, **keys, "mixture": []})
 
 
-def _load_source(section: DataSection, reads: Reads, without: Collection[str] = ()) -> dict[str, Examples]:
-    """Load the splits of one source, except those in `without`."""
+def _load_source(
+    section: DataSection, reads: Reads, why_off: dict[str, str], without: Collection[str] = ()
+) -> dict[str, Examples]:
+    """Load the splits of one source, except those in `without`. `why_off` receives the reasons for missing splits."""
     at_path, sizes, sources = _find_sources(section, without)
     for split, source in sources.items():
         if source is None:
-            _log.info("%s is off: %s", split, _why_off(split, at_path))
+            why_off[split] = _why_off(split, at_path)
         if isinstance(source, JoinedRows):
             _log.info("%s: the files in this order: %s", split, ", ".join(part.label for part in source.parts))
     if at_path is not None and at_path.not_read:

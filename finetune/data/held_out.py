@@ -15,6 +15,7 @@ from hashlib import blake2b
 
 from finetune.config.schema import AUTO_VALIDATION
 from finetune.errors import DataError
+from finetune.units import counted
 
 _NUMBER = re.compile(r"[-+]?[0-9]*\.?[0-9]+(?:[eE][-+]?[0-9]+)?")
 _HELD_OUT_IN_THIS_ORDER = ("test", "validation", "train")  # the validation size never changes the test rows
@@ -66,7 +67,9 @@ def rows_of_split(
     if counts["train"] <= 0:
         asked = " and ".join(f"data.{name}={size.text}" for name, size in sorted(sizes.items()))
         leave = "leaves" if len(sizes) == 1 else "leave"
-        raise DataError(f"{label} has {num_rows:,} rows, and {asked} {leave} none to train on. Hold fewer out.")
+        raise DataError(
+            f"{label} has {counted(num_rows, 'row')}, and {asked} {leave} none to train on. Hold fewer out."
+        )
     before = _HELD_OUT_IN_THIS_ORDER[: _HELD_OUT_IN_THIS_ORDER.index(split)]
     start = sum(counts.get(name, 0) for name in before)
     return sorted(ranked[start : start + counts[split]])

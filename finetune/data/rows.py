@@ -23,6 +23,7 @@ from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
+from finetune.units import counted
 
 _log = logging.getLogger(__name__)
 
@@ -295,7 +296,9 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
     note = columns.check(examples.label, count)
     if not examples.read_as:
         row_type = "messages" if columns.has_turns else first.row_type
-        examples.read_as = columns.describe(f"{count} rows of {ROW_TYPE_NAMES[row_type]}") + note + problems.describe()
+        examples.read_as = (
+            columns.describe(f"{counted(count, 'row')} of {ROW_TYPE_NAMES[row_type]}") + note + problems.describe()
+        )
         examples.unread, examples.num_dropped = columns.unread(), problems.count
         _log.info("%s: %s", examples.label, examples.read_as)
 

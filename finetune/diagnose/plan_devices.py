@@ -105,7 +105,7 @@ class Device:
 
 
 def read_device(name: str) -> Device:
-    """Find a device by name: `H100 80GB`, `a100-40gb`, or any other with its size, `MyGPU 24GB`.
+    """Find a device by name: `H100 80GB`, `a100-40gb`, `4090`, or any other with its size, `MyGPU 24GB`.
 
     Raises:
         ConfigError: the name is not known and has no size, or fits several devices.
@@ -164,4 +164,4 @@ def _teraflops(name: str) -> dict[str, float]:
 
 
 def _folded(name: str) -> str:
-    return re.sub(r"nvidia|geforce|tesla|[\s_-]", "", name.lower())
+    return re.sub(r"nvidia|geforce|tesla|rtx|[\s_-]", "", name.lower())

@@ -30,7 +30,7 @@ from finetune.runs.folder import RunFolder, existing_folder
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.verification import OPTIMIZER_FILE
 from finetune.terminal import visible
-from finetune.units import format_bytes
+from finetune.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -177,7 +177,7 @@ def _plan(rehearsal: Rehearsal, log: Path) -> str:
     finally:
         rehearsal.plan = _last_json(log) or None  # also of a run that does not fit
     steps = plan["batches"]["steps"]
-    facts = [f"{plan['parameters']:,} parameters", "steps not known" if steps is None else f"{steps:,} steps"]
+    facts = [f"{plan['parameters']:,} parameters", "steps not known" if steps is None else counted(steps, "step")]
     if plan["needed"] is not None:
         facts.append(f"{format_bytes(plan['needed'])} of {format_bytes(plan['device']['memory'])} memory")
     return "; ".join([", ".join(facts), *_warnings(plan)])
@@ -206,7 +206,7 @@ def _read_data(rehearsal: Rehearsal, log: Path) -> str:
     record = _run_with_findings(rehearsal, log, "preview", *rehearsal.overrides(), "--rows", "0")
     rows = {name: split["rows"] for name, split in record["splits"].items() if split is not None}
     rehearsal.measured_rows = max((number for name, number in rows.items() if name != "train"), default=0)
-    counts = ", ".join(f"{name}: {number:,} rows" for name, number in rows.items())
+    counts = ", ".join(f"{name}: {counted(number, 'row')}" for name, number in rows.items())
     return "; ".join([counts, *_warnings(record)])
 
 
@@ -215,7 +215,7 @@ def _train(rehearsal: Rehearsal, log: Path) -> str:
     run = RecordedRun(rehearsal.folder / "whole")
     losses = [value for _, value in run.points("step", "loss")]
     numbers = {event: len(run.of(event)) for event in ("step", "validation", "checkpoint")}
-    counts = ", ".join(f"{number} {event}{'s' * (number != 1)}" for event, number in numbers.items())
+    counts = ", ".join(counted(number, event) for event, number in numbers.items())
     tested = "tested" if run.of("test") else "no test split"
     fallbacks = [
         f"fallback: {each.get('what')} is {each.get('used')}: {each.get('why')}" for each in run.entries("fallbacks")

@@ -112,7 +112,7 @@ def _lengths(config: Config, steps: int, real_steps: int | None) -> dict[str, An
     """Scale down the steps and all keys that count steps. Shorten generated answers."""
     warmup = config.optim.warmup_steps
     if real_steps is not None:
-        warmup = ceil_div(warmup * steps, real_steps)  # the same share of the steps, rounded up
+        warmup = ceil_div(config.optim.warmup_in(real_steps) * steps, real_steps)  # the same share, rounded up
     chosen: dict[str, Any] = {
         "training.max_steps": steps,
         "optim.warmup_steps": min(warmup, steps - 1),

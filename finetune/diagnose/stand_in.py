@@ -10,7 +10,7 @@ import torch
 
 from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
 from finetune.model.from_hub import with_sizes_here
-from finetune.units import ceil_div
+from finetune.units import ceil_div, counted
 
 if TYPE_CHECKING:
     from finetune.config.schema import ModelSection
@@ -44,7 +44,8 @@ def write_stand_in(section: ModelSection, folder: Path, *, seed: int, least_widt
     model.generation_config.eos_token_id = getattr(generation_config or real, "eos_token_id", None)
     model.to(real.dtype or torch.float32).save_pretrained(folder)
     num_parameters = count_parameters(model)[1]
-    sizes = f"{keys['num_hidden_layers']} layers, hidden size {keys['hidden_size']}, {num_parameters:,} parameters"
+    layers = counted(keys["num_hidden_layers"], "layer")
+    sizes = f"{layers}, hidden size {keys['hidden_size']}, {num_parameters:,} parameters"
     return f"{real.model_type}, {sizes}" + (f"; {why_shipped}" if why_shipped else "")
 
 

@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 @contextmanager
-def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
+def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO) -> Iterator[Runtime]:
     """Join the world that this process was started in, and leave it again whatever happens.
 
     With `parallel.num_processes` and no launcher, this process becomes the launcher: it starts its own command line
@@ -78,6 +78,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
     Args:
         config: the whole run.
         trains: whether the run will write to its folder, which is then checked before anything slow begins.
+        log_level: the lowest level to log, unless `training.debug` asks for all.
 
     Raises:
         CheckpointError: the folder holds another run.
@@ -88,7 +89,7 @@ def launch(config: Config, *, trains: bool = True) -> Iterator[Runtime]:
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
     environment = joined_environment()
-    level = logging.DEBUG if config.training.debug else logging.INFO
+    level = logging.DEBUG if config.training.debug else log_level
     num_processes = config.parallel.num_processes or 1
     is_to_spawn = environment.launcher == "none" and num_processes > 1 and not is_joined()
     started = num_processes if is_to_spawn else environment.world_size

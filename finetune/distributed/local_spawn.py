@@ -25,6 +25,7 @@ from finetune.distributed.rendezvous import open_store
 from finetune.errors import LaunchError, PreemptedError, RunFailedError
 from finetune.signals import Terminated, stop_signals_go_to
 from finetune.threads import share_cores
+from finetune.units import counted
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def run_as_processes(num_processes: int, *, master_addr: str | None = None, mast
             f"the processes cannot meet at {address}:{master_port or 'a free port'}: {error}. Set "
             "parallel.master_port to a free port, or remove it: finetune then finds one."
         ) from error
-    _log.info("starting %d processes on this machine: %s", num_processes, " ".join(command))
+    _log.info("starting %s on this machine: %s", counted(num_processes, "process"), " ".join(command))
     share_cores(num_processes)
     run_id = f"{SPAWN_RUN_ID_PREFIX}{secrets.token_hex(6)}"
     workers: list[subprocess.Popen[bytes]] = []

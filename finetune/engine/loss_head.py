@@ -55,7 +55,7 @@ def head_loss_per_target(
 ) -> torch.Tensor:
     """Return nats of each target, (targets,), in fp32 or better, without a gradient. See `summed_head_loss`."""
     losses = hidden.new_empty(len(hidden), dtype=wide_type(hidden))
-    for rows in _chunks(hidden, weight, chunk_bytes):
+    for rows in chunks(hidden, len(weight), chunk_bytes):
         logits = _logits(hidden[rows], weight, bias).to(losses.dtype)
         losses[rows] = nats_and_softmax(logits, labels[rows].unsqueeze(1), out=logits)[0].squeeze(1)
     return losses
@@ -78,7 +78,7 @@ class _SummedHeadLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=wide_type(bias)) if wants_bias and bias is not None else None
         losses = hidden.new_empty(len(hidden), dtype=wide_type(hidden))
         counts = torch.ones_like(losses) if counts is None else counts.to(losses.dtype)
-        for rows in _chunks(hidden, weight, chunk_bytes):
+        for rows in chunks(hidden, len(weight), chunk_bytes):
             x, count = hidden[rows], counts[rows].unsqueeze(1)
             # The gradient of the logits is without the counts: these go into the narrower factor of each product.
             loss, d_logits = _loss_and_gradient(_logits(x, weight, bias), labels[rows].unsqueeze(1))
@@ -133,9 +133,9 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torc
     return loss, softmax.to(logits.dtype)
 
 
-def _chunks(hidden: torch.Tensor, weight: torch.Tensor, chunk_bytes: int | None) -> Iterator[slice]:
-    """Return one or more chunks; without targets, an empty one."""
+def chunks(hidden: torch.Tensor, num_logits: int, chunk_bytes: int | None) -> Iterator[slice]:
+    """Return the rows of each chunk, given the logits of a row. Without targets, there is one empty chunk."""
     if chunk_bytes is None:
         chunk_bytes = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-    num_rows = max(MIN_CHUNK_ROWS, chunk_bytes // (4 * len(weight)))
+    num_rows = max(MIN_CHUNK_ROWS, chunk_bytes // (4 * num_logits))
     return (slice(start, start + num_rows) for start in range(0, max(1, len(hidden)), num_rows))

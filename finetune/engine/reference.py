@@ -29,14 +29,18 @@ def cross_entropy_of_padded(
         microbatch: on the model's device.
         temperature: logits are divided by it.
     """
-    predicts = microbatch.is_target[:, 1:]  # the position before a target predicts it
-    labels = microbatch.input_ids[:, 1:][predicts]
-    logits = _logits_at(model, microbatch.input_ids, predicts)
+    logits, labels = logits_of_padded(model, microbatch)
     logits = logits.float()
     nats: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits if temperature == 1 else logits / temperature, labels.unsqueeze(1)
     )
     return nats.squeeze(1)
+
+
+def logits_of_padded(model: torch.nn.Module, microbatch: PaddedMicrobatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits (num_targets, vocabulary) and labels (num_targets,). See `cross_entropy_of_padded`."""
+    predicts = microbatch.is_target[:, 1:]  # the position before a target predicts it
+    return _logits_at(model, microbatch.input_ids, predicts), microbatch.input_ids[:, 1:][predicts]
 
 
 def nats_and_softmax(

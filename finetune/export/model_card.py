@@ -25,7 +25,7 @@ from finetune.export.logits import LogitDifference
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
-from finetune.units import format_bytes
+from finetune.units import counted, format_bytes
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _MARKUP = re.compile(r"[\\`*<>|\[\]]")
@@ -82,7 +82,9 @@ class Compressed:
         """Return the rows of the table: what was compared, of the run, of the compressed model."""
         rows = [["size of the weights", *map(format_bytes, self.num_bytes)]]
         if self.losses is not None:
-            rows.append([f"validation loss ({self.num_validated:,} rows)", *(f"{loss:.4f}" for loss in self.losses)])
+            rows.append(
+                [f"validation loss ({counted(self.num_validated, 'row')})", *(f"{loss:.4f}" for loss in self.losses)]
+            )
         if self.answered:
             share = self.changed / self.answered
             rows.append(["greedy answers that changed", "", f"{self.changed} of {self.answered} ({share:.1%})"])
@@ -234,7 +236,7 @@ def _data_name(config: Config) -> str:
 def _rows(recorded: RecordedRun) -> str:
     steps = recorded.result.get("step")
     size = recorded.part("global_batch").get("global_batch_size")
-    return f"{steps} steps of {size} rows" if steps and size else "not recorded"
+    return f"{counted(steps, 'step')} of {counted(size, 'row')}" if steps and size else "not recorded"
 
 
 def _last_part(path: str | None) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby, pairwise, zip_longest
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key
 from finetune.runs.model_files import has_adapter
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,14 +41,19 @@ _LONGEST_LINE = 100
 
 
 def run_test_phase(
-    runtime: Runtime, model: Any, tokenizer: PreTrainedTokenizerBase, loader: EvaluationLoader, section: TestingSection
+    runtime: Runtime,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    loader: EvaluationLoader,
+    section: TestingSection,
+    given: Mapping[str, Metric] = MappingProxyType({}),
 ) -> Evaluation:
-    """Evaluate for the test phase of training, with the metrics of the configuration.
+    """Evaluate for the test phase of training, with the metrics of the configuration and those `given` by the script.
 
     This process computes alone, without communication, and `loader` has the whole test split. If the model is sharded,
     this is collective (every rank), and `loader` has this rank's rows.
     """
-    metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics}
+    metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics} | dict(given)
     is_alone = runtime.placement.shard_size is None
     evaluation = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
     return replace(evaluation, answers=evaluation.answers[: section.num_samples])
@@ -81,7 +88,7 @@ def evaluate_model(
     answers: dict[ModelName, list[str]] = {}
     for name in names:
         adapter = model.disable_adapter() if name == "base" else nullcontext()
-        with adapter, waiting(f"measuring the {name} model on {len(examples):,} rows"):
+        with adapter, waiting(f"measuring the {name} model on {counted(len(examples), 'row')}"):
             losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
             ids = generate_answers(
                 model,

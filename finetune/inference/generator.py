@@ -83,11 +83,14 @@ class Generator:
     @classmethod
     @contextmanager
     def open(cls, run: FinishedRun, settings: AnswerSettings) -> Iterator[Generator]:
-        """Load a run and yield it ready to answer. Collective: every process of the launch."""
+        """Load a run and yield it ready to answer. Collective: every process of the launch.
+
+        Standard output is for answers, and the log has warnings and errors only.
+        """
         with importing():
             from finetune.distributed.launch import launch
 
-        with launch(run.config, trains=False) as runtime:
+        with launch(run.config, trains=False, log_level=logging.WARNING) as runtime:
             yield cls(runtime, run, settings)
 
     @property

@@ -10,6 +10,7 @@ from typing import Literal
 from finetune.inference.answer_metrics import SHARES
 from finetune.runs.row_record import RowChanges
 from finetune.terminal import print_table, print_texts
+from finetune.units import counted
 
 ModelName = Literal["base", "tuned"]
 
@@ -119,7 +120,7 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
         [labels.get(name, name), *(_format_score(name, column[name]) for column in columns.values())]
         for name in columns["tuned"]
     ]
-    title = f"{split.capitalize()} split, {evaluation.num_rows:,} rows"
+    title = f"{split.capitalize()} split, {counted(evaluation.num_rows, 'row')}"
     if evaluation.num_left_out:
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
     if evaluation.num_trained:

@@ -75,15 +75,20 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
             part="weights",
         )
         _refuse_missing_weights(where, info)
+    prepare_base(model)
+    # The commit that was read, for the adapter's config; transformers loses it here.
+    model.config._commit_hash = getattr(config, "_commit_hash", None) or section.revision
+    built: PreTrainedModel = model
+    return built
+
+
+def prepare_base(model: Any) -> None:
+    """Give a model the settings that training needs: no cache, no padding index, and routing by score."""
     model.config.use_cache = False
     # A padding index would stop the gradient of its row, which for Phi is a token that ends text.
     model.get_input_embeddings().padding_idx = None
     if route_by_score(model):
         _log.info("experts are chosen by score in training too: the curve does not depend on how batches are cut")
-    # The commit that was read, for the adapter's config; transformers loses it here.
-    model.config._commit_hash = getattr(config, "_commit_hash", None) or section.revision
-    built: PreTrainedModel = model
-    return built
 
 
 def read_model_config(section: ModelSection) -> PretrainedConfig:

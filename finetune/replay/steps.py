@@ -37,12 +37,15 @@ from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 from finetune.training.validation import LOSS
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
 
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
 """The largest `loss_difference` of equal losses: promise 1, and for 16 bits the spacing of the type's numbers at 1."""
+_NOT_IN_CONFIG = {"loss", "optimizer", "adapter"}
+"""Parts of a run that a script may give and that decide what a step computes."""
 StepPlan = Mapping[int, Sequence[int]]
 """Steps in ascending order, by the step after which to start; 0 is the start of the run."""
 
@@ -155,7 +158,7 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
     chosen = list(chain(*plan.values()))
     notes = []
     if len(chosen) < num_steps:
-        notes.append(f"{num_steps} steps were asked for, but only {len(chosen)} are recorded")
+        notes.append(f"{counted(num_steps, 'step')} asked for, but only {len(chosen)} are recorded")
     recorded_device = text(run.record.get("device"))
     if recorded_device != device:
         other = recorded_device or "a device that run.json does not name"
@@ -219,6 +222,11 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
             "configuration describes all of its steps."
         )
     read_run_record(run.folder.record_file)  # refuses values of other types
+    if given := _NOT_IN_CONFIG & run.part("script").keys():
+        raise CheckpointError(
+            f"{path} cannot be replayed: a script gave its {' and '.join(sorted(given))}, which the configuration does "
+            "not describe."
+        )
     config = load_run_config(path, overrides)
     config.data.refuse_untrusted()  # a replay reads all rows
     if (memory := MemoryChoice.from_record(run.part("memory"), config)) is not None:

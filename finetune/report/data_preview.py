@@ -11,6 +11,7 @@ from finetune.config.compose import load_run_config
 from finetune.errors import FinetuneError
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.row_record import read_row_record
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview_splits import SplitSummary
@@ -76,7 +77,7 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
     places: list[str] = []
     for row in preview.rows:
         side = "" if row.side is None else f" ({row.side})"
-        facts = f"{row.num_tokens:,} tokens{side}, {row.num_targets:,} carry loss"
+        facts = f"{counted(row.num_tokens, 'token')}{side}, {row.num_targets:,} carry loss"
         places.append(facts if places else f"row {row.location.row}, {row.location.source}: {facts}")
         spans += [Span("\n", False, True)] if spans else []
         spans += join_alike(row.own_pieces())

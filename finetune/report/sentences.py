@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from finetune.runs.comparison import compare_runs
 from finetune.runs.metrics import sign_of
-from finetune.runs.recorded_run import RecordedRun, best_point, finite
+from finetune.runs.recorded_run import ENDED_EARLY, RecordedRun, best_point, finite
 from finetune.units import format_duration, name_first
 
-_ENDED_EARLY = {
+_NOT_COMPLETED = {
+    ENDED_EARLY: "Its sweep ended it early",
     "failed": "It failed",
     "stopped": "It was stopped from the keyboard",
     "preempted": "It was preempted and saved a checkpoint",
@@ -128,10 +129,11 @@ def percent(fraction: float) -> str:
 
 def _of_one(run: RecordedRun) -> str:
     steps = _steps(run)
-    if run.status in _ENDED_EARLY:
+    state = ENDED_EARLY if run.state == ENDED_EARLY else run.status
+    if state in _NOT_COMPLETED:
         where = f"at step {run.last_step:,}" if run.last_step else "before its first step"
         change = _fall("training loss", finite(run.points("step", "loss")))
-        return f"{_ENDED_EARLY[run.status]} {where}" + (f": {change}." if change else ".")
+        return f"{_NOT_COMPLETED[state]} {where}" + (f": {change}." if change else ".")
     if run.status != "completed":
         known = {"running": "It has not ended", "stopped": "It ended without recording how"}
         doing = known.get(run.state, "It is not known how it ended")

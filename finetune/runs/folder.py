@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal, Self
 
+from finetune.config.render import SCHEMA_FILE
 from finetune.errors import CheckpointError
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.runs.file_lock import FileLock, file_lock
@@ -21,7 +22,7 @@ _MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
 """Names that only a run writes."""
 _NAMES = {*_MARKS, "config.yaml", "rows.safetensors", "log.txt", "adapter", "base", "profile", "rollouts"}
 """All that a run writes, except its lock."""
-_LEFT_BY_OTHERS = {".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
+_LEFT_BY_OTHERS = {SCHEMA_FILE, ".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
 
 
 def existing_folder(path: Path) -> Path:
@@ -39,6 +40,7 @@ class RunFolder:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser().absolute()
         self.config_file = self.path / "config.yaml"
+        self.schema_file = self.path / SCHEMA_FILE
         self.record_file = self.path / "run.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.row_file = self.path / "rows.safetensors"

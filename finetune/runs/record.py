@@ -100,6 +100,7 @@ class RunRecord:
             "num_steps": None,
             "memory": earlier.get("memory"),
             "low_precision": None,
+            "script": None,
             "opening": earlier.get("opening"),
             "profile": earlier.get("profile"),
             "finished": None,
@@ -144,7 +145,7 @@ class _Opening(BaseModel, strict=True):
 
 _TYPES: dict[str, Any] = {
     **get_type_hints(RunStart),
-    **dict.fromkeys(("memory", "low_precision", "profile", "result"), Mapping[str, Any]),
+    **dict.fromkeys(("memory", "low_precision", "script", "profile", "result"), Mapping[str, Any]),
     **dict.fromkeys(("status", "git_commit", "finished"), str),
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
 }

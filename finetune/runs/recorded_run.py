@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -33,8 +34,12 @@ if TYPE_CHECKING:
 Points = list[tuple[int, float]]
 """Step and value. A value may be NaN or infinite."""
 
+ENDED_EARLY = "ended early"
+"""The state of a trial that its sweep ended."""
 LATEST = "latest"
 """Names the newest intact checkpoint."""
+_LONGEST_NOTE = 2**20
+"""Bytes of the note of a sweep that are read."""
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
 _LARGEST_STEP = 2**53
@@ -139,13 +144,31 @@ class RecordedRun:
         return self.record.get("status") or "unknown"
 
     @property
+    def note_file(self) -> Path:
+        """The file beside the folder in which a sweep notes that it ended this trial, or that its process failed."""
+        folder = self.folder.path.absolute()
+        return folder.parent / f"{folder.name}.ended.json"
+
+    @cached_property
+    def note(self) -> dict[str, Any]:
+        """What is in the note of a sweep; empty if there is none."""
+        try:
+            with self.note_file.open("rb") as file:
+                return mapping(json.loads(file.read(_LONGEST_NOTE)))
+        except (OSError, ValueError, RecursionError):
+            return {}
+
+    @property
     def state(self) -> str:
-        """`running`, `completed`, `failed`, `stopped`, `preempted` or `unknown`.
+        """`running`, `completed`, `failed`, `stopped`, `preempted`, `unknown`, or for a trial of a sweep `ended early`.
 
         A killed run leaves run.json unchanged. Only the kernel's lock shows whether a run is still in progress.
         """
         if is_held(self.folder.lock_file):
             return "running"
+        noted = self.note.get("state")
+        if noted == "failed" or (noted == ENDED_EARLY and self.status != "completed"):  # it may have been continued
+            return str(noted)
         if self.status == "running":
             return "stopped"
         return self.status if self.status in get_args(Status) else "unknown"
@@ -158,7 +181,7 @@ class RecordedRun:
     @property
     def why(self) -> str | None:
         """The reason that the run failed or stopped, if it is recorded."""
-        return text(self.result.get("why") or self.result.get("error"))
+        return text(self.note.get("why") or self.result.get("why") or self.result.get("error"))
 
     @property
     def num_steps(self) -> int | None:

@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
 _ADDED_LATER = {
     *("num_skipped_steps", "best_value", "stopping_merit", "best_metric", "stopping_metric", "validated_step"),
-    *("loss_scale", "steps_at_loss_scale", "num_overflows"),
+    *("loss_scale", "steps_at_loss_scale", "num_overflows", "is_stopped"),
 }
 """Fields that older checkpoints lack. Their defaults are the values that they had then."""
 _MOST = 1 << 62
@@ -71,6 +71,8 @@ class TrainerState:
     """Steps since it last changed."""
     num_overflows: _Count = 0
     """Steps in fp16 that were computed in vain, because gradients overflowed, and computed again."""
+    is_stopped: Annotated[bool, Field(strict=True)] = False
+    """Whether a callback ended training after this step. A resumed run trains no further."""
     world_size: _Count = 1
     """Processes that trained this state."""
     global_batch_size: _Count = 1

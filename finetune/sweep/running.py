@@ -14,11 +14,12 @@ from finetune.diagnose.rehearsal_commands import error_in
 from finetune.errors import PreemptedError
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.metrics import MetricsReader, number_in, sign_of
-from finetune.runs.recorded_run import Points, best_point, step_of
+from finetune.runs.recorded_run import ENDED_EARLY, Points, best_point, step_of
 from finetune.signals import end_with_parent, received_stop_signal, stops_after_step
 from finetune.sweep.halving import find_lost_comparison
-from finetune.sweep.trials import ENDED_EARLY, FINISHED, Sweep, Trial
+from finetune.sweep.trials import FINISHED, Sweep, Trial
 from finetune.terminal import say
+from finetune.units import counted
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 15.0
@@ -44,13 +45,14 @@ def run_trials(sweep: Sweep, trials: Sequence[Trial], chosen: Sequence[Trial], *
                 continue
             with lock:
                 state = trial.state
-                if state not in FINISHED or (retries and state == "failed"):
+                is_continued = state == "running" and bool(trial.run.note)  # by the command that was printed for it
+                if (state not in FINISHED and not is_continued) or (retries and state == "failed"):
                     trial.forget_failure()
                     _RunningTrial(trial, sweep, [other for other in trials if other is not trial]).wait()
         if stopped_by := received_stop_signal():
             finished = sum(trial.state in FINISHED for trial in trials)
             raise PreemptedError(
-                f"the sweep was stopped by {stopped_by.name}: {finished} of {len(trials)} trials are finished. "
+                f"the sweep was stopped by {stopped_by.name}: {finished} of {counted(len(trials), 'trial')} finished. "
                 "The same command goes on with the others, from their last checkpoints."
             )
 

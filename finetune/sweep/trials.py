@@ -18,10 +18,9 @@ from finetune.runs.comparison import differing, format_value
 from finetune.runs.durable import describe_os_error, is_leftover, replace_file
 from finetune.runs.file_lock import file_lock
 from finetune.runs.folder import RunFolder
-from finetune.runs.recorded_run import Points, RecordedRun, mapping
+from finetune.runs.recorded_run import ENDED_EARLY, Points, RecordedRun
 from finetune.terminal import json_text
 
-ENDED_EARLY = "ended early"
 FINISHED = ("completed", ENDED_EARLY, "failed")
 """The states of a trial that the sweep does not start again."""
 _FILE = "sweep.json"
@@ -57,7 +56,6 @@ class Trial:
         self.folder = folder / self.name
         self.log = folder / f"{self.name}.log"
         self.lock = folder / f"{self.name}.lock"
-        self._note = folder / f"{self.name}.ended.json"
         self._metric = sweep.metric
         drawn = (f"{key}={value}" for key, value in self.values.items())
         self.arguments = ["train", *sweep.arguments, *drawn, f"output_dir={self.folder}", "resume=auto"]
@@ -73,37 +71,28 @@ class Trial:
         return RecordedRun(self.folder, self.name, detail="recent")
 
     @property
-    def note(self) -> dict[str, Any]:
-        """The note of `end`; empty if the sweep did not end this trial and it did not fail."""
-        try:
-            return mapping(json.loads(self._note.read_bytes()))
-        except (OSError, ValueError):
-            return {}
-
-    @property
     def state(self) -> str:
-        """`not started`, `ended early`, or a state of `RecordedRun`."""
-        if note := self.note:
-            return str(note.get("state"))
+        """`not started`, or a state of `RecordedRun`."""
         run = self.run
-        return run.state if run.folder.holds_run() or run.state == "running" else "not started"
+        return "not started" if run.state == "unknown" and not run.folder.holds_run() else run.state
 
     @property
     def why(self) -> str:
         """The reason that it failed; empty if that is not known."""
-        return str(self.note.get("why") or self.run.why or "")
+        return self.run.why or ""
 
     def points(self) -> Points:
         """Return step and metric of each validation, up to the validation after which the trial was ended early."""
-        return self.run.points("validation", self._metric)[: self.note.get("validation")]
+        run = self.run
+        return run.points("validation", self._metric)[: run.note.get("validation")]
 
     def end(self, state: str, facts: Mapping[str, Any]) -> None:
         """Note that the trial ended early or failed."""
-        replace_file(self._note, _as_file({"state": state, **facts}))
+        replace_file(self.run.note_file, _as_file({"state": state, **facts}))
 
     def forget_failure(self) -> None:
         """Let a failed trial start again."""
-        self._note.unlink(missing_ok=True)
+        self.run.note_file.unlink(missing_ok=True)
 
 
 def open_sweep(folder: Path, sweep: Sweep) -> None:

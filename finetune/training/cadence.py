@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.runs.state import TrainerState
 from finetune.training.validation import Criteria
+from finetune.units import ceil_share
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -35,7 +36,7 @@ class Cadence:
         """Make the cadence of a configuration."""
         return cls(
             steps_per_epoch=steps_per_epoch,
-            num_steps=config.training.max_steps or config.training.num_epochs * steps_per_epoch,
+            num_steps=config.training.max_steps or ceil_share(config.training.num_epochs, steps_per_epoch),
             validate_every=config.validation.validate_every,
             save_every=config.checkpoint.save_every,
             save_every_epochs=config.checkpoint.save_every_epochs,

@@ -21,7 +21,7 @@ from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
-from finetune.units import ceil_div, format_bytes
+from finetune.units import ceil_div, counted, format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -205,13 +205,12 @@ def log_cut_examples(rule: BatchRule) -> None:
 def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: int) -> None:
     """Log the parts of the global batch and the number of steps."""
     _log.info(
-        "global batch of %d examples (%s): micro-batches of at most %d over %d process%s; %d steps an epoch, %d in all",
-        rule.global_batch_size,
+        "global batch of %s (%s): micro-batches of at most %d over %s; %s an epoch, %d in all",
+        counted(rule.global_batch_size, "example"),
         "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size",
         rule.batch_size,
-        world_size,
-        "" if world_size == 1 else "es",
-        rule.steps_per_epoch,
+        counted(world_size, "process"),
+        counted(rule.steps_per_epoch, "step"),
         num_steps,
     )
     log_cut_examples(rule)

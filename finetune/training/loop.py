@@ -14,7 +14,7 @@ from finetune.training.step import StepResult
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import after_validation
 
-Reason = Literal["complete", "no improvement", "preempted"]
+Reason = Literal["complete", "no improvement", "preempted", "stopped"]
 
 
 class LoopEnd(NamedTuple):
@@ -22,7 +22,7 @@ class LoopEnd(NamedTuple):
 
     state: TrainerState
     reason: Reason
-    """Preempted: a signal ended training early, and the state is saved."""
+    """preempted: a signal ended training early, and the state is saved. stopped: a callback ended training."""
 
 
 def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: StopRules) -> LoopEnd:
@@ -38,6 +38,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
             starts, were not finite, or a validation loss was not.
     """
     end: Reason | None = "no improvement" if is_patience_exhausted(state, rules.patience) else None
+    end = "stopped" if state.is_stopped else end
     if run.validates and cadence.owes_validation(state):
         state, end = _after_step(state, cadence, run, rules)
     if cadence.is_last(state.step):
@@ -81,7 +82,10 @@ def _after_step(
             state = after_validation(state, validated, rules.criteria)
             if run.agree_to_stop(is_patience_exhausted(state, rules.patience)):
                 end = "no improvement"
-    if cadence.saves_after(state.step) or end is not None:
+    if "stop" in run.callbacks.requests and end is None and not is_last:
+        state, end = replace(state, is_stopped=True), "stopped"
+    if cadence.saves_after(state.step) or end is not None or "save" in run.callbacks.requests:
+        run.callbacks.requests.clear()
         run.save(state)
     return state, end or ("complete" if is_last else None)
 

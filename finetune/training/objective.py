@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from finetune.data.batches import Collate, EvaluationLoader
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.data.encoded import EncodedSplits
     from finetune.distributed.runtime import Runtime
+    from finetune.engine.given_loss import GivenLoss
     from finetune.runs.state import TrainerState
+    from finetune.training.hooks import Hooks
     from finetune.training.memory.choice import MemoryChoice
     from finetune.training.reporting.journal import Journal
 
@@ -70,6 +73,15 @@ class TrainingObjective:
     loaders: Callable[[Setup, Any, Loaders], Loaders] = lambda _setup, _prompts, loaders: loaders
     start: Callable[[Setup, Any, TrainerState], None] = lambda _setup, _train_loader, _state: None
 
+    def with_loss(self, function: GivenLoss | None) -> TrainingObjective:
+        """Return the objective with a script's loss, if there is one. Validations still measure the cross-entropy."""
+        if function is None:
+            return self
+        from finetune.engine.given_loss import summed_given_loss
+
+        loss = partial(summed_given_loss, function=function)
+        return replace(self, loss=lambda _config, choices: partial(loss, choices=choices))
+
 
 @dataclass(kw_only=True)
 class Setup:
@@ -89,6 +101,7 @@ class Setup:
         is_packed: whether micro-batches are packed for the engine.
         measured: a model that can be copied to measure memory, because a sharded model cannot be copied.
         memory: checkpointing and the size of micro-batches.
+        hooks: the script's own code.
     """
 
     runtime: Runtime
@@ -104,6 +117,7 @@ class Setup:
     is_packed: bool
     measured: Any
     memory: MemoryChoice
+    hooks: Hooks
 
     def on_main(self, action: Callable[[Journal], None], during: str) -> None:
         """Call a function on the main process while the others wait, and raise its error on all ranks. Collective."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.config.schema import ALLOWED_OBJECT_MODULES, is_allowed_object
+from finetune.config.schema import ALLOWED_OBJECT_MODULES, SCRIPT_PREFIX, is_allowed_object
 from finetune.errors import ConfigError
 from finetune.model.adapter_start import is_half_frozen
 from finetune.training.schedule_free import go_on_training, is_schedule_free
@@ -30,11 +30,11 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
     Raises:
         ConfigError: the class is not in an allowed module, does not take the arguments, or does not suit the weights.
     """
-    optimizer_class: Any = resolve_optimizer(section.optimizer)
+    optimizer_class: Any = section.factory or resolve_optimizer(section.optimizer)
     if "weight_decay" in section.args:  # the decay of each group would win
         raise ConfigError("optim.args sets weight_decay. Set optim.weight_decay, which spares biases and norms.")
     groups = _groups(model, section)
-    if "weight_decay" not in inspect.signature(optimizer_class).parameters:
+    if section.factory is None and "weight_decay" not in inspect.signature(optimizer_class).parameters:
         if section.weight_decay:
             raise ConfigError(
                 f"{section.optimizer} has no weight decay. Set optim.weight_decay=0, or choose torch.optim.AdamW."
@@ -46,6 +46,8 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=section.learning_rate, **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{section.optimizer} cannot be built with optim.args {section.args}: {error}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{section.optimizer} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
     if is_schedule_free(optimizer) and section.schedule != "constant":
         raise ConfigError(
             f"{section.optimizer} needs a learning rate that does not fall, and optim.schedule is {section.schedule}. "
@@ -90,13 +92,19 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
     Raises:
         ConfigError: the name is not a supported optimizer in an allowed module.
     """
+    if name.startswith(SCRIPT_PREFIX):
+        raise ConfigError(
+            f"optim.optimizer is {name}: a script made this optimizer, and only that script can train with it. Run it, "
+            "or set optim.optimizer to the dotted name of a class."
+        )
     if not is_allowed_object(name):
         raise ConfigError(f"optim.optimizer is {name}; it must come from {', '.join(ALLOWED_OBJECT_MODULES)}.")
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
-        raise ConfigError(f"optim.optimizer is {name}, but {module} is not installed ({error}).") from error
+        install = f"Run pip install {module.partition('.')[0]}, or choose torch.optim.AdamW."
+        raise ConfigError(f"optim.optimizer is {name}, but {module} is not installed ({error}). {install}") from error
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise ConfigError(f"optim.optimizer is {name}, but {module} has no such optimizer.")
     if found in (torch.optim.LBFGS, torch.optim.SparseAdam) or name.endswith("Closure"):
@@ -108,9 +116,10 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
     """Return the rate of a step, from 1 to `num_steps`. A pure function, so there is no scheduler state to save."""
-    if step <= section.warmup_steps:
-        return section.learning_rate * step / section.warmup_steps
-    falling = num_steps - section.warmup_steps
+    warmup_steps = section.warmup_in(num_steps)
+    if step <= warmup_steps:
+        return section.learning_rate * step / warmup_steps
+    falling = num_steps - warmup_steps
     if section.schedule == "wsd":
         falling = min(falling, section.decay_steps or math.ceil(num_steps / 10))
     progress = max(0.0, (step - 1 - num_steps + falling) / max(1, falling))

@@ -24,6 +24,7 @@ from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
 from finetune.training.memory.choice import masks_follow_microbatches
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder
@@ -34,6 +35,13 @@ _log = logging.getLogger(__name__)
 
 _ROWS = OnResume("rows", "the encoded rows, which the files, the chat template and the tokenizer decide")
 _BASE = OnResume("always", "the model that is trained")
+_CODE = {
+    "loss": OnResume("always", "the loss function of the script"),
+    "optimizer": OnResume("always", "the optimizer of the script"),
+}
+"""A script's own code, by its name in the fingerprints. See `Hooks.fingerprints`."""
+_CODE_KEYS = {"loss": "training.objective", "optimizer": "optim.optimizer"}
+"""The keys by which `resume.allow` accepts other code."""
 _SPLITS = ("data.train", "data.validation")
 _OWN_TO_EACH_START = ("resume", "resume_allow")
 _MAX_SHOWN = 60
@@ -88,7 +96,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     rows = _other_rows(folder, start, fingerprints)
     counting = _what_counts(before or config, config, has_same_rows=rows == [])
     matters = [it for it in found if it.effect.matters in counting] + (rows or [])
-    matters += _other_base(run, fingerprints)
+    matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
     if refused := [it for it in matters if not it.is_allowed(config.resume_allow)]:
@@ -116,9 +124,10 @@ def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch
     if path is None or state.global_batch_size == global_batch_size:
         return
     given = "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size"
+    before, now = counted(state.world_size, "process"), counted(world_size, "process")
     raise CheckpointError(
-        f"output_dir={folder.path} holds a run that {_processes(state.world_size)} trained with a global batch of "
-        f"{state.global_batch_size} examples, this run asks for {global_batch_size} with {_processes(world_size)} "
+        f"output_dir={folder.path} holds a run that {before} trained with a global batch of "
+        f"{state.global_batch_size} examples, this run asks for {global_batch_size} with {now} "
         f"({given}). Set training.global_batch_size={state.global_batch_size}, which any number of processes can keep, "
         "or start another run with output_dir=. Nothing was changed."
     )
@@ -130,10 +139,6 @@ def _last_state(folder: RunFolder) -> TrainerState | None:
         with suppress(CheckpointError):
             return read_state(folder.checkpoint(step))
     return None
-
-
-def _processes(number: int) -> str:
-    return f"{number} process{'' if number == 1 else 'es'}"
 
 
 def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:
@@ -161,8 +166,8 @@ def _what_counts(before: Config, now: Config, *, has_same_rows: bool) -> set[str
     """Return the values of `OnResume.matters` that apply to two configurations. Unknown rows count as changed."""
     sides = (before, now)
     has_adapter = any(side.training.method == "lora" for side in sides)
-    # A rate that is constant after its warm-up does not depend on the end of the run.
-    is_rate_scaled = all(side.optim.schedule != "constant" for side in sides)
+    # A rate that is constant after a warm-up of a fixed length does not depend on the end of the run.
+    is_rate_scaled = all(side.optim.schedule != "constant" or 0 < side.optim.warmup_steps < 1 for side in sides)
     has_max_steps = all(side.training.max_steps is not None for side in sides)
     counts = {
         "always": True,
@@ -213,6 +218,16 @@ def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
         return []
     before, after = (f"weights {str(digest)[:12]}" for digest in both)
     return [_Difference("model", before, after, "the base itself", _BASE)]
+
+
+def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
+    """Return the functions of a script that have changed, or that only one of the two starts has."""
+    before = run.part("fingerprints")
+    return [
+        _Difference(_CODE_KEYS[name], before.get(name, "none"), now.get(name, "none"), f"the script's {name}", effect)
+        for name, effect in _CODE.items()
+        if before.get(name) != now.get(name)
+    ]
 
 
 def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:

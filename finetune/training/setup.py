@@ -30,6 +30,7 @@ from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_objective, named_splits, raw_digests
 from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.half_precision import refuse_overflow
+from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
 from finetune.training.low_precision_error import LowPrecisionError, compare_nf4_with_disk, round_base_to_fp8
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
@@ -67,6 +68,7 @@ def set_up(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: AnySplits,
+    hooks: Hooks,
 ) -> Setup:
     """Check that all parts fit, open the run's folder, place the model, and decide on its forward and its memory.
 
@@ -78,13 +80,15 @@ def set_up(
         DataError: the rows do not suit the objective.
     """
     check_objective(config)
-    config = runtime.with_launcher_values(config)
+    hooks.check(config)
+    hooks.refuse_no_sum(model, runtime.device)
+    config = hooks.config(runtime.with_launcher_values(config))
     refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, rows)
     prepared = objective.prepare(config, model, tokenizer, rows)
     splits: EncodedSplits = _with_subsets(config, prepared.splits)
     in_subsets = measured_in_subsets(config, splits.validation)
-    metrics = check_metrics(config, objective.metrics, in_subsets)
+    metrics = check_metrics(config, objective.metrics, in_subsets, given=hooks.metrics)
     refuse_early_stopping(config, splits)
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)
@@ -97,7 +101,7 @@ def set_up(
     journal = None
     with runtime.collectives.failing_together("opening the run's folder"):
         if runtime.is_main_process:
-            journal = _open_journal(runtime, config, model, tokenizer, splits, base)
+            journal = _open_journal(runtime, config, model, tokenizer, splits, base, hooks)
     _read_saved_base(runtime, config, model)
     if runtime.placement.shard_size is None:
         runtime.placement.place(model)
@@ -114,14 +118,16 @@ def set_up(
         model=model,
         tokenizer=tokenizer,
         splits=splits,
-        objective=objective,
+        objective=objective.with_loss(hooks.loss),
         prompts=prepared.prompts,
         journal=journal,
         metrics=metrics,
         collate=collate,
         is_packed=forward.why_not_engine is None,
         measured=measured,
+        # A script's own loss may refuse tensors without data, and takes about as much memory.
         memory=_choose_memory(runtime, config, objective, splits, measured, collate, journal),
+        hooks=hooks,
     )
     if setup.memory.gradient_checkpointing:
         checkpoint_gradients(model, offloads=setup.memory.offloads)
@@ -245,11 +251,14 @@ def _open_journal(
     tokenizer: PreTrainedTokenizerBase,
     splits: EncodedSplits,
     base: str | None,
+    hooks: Hooks,
 ) -> Journal:
     environment = runtime.environment
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
     inputs |= {} if base is None else {"base": base}
+    inputs |= hooks.fingerprints()
     texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
+    inputs |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     journal = Journal(
         config,
         runtime.fallbacks,
@@ -270,9 +279,11 @@ def _open_journal(
             "world_size_asked": config.parallel.world_size or environment.world_size,
         },
         rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
-        fingerprints=inputs | {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()},
+        fingerprints=inputs,
     )
     runtime.liveness.on_close(journal.close)
+    if given := hooks.as_record(config, model):
+        journal.record(script=given)
     tokens = (digest.hex() for side in splits.train.sides for digest in side.digests(with_targets=False))
     write_row_record(journal.folder, raw_digests(splits), tokens)
     if _saves_base(config):

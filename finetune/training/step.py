@@ -83,6 +83,8 @@ class StepSettings(NamedTuple):
 class StepResult(NamedTuple):
     """The result of one step, over the whole global batch."""
 
+    step: int
+    """The number of the step, counted from 1."""
     loss: float
     """Nats per target token."""
     grad_norm: float
@@ -174,6 +176,7 @@ def train_step(
         _refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
     return StepResult(
+        step=settings.step,
         loss=loss,
         grad_norm=over_ranks.grad_norm,
         learning_rate=settings.learning_rate,

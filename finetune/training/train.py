@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.config.compose import compose, overrides_of
+from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
+from finetune.errors import ConfigError
+from finetune.inference.answer_metrics import Metric
+from finetune.inference.losses import LossSums
+from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
 from finetune.model.fp8_base import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
@@ -16,6 +25,7 @@ from finetune.model.quantized import build_quantized_base, refuse_where_quantizi
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_inputs, check_objective, check_paths
+from finetune.training.hooks import GIVEN, Hooks
 from finetune.training.objective import TrainingObjective
 from finetune.training.trainer import Trainer, training_objective
 from finetune.training.validation import check_metrics
@@ -24,33 +34,139 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.engine.given_loss import GivenLoss
 
 
-def train(config: Config) -> None:
-    """Train the adapter or model that the configuration describes, by its `training.objective`, and test it.
+class TrainResult(NamedTuple):
+    """The result of `train`, on each rank."""
 
-    Collective: every process of the launch.
+    metrics: Mapping[str, float]
+    """`loss` of the last step, and `validation/loss` and other metrics of the last validation. On rank 0 also the
+    losses and metrics of the tuned model, `test/loss`, and of the base, `base/loss`. Losses are in nats per token."""
+    folder: Path
+    """The run's."""
+    model: Any
+    """The trained model, on its device. On rank 0, and if it is sharded on all ranks, with the weights of `adapter/`;
+    on other ranks with those of the last step."""
+    tokenizer: PreTrainedTokenizerBase
+
+
+def train(
+    config: Config | None = None,
+    *,
+    model: Any = None,
+    data: Any = None,
+    task: str = "finetune_lora",
+    overrides: Sequence[str] | Mapping[str, object] = (),
+    callbacks: Sequence[object] = (),
+    metrics: Mapping[str, Metric] = MappingProxyType({}),
+    loss: GivenLoss | None = None,
+) -> TrainResult:
+    """Train an adapter or a model and test it.
+
+    Collective: every process of the launch. Every process gives the same arguments.
+
+    Args:
+        config: the whole run, from `load_config`. Without it, the next four arguments describe the run.
+        model: a name, a path or a hub id; or a transformers model, or a PEFT model with one LoRA adapter.
+        data: a name, a path or a hub id; or rows, see `write_given_rows`. A run in whose folder other rows were trained
+            on refuses to resume.
+        task: the name of a task, see `finetune config list`.
+        overrides: `["optim.learning_rate=1e-4"]` or `{"optim.learning_rate": 1e-4}`.
+        callbacks: see `Hooks`, as for the two arguments after it.
+        metrics: of generated answers.
+        loss: of a chunk of target tokens.
+
+    Raises:
+        FinetuneError: see its subclasses in `finetune.errors`. `finetune.command` turns it into a message.
     """
+    hooks = Hooks(callbacks=callbacks, metrics=metrics, loss=loss)
+    is_given = model is not None and not isinstance(model, (str, os.PathLike))
+    if config is None:
+        config = _configure(model, data, task, overrides)
+    elif model is not None or data is not None or overrides:
+        raise ConfigError("train was given a configuration and also model, data or overrides. Give one of the two.")
     if read_environment(os.environ).world_size == 1:  # several ranks check after they have met: none waits for another
         check_paths(config)
     with launch(config) as runtime:
-        trainer = build_trainer(runtime, config)
+        trainer = build_trainer(runtime, config, hooks=hooks, given_model=model if is_given else None)
         train_loader, val_loader, test_loader = trainer.prepare_dataloaders()
-        trainer.run_training(train_loader, val_loader)
-        trainer.run_test(test_loader)
+        results, validation = trainer.run_training(train_loader, val_loader)
+        evaluation = trainer.run_test(test_loader)
+        if test_loader is None:
+            trainer.load_published()
+        scores = {"loss": results.loss, **_metrics_of(validation, trainer.validation_metrics, evaluation)}
+        return TrainResult(scores, Path(config.output_dir), trainer.model, trainer.tokenizer)
 
 
-def build_trainer(runtime: Runtime, config: Config, *, rewards_answers: bool = True) -> Trainer:
+def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapping[str, object]) -> Config:
+    """Compose the configuration of a run from the arguments of `train`."""
+    arguments = overrides_of(overrides) if isinstance(overrides, Mapping) else list(overrides)
+    described: dict[str, object] = {}
+    if isinstance(model, (str, os.PathLike)):
+        arguments.append(f"model={os.fspath(model)}")
+    elif model is not None:
+        from finetune.model.given_model import describe_given_model
+
+        described = describe_given_model(model)
+        arguments.append(f"model.path={described['model.path']}")
+    has_rows = data is not None and not isinstance(data, (str, os.PathLike))
+    if data is not None and not has_rows:
+        arguments.append(f"data={os.fspath(data)}")
+    config = compose(arguments, defaults={"task": task}, needs_data=not has_rows)
+    if has_rows:
+        if config.data.label:
+            raise ConfigError(f"data is given as rows, but the overrides name {config.data.label}. Give one of them.")
+        from finetune.data.given_rows import write_given_rows
+
+        described |= write_given_rows(data, config.data.cache_dir)
+    for key, value in described.items():
+        chosen = _value_of(config, key)
+        if config.origin(key) == COMMAND_LINE and chosen != value:
+            raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given model. Remove the override.")
+    return config.with_values({key: (value, GIVEN) for key, value in described.items()})
+
+
+def _value_of(config: Config, key: str) -> object:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _metrics_of(
+    validation: LossSums | None, measured: Mapping[str, float], evaluation: Evaluation | None
+) -> dict[str, float]:
+    """Return the metrics of the last validation and of the test phase, by name."""
+    scores = {} if validation is None else {"validation": {"loss": validation.loss, **measured}}
+    for model, tested in ({} if evaluation is None else evaluation.scores).items():
+        scores["base" if model == "base" else "test"] = {"loss": tested.loss, **tested.metrics}
+    return {f"{prefix}/{name}": value for prefix, values in scores.items() for name, value in values.items()}
+
+
+def build_trainer(
+    runtime: Runtime,
+    config: Config,
+    *,
+    rewards_answers: bool = True,
+    hooks: Hooks | None = None,
+    given_model: Any = None,
+) -> Trainer:
     """Build a trainer with its model and rows. Collective: every rank.
 
-    With `rewards_answers=False`, no reward function will be called: a replay has their recorded rewards.
+    With `rewards_answers=False`, no reward function will be called: a replay has their recorded rewards. A
+    `given_model` takes the place of the one that the configuration describes.
     """
-    checked_objective(config, rewards_answers=rewards_answers)  # before anything slow
-    return Trainer(runtime, config, *build_parts(runtime, config))
+    hooks = hooks or Hooks()
+    hooks.check(config)
+    checked_objective(config, rewards_answers=rewards_answers, given=hooks.metrics)  # before anything slow
+    return Trainer(runtime, config, *build_parts(runtime, config, given_model), hooks)
 
 
-def checked_objective(config: Config, *, rewards_answers: bool = True) -> TrainingObjective:
+def checked_objective(
+    config: Config, *, rewards_answers: bool = True, given: Mapping[str, Metric] = MappingProxyType({})
+) -> TrainingObjective:
     """Return the functions of the configuration's objective. For `rewards_answers` see `build_trainer`.
+
+    The script's own metrics are `given`.
 
     Raises:
         ConfigError: the configuration does not suit the objective.
@@ -58,7 +174,7 @@ def checked_objective(config: Config, *, rewards_answers: bool = True) -> Traini
     check_objective(config)
     objective = training_objective(config.training.objective)
     objective.check(config, rewards_answers)
-    check_metrics(config, objective.metrics)
+    check_metrics(config, objective.metrics, given=given)
     return objective
 
 
@@ -73,7 +189,7 @@ class Parts(NamedTuple):
     """Encoded for the objective."""
 
 
-def build_parts(runtime: Runtime, config: Config) -> Parts:
+def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Parts:
     """Load the tokenizer, encode the rows and build the model.
 
     Collective: every rank.
@@ -86,15 +202,21 @@ def build_parts(runtime: Runtime, config: Config) -> Parts:
     """
     has_adapter = config.training.method == "lora"
     is_quantized = has_adapter and config.lora.quantize != "none"
+    if is_quantized and given_model is not None:
+        raise ConfigError("lora.quantize is set, but a model is given. Give its name, or remove lora.quantize.")
     if is_quantized:  # before any file is read
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
     refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     with runtime.collectives.failing_together("looking for the model and the rows"):
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()
-        check_inputs(config, needs_weights=True)
+        check_inputs(config, needs_weights=given_model is None)
     tokenizer = build_run_tokenizer(config)
     splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
+    if given_model is not None:
+        from finetune.model.given_model import adopt_given_model
+
+        return Parts(adopt_given_model(given_model, config, tokenizer), tokenizer, splits)
     if is_quantized:
         base = build_quantized_base(config.model, config.lora, runtime.device)
     else:

@@ -32,6 +32,7 @@ from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.half_precision import LossScale
+from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
 from finetune.training.loop import run_loop
 from finetune.training.objective import Loaders, TrainingObjective
@@ -91,6 +92,7 @@ class Trainer:
         model: a PEFT model for `training.method=lora`, a transformers model for `full`; on the CPU.
         tokenizer: the model's.
         splits: rows that are encoded for the objective, see `encode_for_objective`.
+        hooks: the script's own loss, metrics, optimizer and callbacks.
 
     Attributes:
         epoch: the current or last epoch, counted from 0.
@@ -111,9 +113,11 @@ class Trainer:
         model: Any,
         tokenizer: PreTrainedTokenizerBase,
         splits: AnySplits,
+        hooks: Hooks | None = None,
     ) -> None:
+        refuse_ignored_methods(self)
         objective = training_objective(config.training.objective)
-        self._setup = set_up(objective, runtime, config, model, tokenizer, splits)
+        self._setup = set_up(objective, runtime, config, model, tokenizer, splits, hooks or Hooks())
         self.runtime = runtime
         self.config = self._setup.config
         self.model = model
@@ -209,6 +213,7 @@ class Trainer:
         is_compared = OBJECTIVES[config.training.objective].rows in ("pairs", "labelled")
         if val_loader is not None and is_compared and holds_out_by_default(config.data):
             self._compare_with_base(val_loader, end.state.step)
+        run.callbacks.call("on_end", EndResult(end.state.step, end.reason, run.last_loss, Path(config.output_dir)))
         end_steps()
         runtime.liveness.enter_phase(
             "after training", end.state.step, timed=False
@@ -267,7 +272,14 @@ class Trainer:
                 else self.runtime.collectives.failing_together("reading the published weights")
             ):
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
-            evaluation = run_test_phase(self.runtime, self.model, self.tokenizer, test_loader, self.config.testing)
+            evaluation = run_test_phase(
+                self.runtime,
+                self.model,
+                self.tokenizer,
+                test_loader,
+                self.config.testing,
+                given=self._setup.hooks.metrics,
+            )
             tested: object = test_loader.dataset
             if tested is self.splits.validation:
                 evaluation = replace(evaluation, split="validation")
@@ -279,6 +291,12 @@ class Trainer:
             show_test_result(evaluation)
             _log.info("Training and testing completed successfully!")
             return evaluation
+
+    def load_published(self) -> None:
+        """Load the weights in `adapter/`, on rank 0 and, if the model is sharded, on the others. Collective."""
+        with self.runtime.collectives.failing_together("reading the published weights"):
+            if self.journal is not None or self.runtime.placement.shard_size is not None:
+                load_model(self.model, RunFolder(self.config.output_dir).adapter)
 
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """Measure this rank's validation rows; cut short if a rank was preempted. Collective."""
@@ -366,12 +384,18 @@ class PreferenceTrainer(Trainer):
     """The older name of `Trainer` for rows of pairs. A script that sets no objective trains and records dpo."""
 
     def __init__(
-        self, runtime: Runtime, config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: AnySplits
+        self,
+        runtime: Runtime,
+        config: Config,
+        model: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        splits: AnySplits,
+        hooks: Hooks | None = None,
     ) -> None:
         if config.training.objective == "sft" and config.origin("training.objective") == "default":
             training = config.training.model_copy(update={"objective": "dpo"})
             config = config.model_copy(update={"training": training})
-        super().__init__(runtime, config, model, tokenizer, splits)
+        super().__init__(runtime, config, model, tokenizer, splits, hooks)
 
 
 RewardTrainer = Trainer

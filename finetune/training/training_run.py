@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Generator, Mapping
 from functools import cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from finetune.data.batches import EvaluationLoader, TrainLoader
@@ -24,6 +25,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.adapter_watch import AdapterWatch
 from finetune.training.cadence import Cadence
 from finetune.training.half_precision import LossScale
+from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
@@ -51,6 +53,7 @@ class TrainingRun:
         last_loss: of the last step that was not skipped, in nats per target token; nan before it.
         last_validation: of this start; None before it.
         last_metrics: the metrics of that validation beside the loss, by name.
+        callbacks: those of the script.
     """
 
     def __init__(
@@ -64,6 +67,7 @@ class TrainingRun:
         profiler: StepProfiler,
         loss_scale: LossScale | None,
     ) -> None:
+        self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks)
         self.epoch = 0
         self.last_loss = math.nan
         self.last_validation: LossSums | None = None
@@ -152,12 +156,17 @@ class TrainingRun:
         self.last_validation, self.last_metrics = sums, metrics
         if setup.journal is not None:
             setup.journal.validation(state, sums, metrics=metrics)
+        self.callbacks.call("on_validation", ValidationResult(state.step, sums.loss, MappingProxyType(dict(metrics))))
         return Validated(sums.loss, metrics)
 
     def save(self, state: TrainerState) -> None:
         """Commit a checkpoint of the state."""
         with weights_to_answer_with(self._optimizer):
             self._save(state)
+        if self.callbacks.listen_to("on_save"):
+            self._setup.on_main(lambda journal: journal.finish_saves(), f"saving step {state.step}")
+            path = RunFolder(self._config.output_dir).checkpoint(state.step)
+            self.callbacks.call("on_save", SaveResult(state.step, path))
 
     def _save(self, state: TrainerState) -> None:
         runtime, folder = self._runtime, RunFolder(self._config.output_dir)
@@ -191,6 +200,7 @@ class TrainingRun:
         profile = None if result.num_preempted else self._profiler.after(state.step)
         if profile is not None and journal is not None:
             journal.profile(profile)
+        self.callbacks.call("on_step", result._replace(metrics=MappingProxyType(dict(result.metrics))))
 
     def agree_to_stop(self, is_exhausted: bool) -> bool:
         """Return rank 0's argument on every rank."""

@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import did_you_mean
@@ -117,7 +118,11 @@ def _improves(merit: float | None, best: float | None, min_delta: float) -> bool
 
 
 def check_metrics(
-    config: Config, measured: Sequence[str], in_subsets: Sequence[str] | None = None
+    config: Config,
+    measured: Sequence[str],
+    in_subsets: Sequence[str] | None = None,
+    *,
+    given: Mapping[str, Metric] = MappingProxyType({}),
 ) -> dict[str, Metric]:
     """Look up the metrics of validations, and refuse criteria that are not measured.
 
@@ -126,6 +131,7 @@ def check_metrics(
         measured: the names of the objective's metrics other than the loss.
         in_subsets: the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
             accepted if the run may have subsets.
+        given: the script's own metrics, by name.
 
     Raises:
         ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
@@ -144,6 +150,7 @@ def check_metrics(
             f"and checkpoint.best_metric may be {' or '.join(each for each in _HIGHER_IS_BETTER if each in measured)}."
         )
     metrics = resolve_metrics(wanted, config.validation.metrics_from, asked_by="validation.metrics")
+    metrics |= given
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
     may_have_subsets = config.training.objective == "sft" and (config.validation.by or len(config.data.mixture) > 1)
     later = known if in_subsets is None and may_have_subsets else ()

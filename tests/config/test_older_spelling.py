@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from finetune.config.compose import compose, config_from_dict, config_from_record
-from finetune.config.older_spelling import ADDED, REMOVED, RENAMED, TABLE
+from finetune.config.older_spelling import ADDED, ALIASES, REMOVED, RENAMED, TABLE
 from finetune.config.render import resolved_yaml
 from finetune.config.schema import Config
 from finetune.errors import ConfigError
@@ -93,7 +93,7 @@ def composed(tmp_path: Path, text: str, *words: str) -> Config:
 
 
 def test_every_row_is_tested():
-    assert {row for row, *_ in ROWS + REFUSED} | set(REMOVED) == set(TABLE)
+    assert {row for row, *_ in ROWS + REFUSED} | {*REMOVED, *ALIASES} == set(TABLE)
 
 
 @pytest.mark.parametrize(("row", "text", "key", "value", "warning"), ROWS)
@@ -262,3 +262,9 @@ def test_a_run_from_before_the_rule_of_splits_holds_out_rows_by_position(tmp_pat
     assert compose(words).data.split_rule == "content"
     file.write_text("data: {split_seed: 3}\n")
     assert compose([], run=str(file), complete=False).data.split_rule == "content"
+
+
+def test_an_alias_is_read_without_a_warning_and_loses_to_a_later_file(tmp_path, caplog):
+    config = composed(tmp_path, "report_to: wandb\noptim: {warmup_ratio: 0.1}\n", "optim.warmup_steps=3")
+    assert (config.training.report_to, config.optim.warmup_steps) == (["wandb"], 3)
+    assert not caplog.records

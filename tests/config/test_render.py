@@ -78,6 +78,8 @@ def test_the_schema_describes_fragments():
     schema = json_schema()
     json.dumps(schema)
     assert '"required"' not in json.dumps(schema)
+    assert schema["$id"].startswith("urn:finetune:")
+    assert schema["properties"]["warmup_ratio"] == schema["properties"]["optim.warmup_steps"]
     assert schema["additionalProperties"] is False
     for group in ("model", "data", "task", "parallel"):
         kinds = schema["properties"][group].get("anyOf", [schema["properties"][group]])

@@ -142,6 +142,14 @@ def test_worker_processes_give_the_same_micro_batches():
     assert loaded(train_loader(num_workers=2, prefetch_factor=2), first_step=1) == loaded(train_loader(), first_step=1)
 
 
+def test_the_loader_is_iterated_as_torch_loaders_are():
+    loader = train_loader(rank=1, world_size=2)
+    microbatches = [ids for step in loaded(loader) for _, ids, _ in step]
+    list(loader.steps(3))
+    assert [batch.input_ids.tolist() for batch in loader] == microbatches
+    assert len(loader) == len(microbatches)
+
+
 def test_the_loader_can_be_left_early_and_read_again():
     loader = train_loader()
     next(iter(loader.steps(0)))

@@ -113,7 +113,7 @@ def test_long_rows_are_cut_on_the_right_and_counted(make_section, write_jsonl, l
     assert lines[0] == (
         "train: 3 rows of chat messages, 27 tokens, 6 target tokens, longest row 9 tokens, 2 rows truncated"
     )
-    assert lines[1].startswith("train: 1 rows have no target token after truncation: ")
+    assert lines[1].startswith("train: 1 row without a target token after truncation: ")
     assert lines[1].endswith("train.jsonl:3")
     assert lines[2:] == ["validation: off", "test: off"]
     assert set(lines) <= set(logged())

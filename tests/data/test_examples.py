@@ -21,6 +21,13 @@ def test_one_file_is_all_training_data_and_the_log_says_so(make_section, write_j
     assert logged()[1].startswith("test is off: ")
 
 
+def test_a_split_that_one_source_of_a_mixture_has_is_not_off(make_section, write_jsonl, logged):
+    (big, small) = write_jsonl([CHAT] * 9, "big.jsonl"), write_jsonl([CHAT], "small.jsonl")
+    sources = [{"path": big, "validation": "2"}, {"path": small}]
+    assert load_examples(make_section(mixture=sources)).validation is not None
+    assert [line.partition(" is off")[0] for line in logged() if " is off" in line] == ["test"]
+
+
 @pytest.mark.parametrize("name", ["validation", "valid", "dev"])
 def test_a_folder_of_split_files(make_section, write_jsonl, tmp_path, name):
     write_jsonl([CHAT], "rows/train.jsonl")

@@ -133,7 +133,7 @@ def test_columns_can_be_called_anything(make_section, write_jsonl, logged):
     examples = encode_train(make_section(path=path, columns={"prompt": "question", "completion": "reply"}))
     assert shown(examples)[1] == "yes<|end|>"
     assert (
-        f"{path}: 1 rows of prompt and completion (format prompt_completion, columns question as prompt, reply as "
+        f"{path}: 1 row of prompt and completion (format prompt_completion, columns question as prompt, reply as "
         "completion); columns not used: id"
     ) in logged()
 

@@ -42,7 +42,7 @@ def test_the_row_type_is_seen_by_the_columns_and_reported(write_jsonl, logged, r
     assert examples[0].row_type == row_type
     assert examples[0].contents == contents
     assert examples[0].source == "train.jsonl:1"
-    assert "1 rows of " in logged()[0]
+    assert "1 row of " in logged()[0]
     assert "id" in logged()[0].partition("columns not used:")[2]
 
 

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from finetune.config.keys import fields
-from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
-from finetune.config.other_libraries import EARLIER, LORA_CONFIG, TRAINING_ARGUMENTS, TRL
-from tests.docs.pages import DOCS
+from finetune.config.older_spelling import ALIASES, REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
+from finetune.config.other_tools import KEYS, SENTENCES
+from tests.docs.pages import DOCS, marked_blocks
+from tests.in_process import run_finetune
 
 
 def describe_rule(rule: Rule) -> str:
@@ -18,8 +18,8 @@ def describe_rule(rule: Rule) -> str:
     return f"{'left out' if isinstance(rule, Dropped) else 'refused'}: {rule.reason}"
 
 
-def describe_name(ours: str) -> str:
-    return f"`{ours}`" if ours in fields() else ours
+def names_in(text: str) -> str:
+    return ", ".join(f"`{name.partition('=')[0]}`" for name in text.split())
 
 
 TABLES = {
@@ -28,22 +28,34 @@ TABLES = {
     "Keys of earlier systems": {
         key: "; otherwise ".join(map(describe_rule, rules))
         for key, rules in TABLE.items()
-        if key not in (*RENAMED, *REMOVED)
+        if key not in (*RENAMED, *REMOVED, *ALIASES)
     },
-    "From TrainingArguments": {name: describe_name(ours) for name, ours in TRAINING_ARGUMENTS.items()},
-    "From LoraConfig": {name: describe_name(ours) for name, ours in LORA_CONFIG.items()},
-    "From TRL": {name: describe_name(ours) for name, ours in TRL.items()},
-    "From earlier versions of these libraries": {name: describe_name(ours) for name, ours in EARLIER.items()},
+    "Names that are keys here": {key: names_in(names) for key, names in KEYS.items()},
+    "Names that are not keys here": {sentence: names_in(names) for sentence, names in SENTENCES.items()},
 }
 
 
 def rows_of_the_page() -> dict[str, dict[str, str]]:
     text = (DOCS / "migrating.md").read_text(encoding="utf-8")
-    parts = re.split(r"^## (.+)\n", text, flags=re.MULTILINE)[1:]
-    return {
-        title: dict(re.findall(r"^\| `([^`]+)` \| (.+) \|$", body, flags=re.MULTILINE))
-        for title, body in zip(parts[::2], parts[1::2], strict=True)
-    }
+    parts = re.split(r"^###? (.+)\n", text, flags=re.MULTILINE)[1:]
+    tables = {}
+    for title, body in zip(parts[::2], parts[1::2], strict=True):
+        rows = re.findall(r"^\| (.+?) \| (.+) \|$", body, flags=re.MULTILINE)[1:]
+        if rows:
+            tables[title] = {first.strip("`"): second for first, second in rows}
+    return tables
+
+
+def test_the_lines_of_the_translated_file_are_those_that_init_writes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (DOCS / "tasks/coming-from.md").read_text(encoding="utf-8")
+    (source,) = (block.text for block in marked_blocks(DOCS / "tasks/coming-from.md") if block.more == "lora.yml")
+    (excerpt,) = re.findall(r"^```yaml\n(# DECIDE.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (printed,) = re.findall(r"^```text\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
+    (tmp_path / "lora.yml").write_text(source, encoding="utf-8")
+    assert run_finetune("init", "--from", "lora.yml", "--file", "chats.yaml").answer == printed
+    written = (tmp_path / "chats.yaml").read_text(encoding="utf-8").splitlines()
+    assert set(excerpt.splitlines()) <= set(written)
 
 
 @pytest.mark.parametrize("title", TABLES)

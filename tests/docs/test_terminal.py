@@ -73,7 +73,20 @@ def test_the_exit_codes_are_those_of_the_code():
     assert table == {0, EXIT_BUG, EXIT_INTERRUPTED} | errors
 
 
-ACTS = {"init", "train", "sweep", "chat", "merge", "export", "push", "watch", "report", "recipes copy", "config schema"}
+ACTS = {
+    "help",
+    "init",
+    "train",
+    "sweep",
+    "chat",
+    "merge",
+    "export",
+    "push",
+    "watch",
+    "report",
+    "recipes copy",
+    "config schema",
+}
 """Commands whose output is no data, or is nothing but JSON."""
 
 

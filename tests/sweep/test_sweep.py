@@ -35,6 +35,9 @@ def test_it_survives_a_failure_ends_a_weak_trial_and_finds_the_best(swept):
     assert (weak["state"], weak["validation"], weak["step"]) == ("ended early", 1, 2)
     assert weak["better"] == 2
     assert status_of(folder / "trial-004") == "preempted"
+    states = {run["name"][-9:]: run["state"] for run in json.loads(run_finetune("runs", folder, "--json").answer)}
+    assert (states["trial-002"], states["trial-004"]) == ("failed", "ended early")
+    assert "ended early" in run_finetune("watch", folder / "trial-004").stdout
     assert [path.name for path in (folder / "trial-004/checkpoints").iterdir()], "it could be taken up again"
     logs = [(folder / f"trial-00{number}.log").read_text() for number in range(1, 5)]
     assert ["encoded before, read from" in log for log in logs] == [False, True, True, True]

@@ -1,5 +1,8 @@
+from types import SimpleNamespace
+
 import pytest
 
+from finetune.config.compose import compose
 from finetune.errors import RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence, StopRules
@@ -19,9 +22,12 @@ class Recorder:
         self._happens_at = happens_at
         self.validates = losses is not None
         self.agree_to_stop = answer
+        self.callbacks = SimpleNamespace(requests=set())
 
     def report(self, state, result):
         self.did.append(("report", state.step, result.num_targets))
+        if state.step in self._happens_at.get("asks_at", {}):
+            self.callbacks.requests.add(self._happens_at["asks_at"][state.step])
 
     def batches(self, epoch, first_step):
         return ((epoch, step) for step in range(first_step, self._steps_per_epoch))
@@ -30,7 +36,7 @@ class Recorder:
         self.did.append(("train", step, share))
         num_told = int(self._is_now("told_at", step))
         why = "the loss is nan" if self._is_now("skipped_at", step) else ""
-        return StepResult(1.0, 1.0, 1.0, step, 2 * step, num_preempted=num_told, not_finite=why)
+        return StepResult(step, 1.0, 1.0, 1.0, step, 2 * step, num_preempted=num_told, not_finite=why)
 
     def validate(self, state):
         if self._is_now("cut_short_at", state.step):
@@ -58,6 +64,12 @@ def run(cadence, *, state=None, recorder=None, losses=None, patience=None, limit
 
 def cadence(steps_per_epoch=3, num_steps=7, **keys):
     return Cadence(steps_per_epoch=steps_per_epoch, num_steps=num_steps, **keys)
+
+
+def test_a_part_of_an_epoch_is_a_number_of_steps_rounded_up():
+    epochs = {"training.num_epochs=0.5": 4, "training.num_epochs=1.5": 11, "training.num_epochs=2": 14}
+    for key, num_steps in epochs.items():
+        assert Cadence.of(compose([key], complete=False), steps_per_epoch=7).num_steps == num_steps
 
 
 def falling(num_steps=50):
@@ -242,3 +254,17 @@ def test_a_validation_that_is_not_finite_ends_the_run_before_it_is_saved(loss, l
         run(plan, recorder=recorder, limit=limit)
     assert max(recorder.saved) == 3
     assert recorder.saved[3].best_step == 2
+
+
+def test_a_callback_ends_training_after_its_step_and_the_state_says_so():
+    recorder, end = run(cadence(), asks_at={2: "stop"})
+    assert recorder.steps_of("train") == [1, 2]
+    assert recorder.saved[2].is_stopped
+    resumed, _ = run(cadence(), state=end)
+    assert resumed.did == []
+
+
+def test_a_callback_saves_after_its_step():
+    recorder, _ = run(cadence(), asks_at={2: "save"})
+    assert recorder.steps_of("save")[:1] == [2]
+    assert not recorder.saved[2].is_stopped

@@ -118,6 +118,13 @@ def test_a_warm_up_rises_in_a_line_from_zero_to_the_highest_rate():
     assert rates(10, warmup_steps=4, schedule="constant")[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
 
 
+def test_a_warm_up_may_be_a_share_of_the_steps_rounded_up_by_its_decimal_digits():
+    assert rates(10, warmup_steps=0.35) == rates(10, warmup_steps=4)
+    assert rates(100, warmup_steps=0.07) == rates(100, warmup_steps=7)  # 0.07 * 100 is above 7 in binary
+    assert rates(10, warmup_steps=0.0) == rates(10, warmup_steps=0)
+    assert rates(10, warmup_steps=1)[0] == 0.1
+
+
 def test_a_linear_schedule_starts_at_the_highest_rate_and_never_reaches_zero():
     assert rates(4) == pytest.approx([0.1, 0.075, 0.05, 0.025])
     assert rates(6, warmup_steps=2)[2:] == pytest.approx([0.1, 0.075, 0.05, 0.025])

@@ -40,9 +40,7 @@ def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_p
     left_out = f"left out (data.on_bad_row=drop): 1 (expected text to learn; first {own}:49)"
     for read_as in record(folder)["rows_read_as"].values():
         assert read_as[0].endswith(left_out)
-    held_out = (
-        "8 rows are held out to validate, so adapter/ will hold the best step, not the last; data.validation=null"
-    )
+    held_out = "8 rows held out to validate, so adapter/ will hold the best step, not the last; data.validation=null"
     assert held_out in (folder / "log.txt").read_text()
     result = record(folder)["result"]
     assert (result["test_split"], result["test_rows"]) == ("validation", 8)
@@ -162,8 +160,7 @@ def test_a_run_with_tools_shows_them_in_context_and_offers_them_without_its_data
     asking = ["generate", str(folder), "Where is parcel 7?", "--max-new-tokens", "1", "--json"]
     with_tools, without = run_finetune(*asking), run_finetune(*asking, "--tools", "")
     assert with_tools.returncode == 0, with_tools.stdout
-    assert 'tools are offered, as in 30 of the first 40 training rows (--tools "" offers none): ' in with_tools.errors
-    assert "tools are offered" not in without.errors
+    assert (with_tools.errors, without.errors) == ("", "")
     lengths = [json.loads(one.answer)["num_prompt_tokens"] for one in (with_tools, without)]
     assert lengths[0] > lengths[1]
 

@@ -162,6 +162,7 @@ def test_each_key_that_changes_the_curve_is_refused_and_no_other(tmp_path: Path)
     [
         ((), "training.max_steps=40", True),
         (("optim.schedule=constant", "optim.warmup_steps=2"), "training.max_steps=40", False),
+        (("optim.schedule=constant", "optim.warmup_steps=0.1"), "training.max_steps=40", True),
         (("optim.schedule=constant",), "training.num_epochs=9", False),
         (("training.max_steps=30",), "training.num_epochs=9", False),
         (("training.method=full",), "lora.r=2", False),
@@ -257,7 +258,7 @@ def test_accepting_one_key_accepts_no_other(started: Started) -> None:
     [
         ("resume.allow=optim.learning_rat", "no key or section optim.learning_rat. Did you mean optim.learning_rate?"),
         ("resume.allow=optim,everything", "no key or section everything."),
-        ("resume.allow=3", "expected a list ([a, b]), each text, got 3"),
+        ("resume.allow=3", "expected text or a list ([a, b]), each text, got 3"),
         ("resume.allow=", "resume.allow: has no value"),
     ],
 )

@@ -95,7 +95,7 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     run = tmp_path / "run"
 
     names = {path.name for path in run.iterdir()}
-    files = {"config.yaml", "run.json", "metrics.jsonl", "rows.safetensors", "log.txt"}
+    files = {"config.yaml", "config.schema.json", "run.json", "metrics.jsonl", "rows.safetensors", "log.txt"}
     assert names - {".lock"} == {*files, "checkpoints", "adapter"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000003", "step-000005"}
     assert {path.name for path in (run / "checkpoints" / "step-000005").iterdir()} == {

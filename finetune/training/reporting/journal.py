@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import resolved_yaml
+from finetune.config.render import SCHEMA_LINE, schema_text
 from finetune.config.run_paths import resolved_paths
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.losses import LossSums
@@ -30,6 +31,7 @@ from finetune.training.reporting.progress import TRACE_VIEWER, show_what_next
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.step import StepResult
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -99,7 +101,8 @@ class Journal:
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file)
                 opened.callback(stop_logging_to, self._log_file)
-                replace_file(self.folder.config_file, resolved_yaml(recorded).encode())
+                replace_file(self.folder.schema_file, schema_text().encode())
+                replace_file(self.folder.config_file, f"{SCHEMA_LINE}\n{resolved_yaml(recorded)}".encode())
             start = RunStart(
                 **world,
                 global_batch=global_batch,
@@ -219,7 +222,8 @@ class Journal:
         """Close the live view and log the cost of saving."""
         if self._saving["checkpoints"] and "saving" not in self.result:
             self.result["saving"] = self._saving
-            _log.info("%(checkpoints)d checkpoints written; training waited %(blocked_seconds).2f s", self._saving)
+            written, waited = counted(int(self._saving["checkpoints"]), "checkpoint"), self._saving["blocked_seconds"]
+            _log.info("%s written; training waited %.2f s", written, waited)
         if self._num_computed < self._num_tokens and "shared_tokens" not in self.result:
             shared = self.result["shared_tokens"] = 1 - self._num_computed / self._num_tokens
             _log.info("%.0f%% of all tokens were in shared prefixes, computed once", 100 * shared)
@@ -307,7 +311,7 @@ class Journal:
             "%s: adapter/, checkpoints/, metrics.jsonl, run.json, config.yaml, log.txt written; %s%s",
             shown_folder(self.folder.path),
             fallbacks,
-            f"; {num_skipped} steps were skipped" if num_skipped else "",
+            f"; {counted(num_skipped, 'step')} skipped" if num_skipped else "",
         )
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import math
 import shlex
 import sys
 import time
 from contextlib import ExitStack
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from finetune.logs import log_above, report_progress, task_on_view, waiting
+from finetune.logs import is_notebook, log_above, report_progress, task_on_view, waiting
 from finetune.runs.metrics import Event
 from finetune.runs.view import RunView
 from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show
@@ -20,16 +23,39 @@ if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
 TRACE_VIEWER = "https://ui.perfetto.dev"
+_SECONDS_BETWEEN_VIEWS = 0.25
+_CELL_WIDTH = 90
 _log = logging.getLogger(__name__)
 
 
+class _CellView:
+    """Shows a view below the cell of a notebook, and replaces it."""
+
+    def __init__(self) -> None:
+        notebook: Any = import_module("IPython.display")  # there only in a notebook
+        self._html = notebook.HTML
+        self._handle = notebook.display(self._html(""), display_id=True)
+        self._shown_at = -math.inf
+
+    def show(self, view: RenderableType, *, is_last: bool = False) -> None:
+        """Show the view, unless the last one was shown a moment ago."""
+        if not is_last and time.monotonic() - self._shown_at < _SECONDS_BETWEEN_VIEWS:
+            return
+        from rich.console import Console
+
+        screen = Console(file=io.StringIO(), record=True, width=_CELL_WIDTH, force_terminal=True, force_jupyter=False)
+        screen.print(view)
+        self._handle.update(self._html(screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>")))
+        self._shown_at = time.monotonic()
+
+
 class TrainingProgress:
-    """Show the progress of training: a live view on a terminal, elsewhere log lines, one every `log_every` steps.
+    """Show the progress of training: a live view on a terminal or in a notebook, elsewhere a log line now and then.
 
     Args:
         total_steps: optimizer steps of the whole run.
         first_step: steps done before this start.
-        log_every: steps between two log lines; the last step always has one.
+        log_every: steps between two log lines. The last step always has one.
         console: of the view; default: stderr. There is no view if this is not a terminal.
     """
 
@@ -43,6 +69,7 @@ class TrainingProgress:
         self._view = RunView(total_steps)
         self._view.step = first_step
         self._shown = ExitStack()
+        self._cell: _CellView | None = None
         self._started = time.monotonic()
         self._is_live = False
 
@@ -53,6 +80,8 @@ class TrainingProgress:
     def write(self, event: Event) -> None:
         """Show an event of metrics.jsonl."""
         self._view.take(event)
+        if self._cell is not None:
+            self._cell.show(self._view)
         if event["event"] == "step":
             step = self._view.step
             done = max(step - self._first, 1)
@@ -63,7 +92,9 @@ class TrainingProgress:
 
     def __enter__(self) -> Self:
         self._started = time.monotonic()
-        if self._console is not None or sys.stderr.isatty():
+        if self._console is None and is_notebook():
+            self._cell = _CellView()
+        elif self._console is not None or sys.stderr.isatty():
             from rich.console import Console
 
             console = self._console or Console(stderr=True)
@@ -74,6 +105,9 @@ class TrainingProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._cell is not None:
+            self._cell.show(self._view, is_last=True)
+            self._cell = None
         self._shown.close()
 
     def _show_view(self, console: Console) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +10,11 @@ import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.examples import holds_out_by_default
-from finetune.logs import speaks_to_a_person
+from finetune.logs import screen, speaks_to_a_person
 from finetune.model.base import count_parameters
 from finetune.terminal import fold, shown_folder
 from finetune.training.checks import named_splits
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -28,34 +28,34 @@ _LABEL_WIDTH = 8
 def show_summary(
     runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
 ) -> None:
-    """Write the lines to stderr if it is a terminal. Elsewhere, the log has the same information.
+    """Write the lines to a terminal or a notebook. Elsewhere, the log has the same information.
 
     `first_step` is the number of steps before this start, and `num_steps` the number of steps of the whole run.
     """
-    rows = f"{OBJECTIVES[config.training.objective].example_name}s"
+    row = OBJECTIVES[config.training.objective].example_name
     held_out = ""
     if splits.validation is not None and holds_out_by_default(config.data):
         held_out = (
-            f"{len(splits.validation):,} {rows} are held out to validate, so adapter/ will hold the best step, not the "
-            "last; data.validation=null trains on them too"
+            f"{counted(len(splits.validation), row)} held out to validate, so adapter/ will hold the best step, not "
+            "the last; data.validation=null trains on them too"
         )
     if not speaks_to_a_person():
         if held_out:
             _log.info("%s", held_out)
         return
-    counted = rows if rule.examples is None else "conversations"
+    batch = counted(rule.global_batch_size, row if rule.examples is None else "conversation")
     folder = shown_folder(Path(config.output_dir).absolute())
     facts = {
         "model": _model(config, model),
-        "data": _data(config, splits, rows),
+        "data": _data(config, splits, row),
         **({"measure": held_out} if held_out else {}),
-        "steps": f"{num_steps:,} of {rule.global_batch_size} {counted}, {rule.steps_per_epoch:,} an epoch",
+        "steps": f"{num_steps:,} of {batch}, {rule.steps_per_epoch:,} an epoch",
         "device": f"{_device(runtime.device)}, {runtime.precision}",
         "run": f"{folder}, resumed from step {first_step}" if first_step else str(folder),
     }
     for name, fact in facts.items():
-        line = fold(f"{name:<{_LABEL_WIDTH}}{fact}", sys.stderr, indent=" " * _LABEL_WIDTH)
-        sys.stderr.write(f"{line}\n")
+        line = fold(f"{name:<{_LABEL_WIDTH}}{fact}", screen(), indent=" " * _LABEL_WIDTH)
+        screen().write(f"{line}\n")
 
 
 def _model(config: Config, model: Any) -> str:
@@ -65,10 +65,10 @@ def _model(config: Config, model: Any) -> str:
     return f"{name}, {_short(total)} parameters, {_short(trainable)} train ({how})"
 
 
-def _data(config: Config, splits: Any, rows: str) -> str:
+def _data(config: Config, splits: Any, row: str) -> str:
     purposes = {"validation": "validate", "test": "test"}
     others = [f", {len(it):,} to {purposes[name]}" for name, it in named_splits(splits).items() if name in purposes]
-    size = f"{len(splits.train):,} {rows} ({_short(int(splits.train.lengths.sum()))} tokens)"
+    size = f"{counted(len(splits.train), row)} ({_short(int(splits.train.lengths.sum()))} tokens)"
     return f"{config.data.label}, {size}{''.join(others)}"
 
 
@@ -84,4 +84,4 @@ def _device(device: torch.device) -> str:
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     threads = torch.get_num_threads()
-    return f"{device} with {threads} thread{'' if threads == 1 else 's'}"
+    return f"{device} with {counted(threads, 'thread')}"

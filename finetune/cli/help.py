@@ -1,0 +1,79 @@
+"""`finetune help`: explain tasks and keys, and list the keys that people set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finetune.cli.overrides import DEFAULT_TASK
+from finetune.config.compose import compose, list_configs
+from finetune.config.keys import expected, fields, values
+from finetune.config.objectives import OBJECTIVES
+from finetune.config.render import inline_yaml
+from finetune.config.yaml_reader import COMMAND_LINE
+from finetune.terminal import say
+
+_FREQUENT = {
+    "The model, the rows and the run's folder": ("data.max_length", "data.validation", "output_dir", "resume", "seed"),
+    "The length of the run, its batches and processes": (
+        *("training.num_epochs", "training.max_steps", "training.batch_size", "training.global_batch_size"),
+        "parallel.num_processes",
+    ),
+    "The adapter": ("lora.r", "lora.alpha", "lora.dropout", "lora.target_modules"),
+    "The optimizer": ("optim.optimizer", "optim.learning_rate", "optim.schedule", "optim.warmup_steps"),
+    "Measuring and reporting": ("validation.validate_every", "training.report_to"),
+}
+"""The keys that most runs set."""
+
+
+def show_frequent_keys() -> None:
+    """Print the keys that most runs set, with their meanings and defaults, after the help of `finetune train`."""
+    say("Keys that people set, as KEY=VALUE or --KEY VALUE, besides model=, data= and task=:")
+    for title, keys in _FREQUENT.items():
+        say(f"\n{title}")
+        for key in keys:
+            say(f"  {key:<33}{_meaning(key)}", indent=" " * 35)
+    say(
+        "\nAll keys, with their values for a run: finetune config show OVERRIDES. One key: finetune help KEY.\n"
+        "Models, rows, tasks and launches to choose from: finetune config list."
+    )
+
+
+def explain_topic(words: Sequence[str]) -> bool:
+    """Explain the task or the key that a single word names. Return whether there is one."""
+    if len(words) != 1:
+        return False
+    word = words[0].lstrip("-").replace("-", "_")
+    if word in fields():
+        say(f"{word}: {_meaning(word)}\nIt takes {expected(word)}.\nSet it with {word}=VALUE or --{word} VALUE.")
+        return True
+    task = _task(word)
+    if task is None:
+        return False
+    config = compose([f"task={task}"], complete=False)
+    objective = OBJECTIVES[config.training.objective]
+    paper = f" (arXiv:{objective.paper})" if objective.paper else ""
+    say(f"{task}: {dict(list_configs()['task'])[task]}\nIt minimises the {objective.title} loss{paper}. It sets:")
+    for key, value in values(config).items():
+        if config.origin(key) not in ("default", COMMAND_LINE):
+            say(f"  {key}={inline_yaml(value)}")
+    say(f"Train it: finetune train task={task} model=phi4_mini data=FILE. Its rows: finetune preview with the same.")
+    return True
+
+
+def _task(word: str) -> str | None:
+    """Find a task by its name, with or without `finetune_`, or by the objective that it sets."""
+    tasks = dict(list_configs()["task"])
+    named = next((name for name in (word, f"finetune_{word}") if name in tasks), None)
+    if named or word not in OBJECTIVES:
+        return named
+    return next(
+        name for name in (DEFAULT_TASK, *tasks) if compose([f"task={name}"], complete=False).training.objective == word
+    )
+
+
+def _meaning(key: str) -> str:
+    field = fields()[key]
+    meaning = str(field.description)
+    if "Default: " in meaning:
+        return meaning
+    return f"{meaning} Default: {inline_yaml(field.get_default(call_default_factory=True))}."

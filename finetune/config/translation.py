@@ -1,0 +1,405 @@
+"""Translate a file of axolotl, LLaMA-Factory, Transformers, PEFT, TRL or DeepSpeed, for `finetune init --from`.
+
+`config/other_tools.py` has the names, and this module the values that differ. Each name of a file becomes a key
+or a note that says why not. Of the files that it names, only a configuration of DeepSpeed is read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from finetune.config.config_files import path_exists, shown_path
+from finetune.config.keys import did_you_mean, expected, fields, section_class, takes_mapping
+from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
+from finetune.config.render import inline_yaml
+from finetune.config.schema import Config
+from finetune.config.yaml_reader import Setting, read_settings
+from finetune.errors import ConfigError
+from finetune.terminal import without_passwords
+
+AXOLOTL, LLAMA_FACTORY, LIBRARIES = "axolotl", "LLaMA-Factory", "Transformers, PEFT or TRL"
+_TELLING = {
+    "DeepSpeed": {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"},
+    LLAMA_FACTORY: {"finetuning_type", "stage", "cutoff_len", "template", "lora_rank", "lora_target"},
+    AXOLOTL: {"base_model", "micro_batch_size", "sequence_len"},
+}
+"""The names that tell the tool of a file. The first tool that matches counts, `LIBRARIES` if none does."""
+_DEFAULTS: dict[str, dict[str, object]] = {
+    "DeepSpeed": {},
+    LLAMA_FACTORY: {
+        **{"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": None, "learning_rate": 5e-5, "val_size": 0},
+        **{"per_device_train_batch_size": 8, "num_train_epochs": 3, "lr_scheduler_type": "linear", "save_steps": 500},
+    },
+    AXOLOTL: {
+        **{"adapter": None, "sequence_len": 512, "excess_length_strategy": "drop", "val_set_size": 0},
+        **{"micro_batch_size": 1, "lr_scheduler": "cosine", "warmup_ratio": 0.03},
+    },
+    LIBRARIES: {
+        **{"use_peft": None, "learning_rate": None, "eval_strategy": "no", "save_steps": 500},
+        **{"per_device_train_batch_size": 8, "num_train_epochs": 3},
+    },
+}
+"""What a tool does if its file does not say, where finetune would do something else."""
+
+UNKNOWN = "UNKNOWN: finetune does not know these names and did nothing with them."
+OFF = f"{NOTHING}: these are off, or ask for what finetune does anyway."
+_EMPTY = f"{NOTHING}: these have no value."
+_SECRET = re.compile("(hub_token|api_key|secret|password|auth_token|webhook_url)$")
+
+Answer = tuple[dict[str, Any], str]
+"""Values for keys of ours, and a sentence about what they leave open. It is empty if they leave nothing open."""
+
+
+@dataclass
+class Translation:
+    """The settings of another tool's file, and ours for them.
+
+    Attributes:
+        path: the file.
+        tool: the name of the tool.
+        values: the values of the file and the defaults of the tool, by the tool's names.
+        settings: our settings. Their origin is a line of the file.
+        came_from: for each of our keys, what it was translated from.
+        notes: the names without a key of ours, for each sentence about them.
+    """
+
+    path: Path
+    tool: str
+    values: dict[str, Any]
+    settings: dict[tuple[str, ...], Setting] = field(default_factory=dict)
+    came_from: dict[str, list[str]] = field(default_factory=dict)
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def first(self, *names: str) -> Any:
+        """Return the first value that these names have, or None."""
+        return next((self.values[name] for name in names if self.values.get(name) not in (None, "auto")), None)
+
+    @property
+    def is_full(self) -> bool | None:
+        """Return whether all weights are trained. None: the file does not say."""
+        if "adapter" in self.values:
+            return self.values["adapter"] is None
+        method = self.first("finetuning_type")
+        if method or self.first("use_peft") is not None:
+            return bool(method == "full" or self.first("use_peft") is False)
+        return False if self.first("r", "lora_r", "peft_type") else None
+
+    def find(self, name: str) -> Path | None:
+        """Find a file that the file names, from the current folder or from the file's own."""
+        places = (Path(name), self.path.parent / name)
+        return next((path for path in places if path_exists(str(path), is_file=True)), None)
+
+    def comments(self, chosen: Collection[str]) -> tuple[list[str], list[str]]:
+        """Return comments on names that are unknown or need a decision, and on the other names without a key.
+
+        `chosen` are the keys of ours for which the decision is made.
+        """
+        settled: list[str] = []
+        decide = [f"# Translated from {self.path.name!r}, a file of {self.tool}. DECIDE marks what you must decide."]
+        for sentence, names in self.notes.items():
+            is_settled = sentence.startswith((NOTHING, MISSING, *(f"Set {key}" for key in chosen)))
+            start = "" if is_settled or sentence == UNKNOWN else "DECIDE: "
+            lines = [", ".join(name.partition(":")[0] for name in names)] if sentence == _EMPTY else names
+            (settled if is_settled else decide).extend([f"# {start}{sentence}", *(f"#     {line}" for line in lines)])
+        return decide, settled
+
+
+def translate_file(path: Path) -> Translation:
+    """Read a file of another tool, and translate each of its names.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no name of such a tool.
+    """
+    settings = _read(path)
+    given = {setting.key[0] for setting in settings}
+    is_ours = any(setting.dotted in fields() and len(setting.key) > 1 for setting in settings)
+    if is_ours or not given & {name.partition(".")[0] for name in OUR_NAME}:
+        raise ConfigError(
+            f"{shown_path(path)}: holds no setting of axolotl, LLaMA-Factory, Transformers, PEFT, TRL or DeepSpeed. "
+            "--from reads their YAML files, and JSON or a dict. For a run file of finetune write run=FILE."
+        )
+    tool = next((tool for tool, telling in _TELLING.items() if telling & given), LIBRARIES)
+    translation = Translation(path, tool, _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings})
+    found = translation.find(str(translation.first("deepspeed") or ""))
+    settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []
+    translation.values |= {each.dotted.removeprefix("deepspeed."): each.value for each in settings if len(each.key) > 1}
+    for setting in settings:
+        _translate(setting, translation)
+    for name, value in _DEFAULTS[tool].items():
+        if name not in given and tuple(OUR_NAME[name].split(".")) not in translation.settings:
+            _translate(Setting(key=(name,), value=value, origin=f"{shown_path(path)}: default of {tool}"), translation)
+    if translation.values.get("bf16") is False and ("training", "precision") not in translation.settings:
+        setting = next(setting for setting in settings if setting.dotted == "bf16")
+        _add(("training", "precision"), "fp32", setting, translation)
+    return translation
+
+
+def _read(path: Path) -> list[Setting]:
+    problems: list[str] = []
+    settings = read_settings(path, shown_path(path), problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    # A dict that Python printed has None.
+    return [replace(each, value=None) if each.text == "None" else each for each in settings]
+
+
+def _translate(setting: Setting, translation: Translation) -> None:
+    """Add the values of one setting, or a note."""
+    path, value = setting.key, setting.value
+    path = path[1:] if path[0] == "deepspeed" and len(path) > 1 else path
+    depth = next((depth for depth in range(len(path), 0, -1) if ".".join(path[:depth]) in OUR_NAME), 0)
+    name, rest = ".".join(path[:depth]), path[depth:]
+    meaning = OUR_NAME.get(name, "")
+    shown = f"{inline_yaml(setting.dotted)}: {_shown(setting)}"
+    values: dict[str, Any] = {}
+    if not name:
+        sentence, shown = UNKNOWN, f"{shown}  {did_you_mean(setting.dotted, OUR_NAME)}".rstrip()
+    elif value is None and not setting.origin.endswith(translation.tool) and name not in ("adapter", "max_length"):
+        sentence = _EMPTY
+    elif value == "auto" and name not in ("bf16", "packing"):
+        sentence = f"{NOTHING}: auto."
+    elif rest and " " not in meaning:
+        values, sentence = ({meaning: value}, "") if takes_mapping(meaning) else ({}, f"Set {meaning}.")
+    elif " " in meaning and name != "gradient_accumulation_steps":
+        is_off = value in (False, 0, "", "no", "none", [], {}) and not meaning.startswith(NOTHING)
+        sentence = OFF if is_off else meaning
+    else:
+        try:
+            values, sentence = _answer(name, meaning, value, translation)
+        except (TypeError, ValueError, AttributeError, KeyError):  # a value of another type than the tool's own
+            sentence = f"Set {meaning}. finetune cannot read this value."
+    for key, ours in values.items():
+        parts = (*meaning.split("."), *rest) if rest else tuple(key.split("."))
+        sentence = _add(parts, ours, setting, translation) or sentence
+    if sentence:
+        translation.notes.setdefault(sentence, []).append(shown)
+
+
+def _answer(name: str, key: str, value: Any, source: Translation) -> Answer:
+    """Convert the value of a name that is one of our keys."""
+    for convert in (_convert_training, _convert_cadence, _convert_rows):
+        answer = convert(name, value, source)
+        if answer is not None:
+            return answer
+    if name in SWITCHES:
+        value = SWITCHES[name] if value else None
+        return ({key: [value] if key == "training.report_to" else value}, "") if value else ({}, OFF)
+    if isinstance(value, str) and key in _LISTS:
+        value = [part.strip() for part in value.split(",")]
+    choices = {
+        theirs: ours if equals else theirs
+        for theirs, equals, ours in (choice.partition("=") for choice in VALUES.get(key, "").split())
+    }
+    chosen = [str(part).lower() for part in (value if isinstance(value, list) else [value])]
+    if not choices:
+        return {key: value}, ""
+    if not set(chosen) <= choices.keys():
+        return {}, f"Choose {key}. {fields()[key].description}"
+    ours = [yaml.safe_load(choices[part]) for part in chosen if choices[part]]
+    return {key: ours if key in _LISTS else ours[0]} if ours else {}, "" if ours else OFF
+
+
+def _add(key: tuple[str, ...], value: Any, setting: Setting, translation: Translation) -> str:
+    """Give one of our keys a value. Return a sentence if it does not take the value, or has another one already."""
+    dotted = ".".join(key[:2])
+    text = setting.text if value is setting.value else None
+    candidates = [value, *([text] if text else [])]
+    if isinstance(value, (float, str)) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", str(value), re.IGNORECASE):
+        candidates += [float(value), int(float(value))] if float(value).is_integer() else [float(value)]
+    value = next((candidate for candidate in candidates if _accepts(key, candidate)), translation)
+    if value is translation:
+        return f"Set {dotted}: {expected(dotted)}."
+    earlier = translation.settings.get(key)
+    if earlier is not None and earlier.value != value:
+        return f"Choose {dotted}: it is {inline_yaml(earlier.value)} here, as translated from {earlier.older_key}."
+    place = setting.origin.rpartition(":")[2].strip()
+    line = f"{inline_yaml(setting.dotted)}: {_shown(setting)} ({f'line {place}' if place.isdecimal() else place})"
+    name = setting.dotted
+    translation.settings[key] = Setting(key=key, value=value, origin=setting.origin, text=text, older_key=name)
+    translation.came_from.setdefault(dotted, []).append(line)
+    return ""
+
+
+def _accepts(key: tuple[str, ...], value: Any) -> bool:
+    """Return whether one of our keys takes a value, whatever the other keys are."""
+    nested = value
+    for part in reversed(key[-1:] if len(key) == 1 else key[1:]):
+        nested = {part: nested}
+    try:
+        (section_class(key[0]) or Config)(**nested)
+    except ValidationError:
+        return False
+    return True
+
+
+def _shown(setting: Setting) -> str:
+    """Write the value of a setting for a comment, without credentials."""
+    if isinstance(setting.value, str) and _SECRET.search(setting.dotted):
+        return "(not repeated)"
+    return without_passwords(inline_yaml(setting.value))
+
+
+_LISTS = ("lora.target_modules", "lora.modules_to_save", "lora.new_tokens", "training.report_to")
+
+
+def _convert_training(name: str, value: Any, source: Translation) -> Answer | None:
+    """Convert names about batches, learning rates and weights, except those whose value `VALUES` converts."""
+    match name:
+        case "gradient_accumulation_steps":
+            batch = source.first("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu")
+            if value == 1 or source.first("batch_size", "train_batch_size"):
+                return {}, OFF
+            if not isinstance(value, int) or not isinstance(batch, int):
+                return {}, OUR_NAME[name]
+            note = "training.global_batch_size counts the examples of all processes, and is set for one."
+            return {"training.global_batch_size": value * batch}, f"{note} For N processes, set N times as many."
+        case "warmup_steps" | "warmup_ratio":
+            return _warmup(value, source, is_ratio=name == "warmup_ratio")
+        case "learning_rate" if value is None:
+            defaults = "TrainingArguments has 5e-5, SFTConfig 2e-5, DPOConfig 1e-6; finetune has 2e-4, for LoRA"
+            return {}, f"Set optim.learning_rate. The file leaves it to its trainer: {defaults}."
+        case "cosine_min_lr_ratio" | "lr_scheduler_kwargs.min_lr_rate":
+            return {"optim.min_learning_rate": value * float(source.first("learning_rate") or 0)}, ""
+        case "adam_beta1" | "adam_beta2":
+            return {"optim.args.betas": [source.first("adam_beta1") or 0.9, source.first("adam_beta2") or 0.999]}, ""
+        case "optimizer.params.betas" | "optimizer.params.eps" | "adam_epsilon":
+            return {f"optim.args.{'betas' if name.endswith('betas') else 'eps'}": value}, ""
+        case "max_grad_norm" | "gradient_clipping":
+            return {"optim.max_grad_norm": value or None}, ""
+        case "max_steps" if value in (-1, 0):
+            return {}, OFF
+        case "use_peft" if source.is_full is None:
+            return (
+                {},
+                "Set training.method: lora or full. The file does not say which; without it, an adapter is trained.",
+            )
+        case "use_peft":
+            return {"training.method": "full" if source.is_full else "lora"}, ""
+        case "lora_alpha" | "lora_rank" if source.is_full:
+            return {}, OFF
+        case "lora_alpha" if value is None:  # the default of LLaMA-Factory
+            return {"lora.alpha": 2 * source.values["lora_rank"]}, ""
+        case "target_modules" | "lora_target_modules" | "lora_target" if value in ("all", "all-linear"):
+            return {"lora.target_modules": "auto"}, ""
+        case "stage" if value == "pt":
+            return {"data.format": "text"}, ""
+        case "stage" if value == "dpo" and source.first("pref_loss"):
+            return _answer("", "training.objective", source.first("pref_loss"), source)
+        case "pref_loss":
+            return {}, f"{NOTHING}: it is part of the stage."
+        case "zero_optimization.stage" if value not in (1, 2):
+            return ({"parallel.sharding": "fsdp2"}, "") if value == 3 else ({}, OFF)
+        case "zero_optimization.stage" if source.is_full:
+            return {"parallel.sharding": "fsdp2", "parallel.reshard_after_forward": False}, ""
+        case "zero_optimization.stage":
+            note = "ZeRO 1 and 2 shard gradients and optimizer, which are small with LoRA. With training.method=full, "
+            return {}, f"{note}set parallel.sharding=fsdp2 and parallel.reshard_after_forward=false."
+        case "deepspeed":
+            missing = "This file was not found. `init --from` reads it, too. ZeRO-3 is parallel.sharding=fsdp2."
+            return {}, f"{NOTHING}: its own settings are listed as deepspeed." if source.find(str(value)) else missing
+        case "trust_remote_code" if value:
+            return (
+                {},
+                "Add model.trust_remote_code=true to the command if you trust the model's code. No file allows it.",
+            )
+        case "trust_remote_code":
+            return {}, OFF
+    return None
+
+
+def _warmup(value: Any, source: Translation, *, is_ratio: bool) -> Answer:
+    if not value or (is_ratio and source.first("warmup_steps")):
+        return {}, OFF
+    if source.first("lr_scheduler_type", "lr_scheduler") == "constant":
+        return {}, f"{NOTHING}: the schedule `constant` has no warm-up there."
+    total = source.first("max_steps")
+    if isinstance(total, int) and total > 0 and (is_ratio or value < 1):
+        return {"optim.warmup_steps": math.ceil(value * total)}, ""
+    if not is_ratio or _accepts(("optim", "warmup_steps"), value):
+        return {"optim.warmup_steps": value}, ""
+    return {}, f"Set optim.warmup_steps, in optimizer steps. {100 * value:g} % of all steps are warm-up there."
+
+
+def _convert_cadence(name: str, value: Any, source: Translation) -> Answer | None:
+    """Convert names that say when to validate and to save."""
+    strategy = source.first("eval_strategy", "evaluation_strategy")
+    is_never = strategy in (False, "no")
+    has_rows = source.first("val_set_size", "val_size", "eval_dataset", "test_datasets")
+    match name:
+        case "eval_strategy" | "evaluation_strategy" if is_never and has_rows:
+            return {}, "Set data.validation=null to train without validation. Otherwise a run validates once an epoch."
+        case "eval_strategy" | "evaluation_strategy":
+            return ({"data.validation": None}, "") if is_never else ({}, OFF)
+        case "eval_steps" if strategy != "steps" and (source.tool != AXOLOTL or strategy):
+            return {}, OFF
+        case "dataset_test_split" if is_never:
+            return {}, OFF
+        case "evals_per_epoch" | "saves_per_epoch":
+            note = (
+                "Set validation.validate_every and checkpoint.save_every, in steps. Without them it is once an epoch."
+            )
+            return {}, OFF if value == 1 else note
+        case "save_steps" if source.values.get("save_strategy") in (False, "no", "epoch", "best"):
+            return {}, OFF
+        case "save_steps":
+            return {"checkpoint.save_every": value, "checkpoint.save_every_epochs": None}, ""
+        case "val_set_size" | "val_size" if source.first("eval_dataset", "test_datasets"):
+            return {}, OFF
+        case "val_set_size" | "val_size":
+            return {"data.validation": None if not value else f"{100 * value:g}%" if value < 1 else f"{value:g}"}, ""
+    return None
+
+
+def _convert_rows(name: str, value: Any, _: Translation) -> Answer | None:
+    """Convert names of rows and templates."""
+    match name:
+        case "chat_template" | "chat_template_jinja" | "chat_template_path" | "template":
+            is_file = str(value).endswith(".jinja")
+            note = (
+                f"{NOTHING} for a chat model: its own template is used. data.chat_template takes a .jinja file instead."
+            )
+            return ({"data.chat_template": value}, "") if is_file else ({}, note)
+        case "dataset_text_field":
+            return ({"data.columns.text": value}, "") if value != "text" else ({}, OFF)
+        case "dataset" | "eval_dataset":
+            key = OUR_NAME[name]
+            return {}, f"Set {key} to the files of these rows: dataset_info.json says which they are."
+        case "test_datasets" if all(isinstance(entry, Mapping) and entry.get("path") for entry in value):
+            return {"data.validation": [entry["path"] for entry in value]}, ""
+        case "datasets":
+            return _data_sets(value if isinstance(value, list) else [value])
+    return None
+
+
+def _data_sets(entries: list[Any]) -> Answer:
+    """Translate the `datasets` of axolotl or TRL: one as keys of the data section, several as data.mixture."""
+    columns = "instruction input output system tools prompt completion label chosen rejected"
+    ours = {f"field_{name}": name for name in columns.split()} | {"field": "text"}
+    known = {*ours, "path", "data_files", "split", "name", "revision", "type", "ds_type", "message_property_mappings"}
+    sources, left_out = [], []
+    for entry in entries:
+        given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
+        given |= given["type"] if isinstance(given.get("type"), Mapping) else {}
+        is_sharegpt = (given.get("message_property_mappings") or {}).get("role") == "from"
+        ours["field_messages"] = "conversations" if is_sharegpt else "messages"
+        is_reader = given.get("path") in ("json", "csv", "parquet")
+        source = {"path": given.get("data_files" if is_reader else "path"), "train": given.get("split")}
+        source |= {"name": given.get("name"), "revision": given.get("revision")}
+        source["columns"] = {ours[name]: given[name] for name in ours if given.get(name) not in (None, ours[name])}
+        sources.append({key: part for key, part in source.items() if part})
+        left_out += [
+            f"{name}: {inline_yaml(part)}" for name, part in given.items() if name not in known | {*ours} and part
+        ]
+    note = f"Look at what was left out of datasets: {'; '.join(dict.fromkeys(left_out))}." if left_out else ""
+    if len(sources) != 1:
+        return {"data.mixture": sources}, note
+    renamed = {f"data.columns.{name}": theirs for name, theirs in sources[0].pop("columns", {}).items()}
+    return {f"data.{key}": part for key, part in sources[0].items()} | renamed, note

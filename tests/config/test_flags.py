@@ -1,0 +1,116 @@
+"""Flags do what overrides do: `--training.max-steps 5` is `training.max_steps=5`."""
+
+import json
+
+import pytest
+
+from finetune.config.compose import as_overrides, compose
+from finetune.errors import ConfigError
+from tests.in_process import run_finetune
+
+
+@pytest.mark.parametrize(
+    ("typed", "overrides"),
+    [
+        ("--model phi_tiny --data x.jsonl", "model=phi_tiny data=x.jsonl"),
+        ("--training.max-steps 5", "training.max_steps=5"),
+        ("--training.max_steps=5", "training.max_steps=5"),
+        ("quickstart --optim.args.betas [0.9,0.95] seed=1", "quickstart optim.args.betas=[0.9,0.95] seed=1"),
+        ("--strict --seed 1", "strict=true seed=1"),
+        ("--strict off quickstart", "strict=off quickstart"),
+        ("--strict quickstart", "strict=true quickstart"),
+        ("--training.gradient-checkpointing auto", "training.gradient_checkpointing=auto"),
+        ("--training.gradient-checkpointing", "training.gradient_checkpointing=true"),
+        ("--seed -1 --output-dir -x", "seed=-1 output_dir=-x"),
+        ("--output-dir=--x", "output_dir=--x"),
+        ("--seed --strict", "seed= strict=true"),
+        ("--seed", "seed="),
+        ("--seed=", "seed="),
+        ("--device 4090 --seed 1", "--device 4090 seed=1"),
+        ("--retry_failed --seed -h", "--retry-failed seed= -h"),
+        ("--devise 4090", "--devise 4090"),
+        ("--seed 1 -- --seed 2", "seed=1 -- --seed 2"),
+    ],
+)
+def test_flags_are_overrides(typed, overrides):
+    own_options = ["--device", "--retry-failed", "--json", "-h", "--help"]
+    assert as_overrides(typed.split(), own_options) == overrides.split()
+    assert as_overrides(overrides.split(), own_options) == overrides.split()
+
+
+def test_recipes_and_commands_take_flags(tmp_path):
+    typed = ["--model", "phi_tiny", "--data=orders", "--training.max-steps", "5", "--strict"]
+    assert compose(typed) == compose(["model=phi_tiny", "data=orders", "training.max_steps=5", "strict=true"])
+    shown = run_finetune("config", "show", *typed, "--json")
+    assert json.loads(shown.answer)["config"]["training"]["max_steps"] == 5
+    folder = tmp_path / "runs/x"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("seed: 7\n")
+    shown = run_finetune("config", "show", folder, "--json")
+    assert json.loads(shown.answer)["config"]["seed"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "parts"),
+    [
+        ("train -h", 0, ["training.num_epochs", "Default: 0.0002", "finetune config show", "finetune config list"]),
+        ("help plan", 0, ["finetune plan", "--probe"]),
+        ("help dpo", 0, ["finetune_preferences", "DPO", "preference.beta=0.1"]),
+        ("help lora.r", 0, ["Rank of each update. Default: 16.", "a whole number above 0"]),
+        ("help nothing", 2, ["No such command"]),
+        ("list", 2, ["Did you mean 'runs'?"]),
+        ("train --model phi_tiny --data orders --seed", 2, ["seed: has no value", "a whole number"]),
+        ("plan --devise 4090 --model phi_tiny", 2, ["--devise", "--device"]),
+    ],
+)
+def test_help_and_refusals(arguments, code, parts):
+    done = run_finetune(*arguments.split())
+    assert done.returncode == code
+    assert all(part in done.stdout + done.errors for part in parts), done.stdout + done.errors
+
+
+@pytest.mark.parametrize(
+    ("typed", "key", "value"),
+    [
+        ("optim.warmup_steps=0.1", "optim.warmup_steps", 0.1),
+        ("optim.warmup_steps=1", "optim.warmup_steps", 1),
+        ("warmup_ratio=0.1", "optim.warmup_steps", 0.1),
+        ("optim.warmup_ratio=0", "optim.warmup_steps", 0),
+        ("training.num_epochs=0.5", "training.num_epochs", 0.5),
+        ("training.num_epochs=2", "training.num_epochs", 2),
+        ("training.report_to=wandb", "training.report_to", ["wandb"]),
+        ("report_to=wandb,mlflow", "training.report_to", ["wandb", "mlflow"]),
+        ("report_to=none", "training.report_to", []),
+        ("lora.target_modules=q_proj", "lora.target_modules", ["q_proj"]),
+        ("lora.target_modules=q_proj,v_proj", "lora.target_modules", ["q_proj", "v_proj"]),
+        ("lora.target_modules=layers.[0-9]{1,2}.*", "lora.target_modules", ["layers.[0-9]{1,2}.*"]),
+        ("lora.target_modules=all-linear", "lora.target_modules", "auto"),
+        ("optim.optimizer=adamw", "optim.optimizer", "torch.optim.AdamW"),
+        ("optim.optimizer=AdamW_8bit", "optim.optimizer", "bitsandbytes.optim.AdamW8bit"),
+        ("optim.optimizer=muon", "optim.optimizer", "torch.optim.Muon"),
+        ("optim.optimizer=torch.optim.Adam", "optim.optimizer", "torch.optim.Adam"),
+    ],
+)
+def test_values_that_other_tools_take(typed, key, value):
+    config = compose([typed], complete=False)
+    section, name = key.split(".")
+    assert getattr(getattr(config, section), name) == value
+    assert type(getattr(getattr(config, section), name)) is type(value) or value == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("warmup_ratio=0.1 optim.warmup_steps=3", "Keep one of the two"),
+        ("warmup_ratio=1", "(written warmup_ratio): expected a whole number of at least 0 or a number of at least 0"),
+        ("optim.warmup_steps=1.5", "below 1, got 1.5"),
+        ("report_to=none training.report_to=wandb", "Keep one of the two"),
+        ("report_to=clearml", "one of none, tensorboard, wandb, trackio, mlflow or a list"),
+        ("training.num_epochs=0", "expected a number above 0, got 0"),
+        ("optim.optimizer=adam", "one of adamw, adamw_8bit"),
+    ],
+)
+def test_values_that_are_refused(typed, said):
+    with pytest.raises(ConfigError) as caught:
+        compose(typed.split(), complete=False)
+    assert said in str(caught.value)

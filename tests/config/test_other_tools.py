@@ -1,0 +1,76 @@
+"""The names of other tools: all that the libraries have are known, and as keys they lead to ours."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import warnings
+
+import pytest
+
+from finetune.config.compose import compose
+from finetune.config.keys import did_you_mean_key, fields
+from finetune.config.other_tools import KEYS, OUR_NAME, SENTENCES, VALUES
+from finetune.errors import ConfigError
+
+
+def names_of(*classes: type) -> set[str]:
+    return {field.name for kind in classes for field in dataclasses.fields(kind)}
+
+
+def test_every_name_of_the_installed_libraries_is_known():
+    from peft import LoraConfig
+    from transformers import TrainingArguments
+
+    assert names_of(TrainingArguments, LoraConfig) - OUR_NAME.keys() == set()
+
+
+@pytest.mark.needs("trl")
+def test_every_name_of_trl_is_known():
+    trl = importlib.import_module("trl")
+    with warnings.catch_warnings():  # of what may change
+        warnings.simplefilter("ignore")
+        cpo, orpo = (importlib.import_module(f"trl.experimental.{name}") for name in ("cpo", "orpo"))
+    assert (
+        names_of(trl.SFTConfig, trl.DPOConfig, trl.KTOConfig, trl.ModelConfig, trl.ScriptArguments) <= OUR_NAME.keys()
+    )
+    own = {"max_completion_length", "is_encoder_decoder", "generate_during_eval", "alpha", "padding_value"}
+    assert names_of(cpo.CPOConfig, orpo.ORPOConfig) - OUR_NAME.keys() <= own
+
+
+def test_a_name_stands_in_one_place_and_means_a_key_or_a_sentence():
+    lists = [*KEYS.values(), *SENTENCES.values()]
+    assert sum(len(names.split()) for names in lists) == len(OUR_NAME)
+    assert {*KEYS, *VALUES} <= fields().keys()
+    assert all(" " in sentence and sentence.endswith(".") for sentence in SENTENCES)
+
+
+def test_each_name_is_answered():
+    for name, ours in OUR_NAME.items():
+        last = name.rpartition(".")[2]
+        same = [key for key in fields() if key.rpartition(".")[2] == last]
+        if last == name:
+            answer = f"Did you mean {' or '.join(same) or ours}?" if same or ours in fields() else ours
+            assert did_you_mean_key(f"parallel.{name}") == answer
+
+
+@pytest.mark.parametrize(
+    ("override", "answer"),
+    [
+        ("dataset=x", "Did you mean data.path?"),
+        ("micro_batch_size=2", "Did you mean training.batch_size?"),
+        ("load_in_4bit=false", "Did you mean lora.quantize?"),
+        ("bf16=false", "Did you mean training.precision?"),
+        ("train_on_inputs=true", "Only answers carry loss. data.train_on=last leaves out all but the last"),
+    ],
+)
+def test_an_answer_suits_every_value(override, answer):
+    with pytest.raises(ConfigError, match=answer):
+        compose([override], complete=False)
+
+
+def test_several_unknown_keys_list_the_sections_once():
+    with pytest.raises(ConfigError) as caught:
+        compose(["foo=1", "bar_of_gold=2", "zzz=3"], complete=False)
+    assert str(caught.value).count("There is: ddp") == 1
+    assert str(caught.value).count("there is no such key.") == 3

@@ -1,0 +1,340 @@
+"""`finetune init --from`: small files of other tools, modelled on the examples in their repositories."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.config.compose import compose
+from finetune.config.keys import values
+from finetune.config.other_tools import OUR_NAME
+from finetune.config.translation import translate_file
+from finetune.errors import ConfigError
+from tests.in_process import run_finetune
+
+AXOLOTL_LORA = """
+base_model: org/base
+datasets:
+  - path: chats.jsonl
+    type: chat_template
+    message_property_mappings: {role: from, content: value}
+    shards: 4
+val_set_size: 0.05
+output_dir: ./out
+adapter: lora
+lora_model_dir:
+sequence_len: 512
+sample_packing: false
+lora_r: 8
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+wandb_project:
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+num_epochs: 3
+optimizer: adamw_bnb_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+cosine_min_lr_ratio: 0.1
+bf16: auto
+tf32: false
+gradient_checkpointing: true
+attn_implementation: flash_attention_2
+warmup_ratio: 0.1
+max_steps: 50
+evals_per_epoch: 4
+weight_decay: 0.0
+special_tokens:
+  pad_token: "<pad>"
+lora_rr: 3
+"""
+AXOLOTL_FULL_DPO = """
+base_model: org/base
+rl: dpo
+rl_beta: 0.5
+datasets: [{path: org/pairs, split: train, field_chosen: good}, {path: json, data_files: more.jsonl, ds_type: json}]
+adapter:
+optimizer: adamw_torch_fused
+adam_beta2: 0.95
+learning_rate: "3e-6"
+fsdp: [full_shard, auto_wrap]
+fsdp_config: {fsdp_offload_params: true, fsdp_state_dict_type: FULL_STATE_DICT}
+trust_remote_code: true
+"""
+LLAMA_FACTORY_LORA = """
+model_name_or_path: org/base
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: q_proj,v_proj
+quantization_bit: 4
+dataset: identity,alpaca_en_demo
+template: phi4
+cutoff_len: 1024
+max_samples: 1000
+val_size: 200
+output_dir: saves/sft
+save_strategy: epoch
+num_train_epochs: 3.0
+lr_scheduler_type: constant
+warmup_ratio: 0.1
+bf16: true
+ddp_timeout: 180000000
+report_to: none
+"""
+LLAMA_FACTORY_FULL = """
+model_name_or_path: org/base
+stage: dpo
+pref_loss: simpo
+finetuning_type: full
+deepspeed: zero.json
+eval_strategy: steps
+eval_steps: 100
+learning_rate: 1.0e-5
+"""
+TRL_YAML = """
+model_name_or_path: org/base
+dataset_name: org/rows
+use_peft: true
+lora_target_modules: all-linear
+load_in_4bit: false
+bf16: false
+report_to: [wandb]
+num_train_epochs: 0.5
+hub_token: hf_secret
+learning_rate: 2.0e-5
+"""
+ZERO = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": 0.5,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.98], "torch_adam": True}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "total_num_steps": 100}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": True},
+}
+EXAMPLES = {
+    "axolotl-lora.yml": AXOLOTL_LORA,
+    "axolotl-dpo.yml": AXOLOTL_FULL_DPO,
+    "llama-factory-lora.yaml": LLAMA_FACTORY_LORA,
+    "llama-factory-full.yaml": LLAMA_FACTORY_FULL,
+    "trl.yaml": TRL_YAML,
+    "arguments.py.txt": repr(
+        {"output_dir": "out", "learning_rate": 5e-5, "use_cpu": True, "max_steps": -1, "fsdp": None}
+    ),
+    "zero.json": json.dumps(ZERO, indent=4),
+}
+EXPECTED = {
+    "axolotl-lora.yml": {
+        "output_dir": "./out",
+        "model.path": "org/base",
+        "data.path": "chats.jsonl",
+        "data.validation": "5%",
+        "data.max_length": 512,
+        "data.on_long_row": "drop",
+        "lora.r": 8,
+        "lora.alpha": 16,
+        "lora.dropout": 0.05,
+        "lora.target_modules": "auto",
+        "optim.optimizer": "bitsandbytes.optim.AdamW8bit",
+        "optim.learning_rate": 2e-4,
+        "optim.weight_decay": 0,
+        "optim.schedule": "cosine",
+        "optim.min_learning_rate": pytest.approx(2e-5),
+        "optim.warmup_steps": 5,
+        "training.batch_size": 2,
+        "training.method": "lora",
+        "training.max_steps": 50,
+        "training.num_epochs": 3,
+        "training.global_batch_size": 8,
+        "training.precision": "auto",
+        "training.gradient_checkpointing": True,
+    },
+    "axolotl-dpo.yml": {
+        "parallel.sharding": "fsdp2",
+        "model.path": "org/base",
+        "data.mixture": [
+            {"path": "org/pairs", "train": "train", "columns": {"chosen": "good"}},
+            {"path": "more.jsonl"},
+        ],
+        "data.validation": None,
+        "data.max_length": 512,
+        "data.on_long_row": "drop",
+        "optim.optimizer": "torch.optim.AdamW",
+        "optim.learning_rate": 3e-6,
+        "optim.args": {"betas": [0.9, 0.95]},
+        "optim.schedule": "cosine",
+        "training.batch_size": 1,
+        "training.method": "full",
+        "training.objective": "dpo",
+        "preference.beta": 0.5,
+    },
+    "llama-factory-lora.yaml": {
+        "output_dir": "saves/sft",
+        "model.path": "org/base",
+        "data.validation": "200",
+        "data.max_length": 1024,
+        "data.max_rows": 1000,
+        "lora.r": 8,
+        "lora.alpha": 16,
+        "lora.target_modules": ["q_proj", "v_proj"],
+        "lora.quantize": "nf4",
+        "optim.learning_rate": 5e-5,
+        "optim.schedule": "constant",
+        "training.batch_size": 8,
+        "training.method": "lora",
+        "training.objective": "sft",
+        "training.num_epochs": 3,
+        "training.precision": "bf16",
+        "checkpoint.save_every_epochs": 1,
+    },
+    "llama-factory-full.yaml": {
+        "parallel.sharding": "fsdp2",
+        "parallel.reshard_after_forward": False,
+        "model.path": "org/base",
+        "data.validation": None,
+        "optim.optimizer": "torch.optim.AdamW",
+        "optim.learning_rate": 1e-5,
+        "optim.args": {"betas": [0.9, 0.98]},
+        "optim.schedule": "linear",
+        "optim.warmup_steps": 20,
+        "optim.max_grad_norm": 0.5,
+        "training.batch_size": 4,
+        "training.method": "full",
+        "training.objective": "simpo",
+        "training.num_epochs": 3,
+        "training.precision": "bf16",
+        "validation.validate_every": 100,
+        "checkpoint.save_every": 500,
+        "checkpoint.save_every_epochs": None,
+    },
+    "trl.yaml": {
+        "model.path": "org/base",
+        "data.path": "org/rows",
+        "data.validation": None,
+        "lora.target_modules": "auto",
+        "optim.learning_rate": 2e-5,
+        "training.batch_size": 8,
+        "training.method": "lora",
+        "training.precision": "fp32",
+        "training.report_to": ["wandb"],
+        "checkpoint.save_every": 500,
+        "checkpoint.save_every_epochs": None,
+    },
+    "arguments.py.txt": {
+        "output_dir": "out",
+        "data.validation": None,
+        "optim.learning_rate": 5e-5,
+        "training.batch_size": 8,
+        "training.num_epochs": 3,
+        "training.device": "cpu",
+        "checkpoint.save_every": 500,
+        "checkpoint.save_every_epochs": None,
+    },
+    "zero.json": {
+        "optim.optimizer": "torch.optim.AdamW",
+        "optim.learning_rate": 1e-4,
+        "optim.args": {"betas": [0.9, 0.98]},
+        "optim.schedule": "linear",
+        "optim.warmup_steps": 20,
+        "optim.max_grad_norm": 0.5,
+        "training.batch_size": 4,
+        "training.precision": "bf16",
+    },
+}
+DECIDED = {
+    "axolotl-lora.yml": ["shards: 4", "N times as many", "evals_per_epoch: 4", "lora_rr: 3  Did you mean lora_r?"],
+    "axolotl-dpo.yml": ["trust_remote_code: true", "warmup_ratio: 0.03", "offload_params: true"],
+    "llama-factory-lora.yaml": ["Set data.path to the files of these rows"],
+    "llama-factory-full.yaml": ["Set data.path"],
+    "trl.yaml": [],
+    "arguments.py.txt": ["Set training.method", "Set model.path", "Set data.path"],
+    "zero.json": ["ZeRO 1 and 2", "optimizer.params.torch_adam: true"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    for name, text in EXAMPLES.items():
+        Path(name).write_text(text, encoding="utf-8")
+
+
+def translated(name: str, *words: str) -> str:
+    done = run_finetune("init", "--from", name, *words)
+    assert done.returncode == 0, done.stdout
+    return done.answer
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_file_is_translated_and_the_run_file_loads(name):
+    text = translated(name)
+    Path("mine.yaml").write_text(text, encoding="utf-8")
+    config = compose([], run="mine.yaml", complete=False)
+    found = {key: value for key, value in values(config, only_set=True).items() if config.origin(key) != "default"}
+    # What a later version may accept as it stands there, this version leaves to the user.
+    later = {"optim.warmup_steps", "training.num_epochs"} - EXPECTED[name].keys()
+    assert {key: value for key, value in found.items() if key not in later} == EXPECTED[name]
+    assert run_finetune("config", "show", "run=mine.yaml").returncode == 0
+    # With a model and rows that exist, `finetune train` accepts it.
+    compose(["model=phi_tiny", "data.path=shipped:orders", "data.mixture=[]"], run="mine.yaml")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_setting_is_dropped(name):
+    text = translated(name)
+    comments = [line for line in text.partition("# All other keys")[0].splitlines() if line.startswith("#")]
+    for setting in yaml.safe_load(EXAMPLES[name].replace("None", "null")):
+        assert any(setting in line for line in comments), setting
+    before_keys = "\n".join(comments)
+    for line in DECIDED[name]:
+        assert line in before_keys
+    assert "hf_secret" not in text
+
+
+def test_overrides_win_and_replace_the_rows_and_the_model():
+    Path("mine.yaml").write_text(
+        translated("axolotl-dpo.yml", "model=phi_tiny", "data=orders", "optim.schedule=linear")
+    )
+    config = compose([], run="mine.yaml")
+    assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "shipped:orders")
+    assert (config.data.mixture, config.optim.schedule, config.training.objective) == ([], "linear", "dpo")
+
+
+def test_a_decision_that_an_override_makes_is_not_asked_for():
+    text = translated("llama-factory-lora.yaml", "chats.jsonl", "model=phi_tiny")
+    assert "DECIDE: Set data.path" not in text
+    assert "# Set data.path to the files of these rows" in text
+
+
+@pytest.mark.parametrize(
+    "text", ["training.batch_size: 2\noutput_dir: x\n", "a: 1\n", "- a\n", "learning_rate: [\n", ""]
+)
+def test_other_files_are_refused(text):
+    Path("other.yaml").write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"other\.yaml"):
+        translate_file(Path("other.yaml"))
+
+
+def test_values_of_another_type_are_left_to_the_user():
+    names = [name for name in OUR_NAME if "." not in name]
+    for number, value in enumerate(["[a, {b: 1}]", "{x: [1]}", "abc" * 100]):
+        file = Path(f"{number}.yaml")
+        file.write_text("".join(f"{name}: {value}\n" for name in names), encoding="utf-8")
+        translation = translate_file(file)  # also the name of a DeepSpeed file that is longer than names may be
+        noted = "\n".join(
+            line for lines in [*translation.notes.values(), *translation.came_from.values()] for line in lines
+        )
+        assert all(re.search(rf"^{name}[:.]", noted, re.MULTILINE) for name in names)
+
+
+def test_values_and_names_stay_in_their_comments():
+    Path("odd.yaml").write_text('base_model: a\n"x\\nseed: 1": "y\\nseed: 2"\nlr_scheduler: "z\\u2028seed: 3"\n')
+    Path("mine.yaml").write_text(translated("odd.yaml"), encoding="utf-8")
+    assert compose([], run="mine.yaml", complete=False).seed == 0

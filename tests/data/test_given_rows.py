@@ -1,0 +1,57 @@
+"""Rows from memory become files whose names say what is in them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from finetune.data.given_rows import write_given_rows
+from finetune.errors import DataError
+
+ROWS = [{"prompt": f"naïve {n}", "completion": str(n)} for n in range(3)]
+
+
+def test_equal_rows_are_one_file_however_they_are_given(tmp_path):
+    keys = write_given_rows(ROWS, str(tmp_path))
+    file = Path(keys["data.path"])
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == ROWS
+    for same in (tuple(ROWS), (row for row in ROWS), datasets.Dataset.from_list(ROWS)):
+        assert write_given_rows(same, str(tmp_path)) == keys
+    assert write_given_rows(ROWS[:2], str(tmp_path)) != keys
+    assert write_given_rows(ROWS, str(tmp_path)) == keys
+
+
+def test_splits_are_named_as_usual(tmp_path):
+    given = datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "dev": datasets.Dataset.from_list(ROWS[:1])}
+    )
+    keys = write_given_rows(given, str(tmp_path))
+    assert keys.keys() == {"data.train", "data.validation"}
+    assert len(Path(keys["data.validation"]).read_text(encoding="utf-8").splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([{"prompt": {1}}], "row 0 of data holds a value that JSON does not have, in the column 'prompt'"),
+        ([{"prompt": float("nan")}], "in the column 'prompt'"),
+        ([{"prompt": "\ud800"}], "in the column 'prompt'"),
+        (["text"], "row 0 of data is str; expected a dict"),
+        ([], "data has no rows"),
+        (5, "data is int; expected"),
+        ({"prompt": ["a"], "completion": ["b"]}, "expected the names of splits"),
+        ({"train": ROWS, "test": []}, r'data\["test"\] has no rows'),
+    ],
+)
+def test_what_is_no_row_is_refused_with_its_place(tmp_path, data, message):
+    with pytest.raises(DataError, match=message):
+        write_given_rows(data, str(tmp_path))
+
+
+def test_a_full_cache_is_named(tmp_path):
+    (tmp_path / "given").write_text("in the way")
+    with pytest.raises(DataError, match=r"cannot be written to .* Set data\.cache_dir to another folder"):
+        write_given_rows(ROWS, str(tmp_path))

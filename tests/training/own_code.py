@@ -1,0 +1,76 @@
+"""A script with rows, a loss, a metric, an optimizer and callbacks of its own: `own_code.py EXPERIMENT OVERRIDES…`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import finetune
+
+RANK = int(os.environ.get("RANK", "0"))
+ROWS = [
+    {"prompt": f"what is {number}?", "completion": f"it is {number * number % 7}."} for number in range(40)
+]  # fewer: nothing is held out
+
+
+def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Label smoothing."""
+    return cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
+
+
+def length(answer: str, expected: str) -> float:
+    """A metric."""
+    return float(len(answer))
+
+
+class Watch:
+    """Writes down each call, and asks for what the experiment names."""
+
+    def __init__(self, experiment: str) -> None:
+        self.experiment = experiment
+        self.calls: list[tuple[str, int]] = []
+
+    def on_step(self, result) -> str | None:
+        """Ask on the last rank only."""
+        self.calls.append(("step", result.step))
+        is_last_rank = int(os.environ.get("WORLD_SIZE", "1")) == RANK + 1
+        if self.experiment == "fails" and result.step == 2 and is_last_rank:
+            raise ValueError("no luck")
+        asked = {"asks": {2: "save", 3: "stop"}}.get(self.experiment, {})
+        return asked.get(result.step) if is_last_rank else None
+
+    def on_validation(self, result) -> None:
+        """Note the step."""
+        self.calls.append(("validation", result.step))
+
+    def on_save(self, result) -> None:
+        """The checkpoint is complete."""
+        assert (result.path / "state.json").is_file()
+        self.calls.append(("save", result.step))
+
+    def on_end(self, result) -> None:
+        """Note why training ended."""
+        self.calls.append((result.reason, result.step))
+
+
+def main(arguments: list[str]) -> None:
+    """Train, and print the calls and the metrics of each rank."""
+    experiment, *overrides = arguments
+    watch = Watch(experiment)
+    result = finetune.train(
+        model="phi_tiny",
+        data=ROWS,
+        overrides=[*overrides, "training.max_steps=4", "training.global_batch_size=8", "testing.num_samples=0"],
+        callbacks=[watch],
+        metrics={"length": length},
+        loss=smoothed,
+    )
+    sys.stdout.write(f"rank {RANK} calls {watch.calls}\n")
+    sys.stdout.write(f"rank {RANK} metrics {sorted(result.metrics)} in {result.folder.name}\n")
+
+
+if __name__ == "__main__":
+    finetune.command(main)

@@ -1,0 +1,219 @@
+"""What a script gives to `finetune.train` and to a trainer is used, recorded, and checked when its run is resumed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import finetune
+from finetune.config.shipped_files import resolve_shipped
+from finetune.errors import CheckpointError, ConfigError, ModelError
+from finetune.inference.finished_run import find_run
+from finetune.model.given_model import describe_given_model
+from finetune.replay.steps import replay_config
+from finetune.runs.recorded_run import RecordedRun
+from finetune.training.hooks import Hooks
+from tests.in_process import run_script
+from tests.launches import run_command, run_launched
+from tests.tiny_models import build_tiny, tiny_phi3_config
+from tests.training.own_code import ROWS, length, smoothed
+
+SCRIPT = Path(__file__).with_name("own_code.py")
+SETTINGS = {"training.max_steps": 2, "training.batch_size": 8, "testing.num_samples": 0, "training.device": "cpu"}
+
+
+def record(run):
+    return json.loads((run / "run.json").read_text())
+
+
+def losses(run):
+    events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [event["loss"] for event in events if event["event"] == "step"]
+
+
+def shipped_model():
+    return AutoModelForCausalLM.from_pretrained(resolve_shipped("shipped:phi_tiny"))
+
+
+@pytest.mark.slow
+@pytest.mark.warm
+def test_one_rank_asks_and_all_ranks_save_and_stop(tmp_path):
+    words = [SCRIPT, "asks", f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    done = run_launched("torchrun", words)
+    assert done.returncode == 0, done.stdout
+    calls = [("step", 1), ("step", 2), ("save", 2), ("step", 3), ("save", 3), ("stopped", 3)]
+    assert all(f"rank {rank} calls {calls}" in done.stdout for rank in range(2))
+    alone = run_script(SCRIPT, ["watches", f"output_dir={tmp_path / 'alone'}", f"data.cache_dir={tmp_path / 'cache'}"])
+    assert alone.returncode == 0, alone.stdout
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone")[:3], rel=1e-6)
+    calls = [*(("step", step) for step in range(1, 5)), ("validation", 4), ("save", 4), ("complete", 4)]
+    assert f"rank 0 calls {calls}" in alone.stdout
+    again = run_script(SCRIPT, [*words[1:], "resume=auto"])
+    assert again.returncode == 0, again.stdout
+    assert "rank 0 calls [('stopped', 3)]" in again.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.warm
+def test_the_error_of_a_callback_names_it_on_its_rank_and_ends_the_others(tmp_path):
+    words = [SCRIPT, "fails", f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    done = run_command([sys.executable, *words, "parallel.num_processes=2"])
+    assert done.returncode == 3
+    assert "RunFailedError: the callback Watch.on_step raised ValueError: no luck" in done.stdout
+    assert 'raise ValueError("no luck")' in done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run with a validation split, and its result."""
+    folder = tmp_path_factory.mktemp("own code")
+    settings = {**SETTINGS, "output_dir": folder / "run", "data.cache_dir": folder / "cache"}
+    data = {"train": ROWS[8:], "validation": ROWS[:8], "test": ROWS[:4]}
+    result = finetune.train(
+        model=shipped_model(), data=data, overrides=settings, metrics={"length": length}, loss=smoothed
+    )
+    return result, data, settings
+
+
+@pytest.mark.slow
+def test_a_run_records_what_its_script_gave(trained):
+    result, _, _ = trained
+    assert {"loss", "validation/loss", "validation/length", "base/loss", "test/length"} <= result.metrics.keys()
+    assert next(result.model.parameters()).device.type == "cpu"
+    assert result.tokenizer.chat_template
+    given = record(result.folder)["script"]
+    assert given["loss"] == "tests.training.own_code.smoothed"
+    assert given["metrics"] == {"length": "tests.training.own_code.length"}
+    assert given["model"].endswith("Phi3ForCausalLM")
+    assert "adapter" not in given
+    assert find_run(result.folder).config.lora.r == 16
+
+
+@pytest.mark.slow
+def test_another_loss_or_other_rows_refuse_to_resume(trained):
+    result, data, settings = trained
+    again = {**settings, "resume": "auto"}
+    with pytest.raises(CheckpointError, match=r"training\.objective: started with .*smoothed \w+, now none"):
+        finetune.train(model=shipped_model(), data=data, overrides=again)
+    with pytest.raises(CheckpointError, match="the encoded rows"):
+        finetune.train(model=shipped_model(), data={**data, "train": ROWS[9:]}, overrides=again, loss=smoothed)
+    same = finetune.train(model=shipped_model(), data=data, overrides=again, loss=smoothed)
+    assert same.folder == result.folder
+
+
+@pytest.mark.slow
+def test_what_a_script_gave_is_not_replayed_without_it(trained):
+    result, _, _ = trained
+    with pytest.raises(CheckpointError, match="cannot be replayed: a script gave its loss"):
+        replay_config(RecordedRun(result.folder))
+
+
+@pytest.mark.slow
+def test_a_given_adapter_is_recorded_as_it_is_and_answers_from_its_folder(tmp_path):
+    model = get_peft_model(shipped_model(), LoraConfig(r=4, lora_alpha=4, target_modules=["qkv_proj"]))
+    settings = {**SETTINGS, "output_dir": tmp_path / "run", "data.cache_dir": tmp_path}
+    result = finetune.train(model=model, data=ROWS, overrides=settings)
+    lora = find_run(result.folder).config.lora
+    assert (lora.r, lora.alpha, lora.target_modules) == (4, 4.0, ["qkv_proj"])
+    assert record(result.folder)["script"]["adapter"].startswith("peft.")
+    with pytest.raises(ConfigError, match=r"lora\.r is 8 in overrides, but 4 in the given model"):
+        finetune.train(model=model, data=ROWS, overrides={**settings, "lora.r": 8})
+
+
+def test_a_model_that_the_configuration_cannot_describe_is_refused():
+    nameless = build_tiny(tiny_phi3_config())
+    with pytest.raises(ModelError, match="not loaded from a folder or the hub"):
+        describe_given_model(nameless)
+    nameless.config._name_or_path = "somewhere"
+    assert describe_given_model(nameless) == {"model.path": "somewhere"}
+    adapted = get_peft_model(nameless, LoraConfig(r=2, target_modules=["qkv_proj"], bias="lora_only"))
+    with pytest.raises(ModelError, match="has bias='lora_only', which no key"):
+        describe_given_model(adapted)
+    for weight in adapted.parameters():
+        weight.requires_grad_(False)
+    with pytest.raises(ModelError, match="is frozen"):
+        describe_given_model(adapted)
+    with pytest.raises(ModelError, match="model is Linear"):
+        describe_given_model(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.slow
+def test_a_factory_makes_the_optimizer(tmp_path):
+    made = []
+
+    def factory(groups, lr):
+        made.append((len(groups), lr))
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+
+    words = [f"{key}={value}" for key, value in SETTINGS.items()]
+    words += [f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path}", "data.max_rows=8"]
+    config = finetune.load_config(words, model="phi_tiny", data="orders", task="finetune_lora")
+    with finetune.launch(config) as runtime:
+        splits = finetune.encode_examples(
+            finetune.load_examples(config.data),
+            tokenizer := finetune.build_tokenizer(config.model),
+            config.data,
+            fallbacks=runtime.fallbacks,
+        )
+        model = finetune.add_lora(finetune.build_base_model(config.model), config.lora)
+        trainer = finetune.Trainer(runtime, config, model, tokenizer, splits, Hooks(optimizer=factory))
+        train_loader, *_ = trainer.prepare_dataloaders()
+        assert len(list(train_loader)) == len(train_loader) == 1
+        trainer.run_training(train_loader)
+    assert made
+    assert {rate for _, rate in made} == {config.optim.learning_rate}
+    assert "script:" in (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match="a script made this optimizer"):
+        finetune.train(
+            finetune.load_config([f"run={tmp_path / 'run' / 'config.yaml'}", f"output_dir={tmp_path / 'b'}"])
+        )
+
+
+class WithHook:
+    def on_step_end(self, *_):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"callbacks": [WithHook()]}, "WithHook defines on_step_end, which is not called"),
+        ({"callbacks": [object()]}, "object defines none of the methods"),
+        ({"callbacks": [WithHook]}, r"is a class. Give an object: WithHook\(\)"),
+        ({"metrics": {"exact_match": length}}, "exact_match, which is a metric of finetune"),
+        ({"loss": "focal"}, "loss is 'focal'; expected a function"),
+    ],
+)
+def test_hooks_that_would_be_ignored_are_refused(given, message):
+    config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
+    with pytest.raises(ConfigError, match=message):
+        Hooks(**given).check(config)
+
+
+def test_a_loss_for_another_objective_is_refused():
+    config = finetune.load_config(["training.objective=dpo"], model="phi_tiny", data="orders", task="finetune_lora")
+    with pytest.raises(ConfigError, match=r"loss is given, but training\.objective is dpo"):
+        Hooks(loss=smoothed).check(config)
+
+
+def test_methods_of_other_trainers_are_refused():
+    class Mine(finetune.Trainer):
+        def compute_loss(self, *_):
+            raise AssertionError
+
+    with pytest.raises(ConfigError, match="Mine defines compute_loss, which this trainer does not call: give loss="):
+        Mine(None, None, None, None, None)
+
+
+def test_one_description_of_a_run_is_enough():
+    config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
+    with pytest.raises(ConfigError, match="Give one of the two"):
+        finetune.train(config, data=ROWS)
+    with pytest.raises(ConfigError, match="data is given as rows, but the overrides name"):
+        finetune.train(model="phi_tiny", data=ROWS, overrides=["data=orders"])
