@@ -57,7 +57,7 @@ def test_one_module_names_launch_variables_and_one_those_of_accelerate():
         constants = (node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
         return any(isinstance(value, str) and LAUNCH_VARIABLE.fullmatch(value) for value in constants)
 
-    modules = ("environment", "accelerate_variables")
+    modules = ("environment", "accelerate_settings")
     assert files_where(reads_one) == {f"finetune/distributed/{name}.py" for name in modules}
 
 

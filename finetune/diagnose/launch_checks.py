@@ -9,8 +9,11 @@ import socket
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from finetune.distributed.accelerate_settings import compare_accelerate_command, settings_of_accelerate
-from finetune.distributed.accelerate_variables import refused_settings
+from finetune.distributed.accelerate_settings import (
+    compare_accelerate_command,
+    refused_settings,
+    settings_of_accelerate,
+)
 from finetune.distributed.environment import (
     LAUNCH_VARIABLES,
     WORLD_VARIABLES,
@@ -20,7 +23,7 @@ from finetune.distributed.environment import (
     is_batch_script_body,
 )
 from finetune.distributed.launch import refuse_another_launch
-from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback, what_answers
+from finetune.distributed.network import is_loopback, is_own_address, own_name_is_loopback, probe_store
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.errors import ConfigError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
@@ -149,7 +152,7 @@ def _check_reach(host: str) -> Iterator[Finding]:
 
 
 def _check_agent(host: str, port: int) -> Finding:
-    fault = what_answers(host, port)
+    fault = probe_store(host, port)
     if fault is None:
         return ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
     fix = "end what is left of the previous launch, and start torchrun again"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.data.batches import loader_keys_on
-from finetune.distributed.accelerate_settings import refuse_another_precision
-from finetune.distributed.accelerate_variables import refused_settings
+from finetune.distributed.accelerate_settings import refuse_another_precision, refused_settings
 from finetune.distributed.device import _resolve_device, accelerator_type, device_of_rank
 from finetune.distributed.launch import wished_device
 from finetune.distributed.precision import best_precision, choose_precision, has_bf16

@@ -9,21 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
-from accelerate import Accelerator
+from accelerate import Accelerator as Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS
-from accelerate.utils import DistributedType, broadcast_object_list, gather_object
-
-__all__ = [
-    "AccelerateCommand",
-    "Accelerator",
-    "DistributedType",
-    "broadcast_object_list",
-    "forget_accelerate",
-    "gather_object",
-    "open_tracker",
-    "read_launch_arguments",
-]
+from accelerate.utils import DistributedType as DistributedType
+from accelerate.utils import broadcast_object_list as broadcast_object_list
+from accelerate.utils import gather_object as gather_object
 
 
 class AccelerateCommand(NamedTuple):
@@ -56,15 +47,10 @@ def read_launch_arguments(arguments: Sequence[str], folder: Path) -> AccelerateC
         with suppress(OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
             config = load_config_from_file(str(folder / options.config_file) if options.config_file else None)
     asked = options.num_processes or getattr(config, "num_processes", None)
-    flags = {
-        "FSDP": options.use_fsdp,
-        "DEEPSPEED": options.use_deepspeed,
-        "MEGATRON_LM": options.use_megatron_lm,
-        "XLA": options.tpu,
-    }
-    in_file = str(getattr(config, "distributed_type", "NO")).rpartition(".")[2].upper()
-    engines = [name for name, is_asked in flags.items() if is_asked or name == in_file]
-    return AccelerateCommand(asked if asked and asked > 0 else None, engines[0] if engines else None)
+    # accelerate itself refuses an option for an engine beside --cpu, but not a config file.
+    engine = str(getattr(config, "distributed_type", "NO")).rpartition(".")[2].upper()
+    is_engine = engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+    return AccelerateCommand(asked if asked and asked > 0 else None, engine if is_engine else None)
 
 
 def forget_accelerate() -> None:

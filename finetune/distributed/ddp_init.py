@@ -8,19 +8,19 @@ settings survive.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
 from finetune.distributed.device import (
@@ -64,76 +64,49 @@ class ProcessContext(NamedTuple):
     device: torch.device
 
 
-class _VariableChanges:
-    """The changes to launch variables, each with the value before."""
-
-    def __init__(self) -> None:
-        self._changes: dict[str, tuple[str | None, str | None]] = {}
-
-    def write_missing(self, variables: Mapping[str, str]) -> None:
-        """Set the variables that are not set. Accelerate adopts a group only if the launch variables are there."""
-        for name, value in variables.items():
-            if name not in os.environ:
-                self._change(name, value)
-
-    def hide_world(self) -> None:
-        """Make this process look alone. Accelerate would wait for the other ranks of a launch."""
-        for name in WORLD_VARIABLES:
-            if name in os.environ:
-                self._change(name, None)
-
-    def undo(self) -> None:
-        """Restore the values before, except the values that somebody else has changed since."""
-        while self._changes:
-            name, (before, ours) = self._changes.popitem()
-            if os.environ.get(name) == ours:
-                _set_variable(name, before)
-
-    def _change(self, name: str, value: str | None) -> None:
-        before = self._changes[name][0] if name in self._changes else os.environ.get(name)
-        self._changes[name] = (before, value)
-        _set_variable(name, value)
-
-
+@dataclass
 class _JoinedWorld:
-    """The world that this process has joined, and everything that `cleanup_ddp` must undo."""
+    """The world that this process has joined. There is one for each process, like torch's default group."""
 
-    def __init__(self) -> None:
-        self.group_is_ours = False
-        self.num_rendezvous = 0
-        self.rendezvous: Rendezvous | None = None
-        self.stores: dict[int, TCPStore] = {}
-        """The stores that this process keeps, by port. They stay open: the ranks of a next launch may come first."""
-        self.alone: ProcessContext | None = None
-        """The place of rank 0 if it trains for a whole launch: no group is up, but the ranks have decided."""
-        self.hidden_launch: LaunchEnvironment | None = None
-        """That launch. Its variables are hidden."""
-        self.fallbacks: tuple[Fallback, ...] = ()
-        self.variables = _VariableChanges()
+    undo: ExitStack = field(default_factory=ExitStack)
+    """Everything that `cleanup_ddp` must undo."""
+    rendezvous: Rendezvous | None = None
+    alone: ProcessContext | None = None
+    """The place of rank 0 if it trains for a whole launch: no group is up, but the ranks have decided."""
+    hidden_launch: LaunchEnvironment | None = None
+    """That launch. Its variables are hidden."""
+    fallbacks: tuple[Fallback, ...] = ()
+    """What was taken to join. A run that adopts this world later records them too."""
 
     def take(self, fallbacks: Fallbacks, fallback: Fallback, *, warning: str | None = None) -> None:
-        """Take a fallback that a run which adopts this world later records too."""
+        """Take a fallback, and keep it for later runs."""
         fallbacks.take(fallback, warning=warning)
         self.fallbacks = (*self.fallbacks, fallback)
 
-    def leave(self) -> None:
-        """End the group if it is ours, and the rendezvous, and restore the launch variables."""
-        if self.group_is_ours and dist.is_initialized():
-            # Leaving without this aborts small gloo runs.
-            dist.destroy_process_group()
-        self.group_is_ours = False
-        if self.rendezvous is not None:
-            try:
-                self.rendezvous.leave()
-            except LaunchError as error:
-                _log.debug("%s", error)
-            self.rendezvous = None
-        self.alone, self.hidden_launch, self.fallbacks = None, None, ()
-        self.variables.undo()
+    def set_variable(self, name: str, value: str | None) -> None:
+        """Set a variable, or remove it (None). Undoing restores it, unless somebody else has changed it since."""
+        before = os.environ.get(name)
+
+        def restore() -> None:
+            if os.environ.get(name) == value:
+                _set_variable(name, before)
+
+        _set_variable(name, value)
+        self.undo.callback(restore)
+
+    def hide_launch(self) -> None:
+        """Make this process look alone. Accelerate would wait for the other ranks of a launch."""
+        for name in WORLD_VARIABLES:
+            if name in os.environ:
+                self.set_variable(name, None)
 
 
 _world = _JoinedWorld()
-"""One for each process, like torch's default group."""
+_rendezvous_numbers = itertools.count(1)
+
+
+class _TrainsAloneError(Exception):
+    """Rank 0 goes on alone, for this reason. Raised on rank 0 only."""
 
 
 def initialize_ddp(
@@ -178,7 +151,9 @@ def initialize_ddp(
         return None
     if _world.alone is not None:
         return _world.alone
-    environment = _environment_with(rank, worldsize, master_addr, master_port)
+    environment = read_environment(with_place(os.environ, rank, worldsize))
+    port = environment.master_port if master_port is None else int(master_port)
+    environment = replace(environment, master_addr=master_addr or environment.master_addr, master_port=port)
     if not is_configured():  # a script in the form of the guides begins here
         configure_logs(environment.rank, num_processes=environment.world_size)
     fallbacks = fallbacks or Fallbacks()
@@ -189,18 +164,15 @@ def initialize_ddp(
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     try:
-        _world.variables.write_missing(environment.as_variables())
-        why_alone = _initialize_distributed(
-            environment,
-            chosen,
-            own_device,
-            DEFAULT_TIMEOUT if timeout is None else timeout,
-            flag=flag,
-            shares_gpus=shares_gpus,
-            fallbacks=fallbacks,
+        for name, value in environment.as_variables().items():
+            if name not in os.environ:  # Accelerate adopts a group only if the launch variables are there
+                _world.set_variable(name, value)
+        timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+        _initialize_distributed(
+            environment, chosen, own_device, timeout, flag=flag, shares_gpus=shares_gpus, fallbacks=fallbacks
         )
-        if why_alone is not None:
-            return _go_on_alone(environment, why_alone, own_device, fallbacks)
+    except _TrainsAloneError as decision:
+        return _go_on_alone(environment, str(decision), own_device, fallbacks)
     except BaseException:
         cleanup_ddp()
         raise
@@ -236,27 +208,13 @@ def current_context(device: str | torch.device | None = None, *, shares_gpus: bo
 
 def cleanup_ddp() -> None:
     """End the group and undo our changes to the launch variables. Safe to call twice and after a failure."""
-    _world.leave()
+    global _world
+    world, _world = _world, _JoinedWorld()
+    world.undo.close()
 
 
 # A script that ends without it aborts small gloo runs, and leaves other ranks waiting for rank 0's verdict.
 atexit.register(cleanup_ddp)
-
-
-def _environment_with(
-    rank: int | None, worldsize: int | None, master_addr: str | None, master_port: int | str | None
-) -> LaunchEnvironment:
-    if (rank is None) != (worldsize is None):
-        raise LaunchError(f"rank={rank} and worldsize={worldsize} belong together: give both or neither.")
-    if rank is None or worldsize is None:
-        environment = read_environment(os.environ)
-    else:
-        environment = read_environment(with_place(os.environ, rank, worldsize))
-    return replace(
-        environment,
-        master_addr=environment.master_addr if master_addr is None else master_addr,
-        master_port=environment.master_port if master_port is None else int(master_port),
-    )
 
 
 def _choose_backend(backend: str | None, device: torch.device, *, shares_gpus: bool = False) -> str:
@@ -278,37 +236,33 @@ def _initialize_distributed(
     flag: bool | None,
     shares_gpus: bool,
     fallbacks: Fallbacks,
-) -> str | None:
-    """Form the group. Collective.
-
-    Returns:
-        None if the group is up; else, on rank 0 only, why this process goes on alone.
-    """
-    _world.num_rendezvous += 1
+) -> None:
+    """Form the group, or raise what `_obey` raises. Collective."""
+    host = address_of_rank_0(environment)
+    identity = None if shares_gpus else device_identity(device)
+    note = [f"{device.type} with {backend}", identity, own_address_towards(host)]
     try:
-        rendezvous = Rendezvous(environment, timeout, _world.num_rendezvous, stores=_world.stores)
-        _world.rendezvous = rendezvous
+        rendezvous = Rendezvous(environment, timeout, next(_rendezvous_numbers), json.dumps(note))
     except LaunchError as error:
         # Without its port no other rank reaches rank 0: the others do not find it, and leave with an error.
         if environment.rank != 0 or fallbacks.strict:
             raise
-        return str(error)
-    why = None
+        raise _TrainsAloneError(str(error)) from error
+    _world.rendezvous = rendezvous
+    _world.undo.callback(rendezvous.leave)
+    verdict = Verdict("together")
     if environment.rank == 0:
-        why = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
-    why = _obey(rendezvous, _verdict(why, fallbacks))
-    if why is not None:
-        return why
-    _compare_ranks(rendezvous, device, backend, shares_gpus=shares_gpus)
-    for candidate in (backend,) if backend != "nccl" or fallbacks.strict else (backend, "gloo"):
-        failure = _start_backend(rendezvous, candidate, timeout)
+        failure = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
+        verdict = _compare_devices(rendezvous) if failure is None else _verdict(failure, fallbacks)
+    _obey(rendezvous, verdict)
+    _choose_interface(rendezvous, host)
+    failure = _start_backend(rendezvous, backend, timeout)
+    if failure is not None and backend == "nccl" and not fallbacks.strict:
+        nccl_failure, failure = failure, _start_backend(rendezvous, "gloo", timeout)
         if failure is None:
-            if candidate != backend:
-                fallback = Fallback(what="parallel.backend", wanted=backend, used=candidate, why=str(why))
-                _world.take(fallbacks, fallback)
-            return None
-        why = failure
-    return _obey(rendezvous, _verdict(why, fallbacks))
+            _world.take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used="gloo", why=nccl_failure))
+    if failure is not None:
+        _obey(rendezvous, _verdict(failure, fallbacks))
 
 
 def _why_not_wanted(environment: LaunchEnvironment) -> str:
@@ -318,60 +272,67 @@ def _why_not_wanted(environment: LaunchEnvironment) -> str:
     )
 
 
-def _verdict(why: str | None, fallbacks: Fallbacks) -> Verdict:
-    """Return what rank 0 decides if there is a reason why the ranks cannot train together, or None."""
-    if why is None:
-        return Verdict("together")
-    return Verdict("refused", f"{why}. No rank goes on alone.") if fallbacks.strict else Verdict("alone", why)
+def _verdict(failure: str, fallbacks: Fallbacks) -> Verdict:
+    """Return what rank 0 decides if the ranks cannot train together."""
+    return Verdict("refused", f"{failure}. No rank goes on alone.") if fallbacks.strict else Verdict("alone", failure)
 
 
-def _obey(rendezvous: Rendezvous, verdict: Verdict) -> str | None:
-    """Give rank 0's verdict to all ranks, and act on it. The verdict of another rank is not used. Collective.
+def _compare_devices(rendezvous: Rendezvous) -> Verdict:
+    """Refuse ranks on different types of device or two on one GPU: a backend would hang with them."""
+    ranks = {rank: json.loads(note) for rank, note in rendezvous.joined().items()}
+    try:
+        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in ranks.items()})
+        refuse_shared_devices({rank: identity for rank, (_, identity, _) in ranks.items()})
+    except LaunchError as error:
+        return Verdict("refused", str(error))
+    return Verdict("together")
 
-    Returns:
-        None if the ranks train together; else, on rank 0, why it goes on alone.
 
-    Raises:
-        LaunchError: rank 0 refuses the launch.
-        LeftToMain: on the other ranks, if rank 0 goes on alone.
+def _choose_interface(rendezvous: Rendezvous, host: str) -> None:
+    """Choose gloo's network interface: on one machine, it listens on loopback only.
+
+    On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come; an
+    address of another machine does.
     """
-    environment = rendezvous.environment
-    if environment.rank == 0:
-        rendezvous.give_verdict(verdict)
-    else:
-        verdict = rendezvous.read_verdict()
-    if verdict.decision == "refused":
-        raise LaunchError(verdict.why)
-    if verdict.decision == "alone" and environment.rank != 0:
-        _log.warning(
-            "[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)",
-            environment.rank,
-            environment.world_size,
-            verdict.why,
-        )
+    addresses = (json.loads(note)[2] for note in rendezvous.joined().values())
+    peers = (address for address in addresses if address and not is_own_address(address))
+    interface = interface_towards(next(peers, host))
+    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
+        _world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
+
+
+def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
+    """Share rank 0's verdict. Return if the ranks train together; else end this rank, or let it go on alone."""
+    rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
+    decision, reason = rendezvous.share_verdict(verdict)
+    if decision == "refused":
+        raise LaunchError(reason)
+    if decision == "alone" and rank == 0:
+        raise _TrainsAloneError(reason)
+    if decision == "alone":
+        _log.warning("[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)", rank, world_size, reason)
         raise LeftToMain
-    return None if verdict.decision == "together" else verdict.why
 
 
 def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
-    """Connect the ranks, which are all present. Collective.
+    """Connect the ranks, which are all present, and return which of them could not connect and why. Collective.
 
     If that fails, no group is left, whatever the error: `cleanup_ddp` would wait for a collective that hangs.
-
-    Returns:
-        None, or which of the ranks could not connect and why.
     """
     with ExitStack() as unless_started:
-        unless_started.callback(_give_up, backend)
-        why = _connect_ranks(rendezvous, backend, timeout)
-        if why is None:
+        unless_started.callback(_end_group, aborts=backend == "nccl")
+        failure = _connect_ranks(rendezvous, backend)
+        if failure is None:
+            _set_timeout(timeout)
+            rendezvous.store.set_timeout(timeout)
+            _world.undo.callback(_end_group)  # without it, small gloo runs abort at their end
             unless_started.pop_all()
-    return why
+    return failure
 
 
-def _connect_ranks(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
-    environment = rendezvous.environment
-    seconds = _start_seconds(rendezvous)
+def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
+    rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
+    seconds = min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
     limit = timedelta(seconds=seconds)
     rendezvous.store.set_timeout(limit)
     problem = ""
@@ -379,38 +340,25 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> 
         dist.init_process_group(
             backend,
             store=PrefixStore(backend, rendezvous.store),
-            rank=environment.rank,
-            world_size=environment.world_size,
+            rank=rank,
+            world_size=world_size,
             # At the limit nccl would end the process from a thread of its own. `_finish` gives up before.
             timeout=2 * limit if backend == "nccl" else limit,
         )
-        _world.group_is_ours = True
         if backend == "nccl":  # it would guess this process's GPU from its rank
             _finish(dist.barrier(device_ids=[torch.cuda.current_device()], async_op=True), seconds)
         else:
             dist.barrier()
-        _set_timeout(timeout)
-        rendezvous.store.set_timeout(timeout)
     except (RuntimeError, ValueError) as error:
         # nccl's own reason stands lines below the first, which is the same for all of them.
         problem = f"{first_line(error)} {str(error).partition('Last error:')[2].strip()}".strip()
     notes = rendezvous.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)
-    failed = {rank: notes.get(rank, "no answer") for rank in range(environment.world_size) if notes.get(rank) != ""}
+    failed = {rank: notes.get(rank, "no answer") for rank in range(world_size) if notes.get(rank) != ""}
     if failed:
-        rank, text = next(iter(failed.items()))
-        return f"{backend} did not start on {len(failed)} of {environment.world_size} ranks (rank {rank}: {text})"
-    _log.info(
-        "[Distributed] Initialized with backend=%s rank=%d world_size=%d",
-        backend,
-        environment.rank,
-        environment.world_size,
-    )
+        first, text = next(iter(failed.items()))
+        return f"{backend} did not start on {len(failed)} of {world_size} ranks (rank {first}: {text})"
+    _log.info("[Distributed] Initialized with backend=%s rank=%d world_size=%d", backend, rank, world_size)
     return None
-
-
-def _start_seconds(rendezvous: Rendezvous) -> float:
-    """Return how long ranks that are all present wait for each other."""
-    return min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
 
 
 def _finish(work: dist.Work, seconds: float) -> None:
@@ -427,42 +375,13 @@ def _finish(work: dist.Work, seconds: float) -> None:
     work.wait()
 
 
-def _give_up(backend: str) -> None:
-    """End a group that has not started; nccl would first wait for its unfinished collective."""
+def _end_group(*, aborts: bool = False) -> None:
+    """End the group, if it is up. Without `aborts`, nccl waits for an unfinished collective."""
     if dist.is_initialized():
-        if backend == "nccl":
+        if aborts:
             _abort_process_group()
         else:
             dist.destroy_process_group()
-
-
-def _compare_ranks(rendezvous: Rendezvous, device: torch.device, backend: str, *, shares_gpus: bool) -> None:
-    """Refuse ranks on different types of device or two on one GPU, and choose gloo's network interface. Collective.
-
-    A backend would hang with such ranks. On one machine, gloo listens on loopback only. On rank 0's machine its own
-    name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come; an address of another machine does.
-
-    Raises:
-        LaunchError: on all ranks.
-    """
-    host = address_of_rank_0(rendezvous.environment)
-    identity = None if shares_gpus else device_identity(device)
-    own = [f"{device.type} with {backend}", identity, own_address_towards(host)]
-    notes = rendezvous.exchange("device", json.dumps(own), _start_seconds(rendezvous))
-    found = {rank: json.loads(text) for rank, text in notes.items()}
-    verdict = Verdict("together")
-    try:
-        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in found.items()})
-        identities = [found[rank][1] if rank in found else None for rank in range(rendezvous.environment.world_size)]
-        refuse_shared_devices(identities)
-    except LaunchError as error:
-        verdict = Verdict("refused", str(error))
-    # As a verdict, since rank 0 takes the store with it: it must not leave before the others have read why.
-    _obey(rendezvous, verdict)
-    peers = (address for _, _, address in found.values() if address and not is_own_address(address))
-    interface = interface_towards(next(peers, host))
-    if interface is not None:
-        _world.variables.write_missing({GLOO_INTERFACE_VARIABLE: interface})
 
 
 def _alone(
@@ -471,27 +390,27 @@ def _alone(
     """Return the place of a process that was launched alone."""
     if flag is True:
         has_launcher = environment.launcher != "none"
-        found = f"{environment.launcher} started one process" if has_launcher else "there is no launcher"
-        why = f"{found}; use torchrun, accelerate launch, srun or parallel.num_processes for several processes"
+        start = f"{environment.launcher} started one process" if has_launcher else "there is no launcher"
+        why = f"{start}; use torchrun, accelerate launch, srun or parallel.num_processes for several processes"
         fallbacks.take(
             Fallback(what="ddp", wanted="several processes", used="one process", why=why),
             warning="[Trainer] Warning: DDP was requested but WORLD_SIZE is 1: this process trains alone",
         )
-    _world.variables.hide_world()
+    _world.hide_launch()
     return ProcessContext(False, 0, 0, 1, _resolve_device(device))
 
 
 def _go_on_alone(
-    environment: LaunchEnvironment, why: str, device: torch.device, fallbacks: Fallbacks
+    environment: LaunchEnvironment, reason: str, device: torch.device, fallbacks: Fallbacks
 ) -> ProcessContext:
     """Return the place of rank 0 in a world that was not formed."""
     _world.take(
         fallbacks,
-        Fallback(what="ddp", wanted=f"{environment.world_size} processes", used="one process", why=why),
-        warning=f"[Trainer] Warning: DDP was requested but {why}. Rank 0 trains alone with the same global batch: the "
-        "curve stays the same, only slower",
+        Fallback(what="ddp", wanted=f"{environment.world_size} processes", used="one process", why=reason),
+        warning=f"[Trainer] Warning: DDP was requested but {reason}. Rank 0 trains alone with the same global batch: "
+        "the curve stays the same, only slower",
     )
-    _world.variables.hide_world()
+    _world.hide_launch()
     _world.alone, _world.hidden_launch = ProcessContext(False, 0, environment.local_rank, 1, device), environment
     return _world.alone
 

@@ -6,16 +6,17 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from finetune.distributed.environment import is_gpu_choice_given, visible_gpus
 from finetune.distributed.guardian.faults import format_ranks
 from finetune.errors import LaunchError
 
 _log = logging.getLogger(__name__)
 
+_CHOICES_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+"""Set by a launcher or the user, perhaps to other GPUs for each process."""
 _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
@@ -56,7 +57,7 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
     count = torch.cuda.device_count()
     if count == 0:
         return torch.device("cpu")
-    if count == 1 and is_gpu_choice_given(os.environ):
+    if count == 1 and any(os.environ.get(name) for name in _CHOICES_OF_GPUS):
         return torch.device("cuda", 0)
     if shares_gpus:
         return torch.device("cuda", local_rank % count)
@@ -94,7 +95,7 @@ def device_identity(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     index = device.index or 0
-    visible = visible_gpus(os.environ)
+    visible = os.environ.get(_CHOICES_OF_GPUS[0], "").split(",")
     # All slices of a divided GPU (MIG) may answer with the UUID of the whole; their names in the list differ.
     name = visible[index].strip() if index < len(visible) else ""
     uuid = name if name.startswith("MIG-") else f"GPU-{torch.cuda.get_device_properties(index).uuid}"
@@ -121,8 +122,8 @@ def refuse_different_devices(device_types: Mapping[int, str]) -> None:
         )
 
 
-def refuse_shared_devices(identities: Sequence[str | None]) -> None:
-    """Refuse two ranks on one GPU, by the `device_identity` of every rank, in the order of ranks.
+def refuse_shared_devices(identities: Mapping[int, str | None]) -> None:
+    """Refuse two ranks on one GPU, by the `device_identity` of every rank.
 
     Two ranks would compete for memory and time, and nccl would not start.
 
@@ -130,7 +131,7 @@ def refuse_shared_devices(identities: Sequence[str | None]) -> None:
         LaunchError: two ranks have the same GPU.
     """
     ranks: dict[str, list[int]] = {}
-    for rank, identity in enumerate(identities):
+    for rank, identity in identities.items():
         if identity is not None:
             # A UUID is unique in the world; two containers of one machine differ in their host's name.
             ranks.setdefault(identity.split(" ")[-1], []).append(rank)

@@ -1,10 +1,10 @@
 """Read a process's place in its launch from the launcher's environment variables.
 
-Only this module knows these variables by name. The settings of accelerate are in `accelerate_variables`.
+Only this module knows these variables by name. The settings of accelerate are in `accelerate_settings`.
 
-Each family of launchers passes rank and sizes under names of its own (`LauncherVariables`). Only the first family that
-is present counts: `srun torchrun …` and `mpirun` inside a Slurm job are normal, and there RANK differs from
-SLURM_PROCID by design.
+Each family of launchers passes rank and sizes under names of its own (`_Family`). Only the first family that is
+present counts: `srun torchrun …` and `mpirun` inside a Slurm job are normal, and there RANK differs from SLURM_PROCID
+by design.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import multiprocessing
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from finetune.distributed.launcher_variables import LauncherVariables, read_number
-from finetune.distributed.slurm_notation import _first_host_from_slurm_nodelist, tasks_on_node
 from finetune.errors import LaunchError
 from finetune.signals import after_fork_in_child
 
@@ -49,43 +48,53 @@ class LaunchEnvironment:
     """This process's place in its launch, as the launcher's variables describe it."""
 
     launcher: Launcher
-    rank: int
-    local_rank: int
-    world_size: int
-    local_world_size: int
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
     master_addr: str
     master_port: int
     launch_id: str = ""
-    """The same for all processes of this launch, and for no other launch; empty if the launcher has no such id."""
+    """Tells this launch from another one at the same address, if the launcher has an id for it."""
     is_one_machine: bool = False
     """Whether the launcher says that all processes of this launch are on this machine."""
+    is_address_missing: bool = False
+    """Whether the launcher says that there are several machines, and nothing says where rank 0 is."""
 
     def as_variables(self) -> dict[str, str]:
         """Return this place under the names that torch.distributed and Accelerate read."""
         sizes = (self.rank, self.world_size, self.local_rank, self.local_world_size)
-        values = (*sizes, self.master_addr, self.master_port)
-        return {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
+        return _as_launch_variables(*sizes, self.master_addr, self.master_port)
 
 
-_TORCH = LauncherVariables("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-_OPEN_MPI = LauncherVariables(
-    "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
+@dataclass(frozen=True)
+class _Family:
+    """The variables of one family of launchers. Each text lists alternatives: the first one that is set counts."""
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        return f"{self.rank} {self.world_size} {self.local_rank} {self.local_world_size}".split()
+
+    def is_present(self, environ: Mapping[str, str]) -> bool:
+        """Return whether a variable is set that says which process this is."""
+        return any(name in environ for name in f"{self.rank} {self.world_size} {self.local_rank}".split())
+
+
+_OF_WORLD = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_TORCH = _Family("torch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+_MPI = (
+    _Family("Open MPI", *(f"OMPI_COMM_WORLD_{number}" for number in _OF_WORLD)),
+    _Family("MVAPICH", *(f"MV2_COMM_WORLD_{number}" for number in _OF_WORLD)),
+    # MPICH, Intel MPI (both with Hydra) and others that speak PMI.
+    _Family("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"),
 )
-_MVAPICH = LauncherVariables(
-    "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"
-)
-# MPICH, Intel MPI (both with Hydra) and others that speak PMI.
-_PMI = LauncherVariables(
-    "PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"
-)
-_SLURM = LauncherVariables("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", "SLURM_LOCALID")
-_MPI = (_OPEN_MPI, _MVAPICH, _PMI)
-# Slurm numbers its own steps (batch, extern, interactive, pending) down from 0xFFFFFFFF.
-_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_SLURM = _Family("Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS SLURM_NPROCS", "SLURM_LOCALID")
 
 WORLD_VARIABLES: tuple[str, ...] = (
     *_TORCH.names,
@@ -105,27 +114,41 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
         LaunchError: the launcher's variables are missing, malformed or contradict each other.
     """
     family = _family_of_launcher(environ)
-    if family is not None:
-        return _read_place(environ, family)
+    given_addr = environ.get("MASTER_ADDR")
+    if family is None:
+        return LaunchEnvironment(
+            # `accelerate launch` of one process sets its own settings and no rank.
+            launcher="accelerate" if _is_from_accelerate(environ) else "none",
+            master_addr=given_addr or DEFAULT_MASTER_ADDR,
+            master_port=_port(environ, DEFAULT_MASTER_PORT),
+            is_one_machine=True,
+        )
+    here = _slurm_tasks_here(environ) if family is _SLURM else read_number(environ, family.local_world_size)
+    place = _read_place(environ, family, here)
+    is_one_node = place["local_world_size"] == place["world_size"]
+    launcher, launch_id = _launcher(environ, family)
+    first_host = None if given_addr else _first_host(environ, family, place["rank"], is_one_node=is_one_node)
     return LaunchEnvironment(
-        # `accelerate launch` of one process sets its own settings and no rank.
-        launcher="accelerate" if _is_from_accelerate(environ) else "none",
-        rank=0,
-        local_rank=0,
-        world_size=1,
-        local_world_size=1,
-        master_addr=environ.get("MASTER_ADDR") or DEFAULT_MASTER_ADDR,
-        master_port=_port(environ, DEFAULT_MASTER_PORT),
-        is_one_machine=True,
+        launcher=launcher,
+        **place,
+        master_addr=given_addr or first_host or DEFAULT_MASTER_ADDR,
+        master_port=_port(environ, _slurm_port(environ) if family is _SLURM else DEFAULT_MASTER_PORT),
+        launch_id=launch_id,
+        is_one_machine=here == place["world_size"],
+        is_address_missing=not (given_addr or first_host) and here is not None and here < place["world_size"],
     )
 
 
-def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[str, str]:
-    """Return rank and world size as a launcher would set them, with node and address from the environment.
+def with_place(environ: Mapping[str, str], rank: int | None, worldsize: int | None) -> Mapping[str, str]:
+    """Return rank and world size, if given, as a launcher would set them, with node and address from the environment.
 
     Raises:
-        LaunchError: a launcher gave this process another place.
+        LaunchError: one of the two is missing, or a launcher gave this process another place.
     """
+    if rank is None and worldsize is None:
+        return environ
+    if rank is None or worldsize is None:
+        raise LaunchError(f"rank={rank} and worldsize={worldsize} belong together: give both or neither.")
     given = {"RANK": str(rank), "WORLD_SIZE": str(worldsize)}
     other = [f"{name}={environ[name]}" for name in given if environ.get(name, given[name]) != given[name]]
     if other:
@@ -139,8 +162,7 @@ def with_place(environ: Mapping[str, str], rank: int, worldsize: int) -> dict[st
 
 def variables_of_spawn(rank: int, world_size: int, address: str, port: int, run_id: str) -> dict[str, str]:
     """Return the variables of a process of our own spawn, which keeps the store as torchrun's agent does."""
-    values = (rank, world_size, rank, world_size, address, port)
-    place = {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
+    place = _as_launch_variables(rank, world_size, rank, world_size, address, port)
     return {**place, "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
@@ -156,19 +178,17 @@ def given_address(environ: Mapping[str, str]) -> tuple[str | None, int | None]:
 
 def is_first_process(environ: Mapping[str, str]) -> bool:
     """Return whether this process is rank 0 or alone; True if the environment cannot be read."""
-    try:
+    with suppress(LaunchError):
         return read_environment(environ).rank == 0
-    except LaunchError:
-        return True
+    return True
 
 
 def speaks_for_a_node(environ: Mapping[str, str]) -> bool:
     """Return whether this is the first process of one of several nodes: other nodes may print on other screens."""
-    try:
+    with suppress(LaunchError):
         place = read_environment(environ)
-    except LaunchError:
-        return True
-    return place.local_rank == 0 and place.local_world_size < place.world_size
+        return place.local_rank == 0 and place.local_world_size < place.world_size
+    return True
 
 
 def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> int | None:
@@ -184,15 +204,6 @@ def launcher_pid(environ: Mapping[str, str], environment: LaunchEnvironment) -> 
     return _parent_pid if is_worker else None
 
 
-def is_address_missing(environ: Mapping[str, str], environment: LaunchEnvironment) -> bool:
-    """Return whether processes of other nodes cannot know where rank 0 listens: no variable says so, nor a default."""
-    family = _family_of_launcher(environ)
-    if family is None or environ.get("MASTER_ADDR") or environment.master_addr != DEFAULT_MASTER_ADDR:
-        return False
-    here = read_number(environ, family.local_world_size)
-    return here is not None and here < environment.world_size
-
-
 def is_batch_script_body(environ: Mapping[str, str]) -> bool:
     """Return whether Slurm gave a job several tasks, but this process was started alone, outside of srun.
 
@@ -202,20 +213,10 @@ def is_batch_script_body(environ: Mapping[str, str]) -> bool:
     if "SLURM_JOB_ID" not in environ or _family_of_launcher(environ) is not None:
         return False
     counts = (environ.get(name, "") for name in ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
-    total, per_node, nodes = (int(count) if re.fullmatch(r"[0-9]{1,9}", count) else None for count in counts)
+    total, per_node, nodes = (int(count) if _NUMBER.fullmatch(count) else None for count in counts)
     # Without `--ntasks`, older versions of Slurm say only how many tasks each node is to have.
     tasks = (per_node or 0) * (nodes or 1) if total is None else total
     return tasks > 1
-
-
-def is_gpu_choice_given(environ: Mapping[str, str]) -> bool:
-    """Return whether a launcher or the user chose the GPUs that this process sees, perhaps others for each process."""
-    return any(environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"))
-
-
-def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the names or numbers of the CUDA GPUs that this process was given; empty names if it sees all."""
-    return environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
 def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
@@ -223,90 +224,86 @@ def is_started_by_accelerate_alone(environ: Mapping[str, str]) -> bool:
     return _is_from_accelerate(environ) and read_environment(environ).world_size == 1
 
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+def read_number(environ: Mapping[str, str], names: str) -> int | None:
+    """Return the whole number under the first of these names (between spaces) that is set.
+
+    Raises:
+        LaunchError: it is not a whole number.
+    """
+    name = next((name for name in names.split() if name in environ), None)
+    if name is None:
+        return None
+    if not _NUMBER.fullmatch(environ[name]):
+        raise LaunchError(f"{name} is {environ[name]!r}; expected a whole number. Start again through the launcher.")
+    return int(environ[name])
+
+
+def _as_launch_variables(*values: int | str) -> dict[str, str]:
+    return {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
+
+
 def _is_from_accelerate(environ: Mapping[str, str]) -> bool:
     return "ACCELERATE_MIXED_PRECISION" in environ or "ACCELERATE_DYNAMO_BACKEND" in environ
 
 
-def _family_of_launcher(environ: Mapping[str, str]) -> LauncherVariables | None:
-    if _TORCH.are_present(environ):
+def _family_of_launcher(environ: Mapping[str, str]) -> _Family | None:
+    if _TORCH.is_present(environ):
         return _TORCH
     is_slurm_step = _is_slurm_step(environ)
     for family in _MPI:
         # srun with a PMI plugin sets PMI_RANK too, but not the local rank that every mpirun sets.
         is_from_srun = is_slurm_step and family.local_rank.split()[0] not in environ
-        if family.are_present(environ) and not is_from_srun:
+        if family.is_present(environ) and not is_from_srun:
             return family
     return _SLURM if is_slurm_step else None
 
 
-def _is_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Return whether srun started this process.
+def _read_place(environ: Mapping[str, str], family: _Family, here: int | None) -> dict[str, int]:
+    """Read rank, local_rank, world_size and local_world_size.
 
-    A batch script's body and the shell that salloc opens are one process, whatever SLURM_NTASKS says there. They have
-    no step id, or a reserved one: a name such as ``batch``, or 0xFFFFFFF0 and above.
+    A world of one needs no local rank. If the launcher does not say how many processes are `here`, on this node, the
+    answer is all of them if local rank and rank are equal, else the smallest number that fits the local rank.
+
+    Raises:
+        LaunchError: variables are missing, malformed or contradict each other.
     """
-    step = environ.get("SLURM_STEP_ID", "")
-    is_step = re.fullmatch(r"[0-9]{1,12}", step) is not None and int(step) < _FIRST_SPECIAL_STEP
-    return is_step and not _is_step_inherited(environ)
-
-
-def _is_step_inherited(environ: Mapping[str, str]) -> bool:
-    """Return whether the step's variables came with the environment of a job that was submitted inside the step.
-
-    A real task lists as many ranks on its node (SLURM_GTIDS) as its step has tasks there.
-    """
-    here, ranks_here = _slurm_tasks_here(environ), environ.get("SLURM_GTIDS")
-    return None not in (here, ranks_here) and len(str(ranks_here).split(",")) != here
-
-
-def _launcher(environ: Mapping[str, str], family: LauncherVariables) -> Launcher:
-    if family is _SLURM:
-        return "slurm"
-    if family is not _TORCH:
-        return "mpi"
-    if _is_from_accelerate(environ):
-        return "accelerate"
-    run_id = environ.get("TORCHELASTIC_RUN_ID")
-    return "spawn" if run_id is None or run_id.startswith(SPAWN_RUN_ID_PREFIX) else "torchrun"
-
-
-def _launch_id(environ: Mapping[str, str], family: LauncherVariables, *, is_one_node: bool) -> str:
-    if family is _SLURM:
-        job, step = environ.get("SLURM_JOB_ID", "?"), environ.get("SLURM_STEP_ID", "?")
-        return f"{job}.{step}/attempt-{environ.get('SLURM_RESTART_COUNT', '0')}"
-    if family is not _TORCH:
-        return environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
-    # Each node's agent counts only the failures of its own workers: over several nodes the counts differ.
-    attempt = environ.get("TORCHELASTIC_RESTART_COUNT") if is_one_node else None
-    parts = [*([] if run_id == "none" else [run_id]), *([] if attempt is None else [f"attempt-{attempt}"])]
-    return "/".join(parts)
-
-
-def _refuse_unknown_first_node(environ: Mapping[str, str], family: LauncherVariables) -> None:
-    """With `--distribution=arbitrary` rank 0 may be on any node, and the sorted node list does not say on which."""
-    node = environ.get("SLURMD_NODENAME", "NODE")
-    is_elsewhere = read_number(environ, family.rank) == 0 and (read_number(environ, "SLURM_NODEID") or 0) > 0
-    if family is _SLURM and is_elsewhere and not environ.get("MASTER_ADDR"):
+    rank, world_size = read_number(environ, family.rank), read_number(environ, family.world_size)
+    local_rank = read_number(environ, family.local_rank)
+    if local_rank is None and world_size == 1:
+        local_rank = 0
+    given = ", ".join(f"{name}={environ[name]}" for name in family.names if name in environ) or "none of them"
+    if rank is None or world_size is None or local_rank is None:
+        needed = (family.rank, family.world_size, family.local_rank)
+        missing = [names.replace(" ", " or ") for names in needed if not any(name in environ for name in names.split())]
         raise LaunchError(
-            f"rank 0 is not on the first node of this step (SLURM_PROCID=0, SLURM_NODEID={environ['SLURM_NODEID']}), "
-            f"where the other ranks look for it. Export MASTER_ADDR={node} before srun."
+            f"The environment is incomplete for a launch through {family.name} variables: found {given}; missing "
+            f"{', '.join(missing)}. Start through torchrun, accelerate launch, srun or mpirun, which set them all, or "
+            "unset them to train in one process."
         )
+    if here is None:
+        here = world_size if local_rank == rank else local_rank + 1
+    if not (rank < world_size and local_rank < here <= world_size):
+        raise LaunchError(
+            f"The launch variables contradict each other: {given}, {here} processes on this node. Expected 0 <= rank < "
+            "world size and 0 <= local rank < processes on this node <= world size. Unset them, or start again through "
+            "the launcher."
+        )
+    return {"rank": rank, "local_rank": local_rank, "world_size": world_size, "local_world_size": here}
 
 
-def _read_place(environ: Mapping[str, str], family: LauncherVariables) -> LaunchEnvironment:
-    _refuse_unknown_first_node(environ, family)
-    here = _slurm_tasks_here(environ) if family is _SLURM else read_number(environ, family.local_world_size)
-    place = family.read(environ, processes_here=here)
-    is_one_node = place["local_world_size"] == place["world_size"]
-    return LaunchEnvironment(
-        launcher=_launcher(environ, family),
-        **place,
-        master_addr=environ.get("MASTER_ADDR") or _default_address(environ, family, is_one_node=is_one_node),
-        master_port=_port(environ, _default_port(environ, family)),
-        launch_id=_launch_id(environ, family, is_one_node=is_one_node),
-        is_one_machine=here == place["world_size"],
-    )
+def _launcher(environ: Mapping[str, str], family: _Family) -> tuple[Launcher, str]:
+    """Return the launcher, and its id of this launch."""
+    if family is _SLURM:
+        return "slurm", f"{environ.get('SLURM_JOB_ID', '?')}.{environ.get('SLURM_STEP_ID', '?')}"
+    if family is not _TORCH:
+        return "mpi", environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or ""
+    run_id = environ.get("TORCHELASTIC_RUN_ID", SPAWN_RUN_ID_PREFIX)
+    if _is_from_accelerate(environ):
+        return "accelerate", run_id
+    return "spawn" if run_id.startswith(SPAWN_RUN_ID_PREFIX) else "torchrun", run_id
 
 
 def _port(environ: Mapping[str, str], default: int) -> int:
@@ -319,25 +316,79 @@ def _port(environ: Mapping[str, str], default: int) -> int:
     return port
 
 
+# --- Slurm ---------------------------------------------------------------------------------------------------------
+
+# Slurm numbers its own steps (batch, extern, interactive, pending) down from 0xFFFFFFFF.
+_FIRST_SPECIAL_STEP = 0xFFFFFFF0
+_HOST = re.compile(r"(?:[^\[\],\s]|\[[0-9]{1,18}(?:[-,][0-9]{1,18})*\])+(?=,|$)")
+_TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")
+
+
+def _is_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Return whether srun started this process.
+
+    A batch script's body and the shell that salloc opens are one process, whatever SLURM_NTASKS says there. They have
+    no step id, or a reserved one: a name such as ``batch``, or 0xFFFFFFF0 and above. A job that was submitted inside a
+    step inherits the step's variables, but lists fewer ranks on its node (SLURM_GTIDS) than the step has tasks there.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if re.fullmatch(r"[0-9]{1,12}", step) is None or int(step) >= _FIRST_SPECIAL_STEP:
+        return False
+    here, ranks_here = _slurm_tasks_here(environ), environ.get("SLURM_GTIDS")
+    return here is None or ranks_here is None or len(ranks_here.split(",")) == here
+
+
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
+    """Return this node's number of tasks in Slurm's counts per node: ``2(x3),1`` is 2, 2, 2, 1; None if not given."""
     counts = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
     node = read_number(environ, "SLURM_NODEID")
-    return None if counts is None or node is None else tasks_on_node(counts, node)
+    if counts is None or node is None:
+        return None
+    num_nodes = 0
+    for part in counts.split(","):
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            return None
+        num_nodes += int(match[2] or 1)
+        if node < num_nodes:
+            return int(match[1])
+    return None
 
 
-def _default_address(environ: Mapping[str, str], family: LauncherVariables, *, is_one_node: bool) -> str:
-    """Return the first host that Slurm names. mpirun starts rank 0 there too, in a Slurm job of several nodes."""
-    nodelist = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
-    nodelist = nodelist or environ.get("SLURM_JOB_NODELIST")
-    if nodelist and (family is _SLURM or (family in _MPI and not is_one_node)):
-        return _first_host_from_slurm_nodelist(nodelist)
-    return DEFAULT_MASTER_ADDR
-
-
-def _default_port(environ: Mapping[str, str], family: LauncherVariables) -> int:
+def _slurm_port(environ: Mapping[str, str]) -> int:
     """Return a port that differs between the jobs and steps on a node. Every rank computes the same port."""
-    if family is not _SLURM:
-        return DEFAULT_MASTER_PORT
-    job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0)
-    step = int(re.sub(r"\D", "", environ.get("SLURM_STEP_ID", "")) or 0)
+    job, step = (int(re.sub(r"\D", "", environ.get(name, "")) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return 20000 + (job * 37 + step) % 12000
+
+
+def _first_host(environ: Mapping[str, str], family: _Family, rank: int, *, is_one_node: bool) -> str | None:
+    """Return the first host that Slurm names. mpirun starts rank 0 there too, in a Slurm job of several nodes.
+
+    Raises:
+        LaunchError: rank 0 is on another node, where the other ranks would not find it (`--distribution=arbitrary`).
+    """
+    step_nodes = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
+    nodelist = step_nodes or environ.get("SLURM_JOB_NODELIST")
+    if family is _SLURM and rank == 0 and (read_number(environ, "SLURM_NODEID") or 0) > 0:
+        raise LaunchError(
+            f"rank 0 is not on the first node of this step (SLURM_PROCID=0, SLURM_NODEID={environ['SLURM_NODEID']}), "
+            f"where the other ranks look for it. Export MASTER_ADDR={environ.get('SLURMD_NODENAME', 'NODE')} before "
+            "srun."
+        )
+    is_asked = family is _SLURM or (family in _MPI and not is_one_node)
+    return _first_host_from_slurm_nodelist(nodelist) if nodelist and is_asked else None
+
+
+def _first_host_from_slurm_nodelist(nodelist: str) -> str:
+    """Return the first host of a Slurm node list: ``n1-ib`` of ``n[1-2]-ib,m3``, ``c01n5`` of ``c[01-02]n[5-6]``.
+
+    Raises:
+        LaunchError: the list does not begin with a name.
+    """
+    match = _HOST.match(nodelist.strip())
+    if match is None:
+        raise LaunchError(
+            f"The Slurm node list {nodelist[:200]!r} cannot be read; expected names such as node7, node[01-04,07] or "
+            "c[1-2]n[5-6] between commas. Set MASTER_ADDR to the first host's name."
+        )
+    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", match[0])

@@ -22,9 +22,9 @@ from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import (
     compare_accelerate_command,
     fsdp_is_hidden,
+    is_cpu_requested,
     settings_of_accelerate,
 )
-from finetune.distributed.accelerate_variables import is_cpu_requested
 from finetune.distributed.ddp_init import (
     ProcessContext,
     cleanup_ddp,
@@ -38,7 +38,6 @@ from finetune.distributed.device import accelerator_type
 from finetune.distributed.environment import (
     LaunchEnvironment,
     given_address,
-    is_address_missing,
     is_batch_script_body,
 )
 from finetune.distributed.local_spawn import run_as_processes
@@ -343,7 +342,7 @@ def _refuse_another_address(config: Config, environment: LaunchEnvironment) -> N
                 f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {environment.launcher} set "
                 f"{key.upper()}={value}. Remove the key, or tell the launcher."
             )
-    if is_address_missing(os.environ, environment) and config.parallel.master_addr is None:
+    if environment.is_address_missing and config.parallel.master_addr is None:
         raise LaunchError(
             f"{environment.launcher} started {environment.world_size} processes on several nodes, and nothing says "
             "where rank 0 is. Set MASTER_ADDR (or parallel.master_addr) to the name of its machine."

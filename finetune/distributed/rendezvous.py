@@ -18,9 +18,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
@@ -35,7 +34,7 @@ from finetune.distributed.network import (
     is_own_address,
     listening_address,
     open_listener,
-    what_answers,
+    probe_store,
 )
 from finetune.errors import LaunchError, RunFailedError
 
@@ -49,7 +48,9 @@ _MARGIN_SECONDS = 5.0
 _STORE_TIMEOUT = timedelta(seconds=10)
 _LEAVE_SECONDS = 10.0
 _LONGEST_PROBE_SECONDS = 30.0
-_IDENTITY = "finetune/identity"
+
+_stores: dict[int, TCPStore] = {}
+"""The stores of this process by port. They stay open: the ranks of a next launch may come first."""
 
 
 def open_store(host: str, port: int, world_size: int) -> TCPStore:
@@ -60,10 +61,9 @@ def open_store(host: str, port: int, world_size: int) -> TCPStore:
     """
     address = listening_address(host)
     listener = open_listener(address, port)
-    port = listener.getsockname()[1]
     return TCPStore(
         address or DEFAULT_MASTER_ADDR,  # torch itself would listen on all interfaces
-        port,
+        listener.getsockname()[1],
         world_size,
         is_master=True,
         timeout=_STORE_TIMEOUT,
@@ -72,12 +72,11 @@ def open_store(host: str, port: int, world_size: int) -> TCPStore:
     )
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Rank 0's decision for all ranks of the launch, with its reason."""
 
     decision: Literal["together", "alone", "refused"]
-    why: str = ""
+    reason: str = ""
 
 
 class Rendezvous:
@@ -85,7 +84,7 @@ class Rendezvous:
 
     A launcher's store outlives its workers. After a restart it still holds the keys of the workers before, and no
     variable of the environment says so. So rank 0 makes a token for each rendezvous, and gives it to every rank that
-    asks with a number of its own. All keys under the token are new.
+    asks under a key of its own. All other keys are behind the token, and so they are new.
 
     Collective: every rank makes one, then calls the same methods in the same order.
 
@@ -93,8 +92,7 @@ class Rendezvous:
         environment: this process's place in the launch.
         timeout: how long the ranks wait for each other, in total.
         number: counts this process's rendezvous, so that a rank that is early for the next one cannot join the last.
-        stores: the open stores of this process by port, to which rank 0 adds its own. torch frees the port of a store
-            only when no object refers to the store any more.
+        note: what the other ranks read of this one, see `joined`.
 
     Attributes:
         store: for the process group; its keys belong to this rendezvous.
@@ -103,45 +101,33 @@ class Rendezvous:
         LaunchError: on rank 0, its port cannot be opened; on the others, rank 0 was not found in time.
     """
 
-    def __init__(
-        self,
-        environment: LaunchEnvironment,
-        timeout: timedelta,
-        number: int = 1,
-        *,
-        stores: dict[int, TCPStore] | None = None,
-    ) -> None:
+    def __init__(self, environment: LaunchEnvironment, timeout: timedelta, number: int = 1, note: str = "") -> None:
         self.environment = environment
-        self._stores = {} if stores is None else stores
-        self._prefix = f"finetune/{environment.launch_id}/{number}"
         self._began = time.monotonic()
         self._timeout = timeout.total_seconds()
         self._next_report = self._began + REPORT_SECONDS
         self._num_verdicts = 0
-        self._num_missing = 0
-        self._num_readers = 0
-        self._found = "not asked yet"
+        self._num_present = environment.world_size
         self._is_over = threading.Event()
-        self._token_thread: threading.Thread | None = None
+        self._answering: threading.Thread | None = None
         self._uses_agent_store = has_agent_store(os.environ)
         self._host = environment.master_addr if self._uses_agent_store else address_of_rank_0(environment)
         allow_connections(environment.world_size)
         if environment.rank == 0:
-            self._server = self._find_store() if self._uses_agent_store else self._open_store()
-            token = secrets.token_hex(8)
-            self._token_thread = threading.Thread(target=self._hand_out, args=(token,), name="rendezvous", daemon=True)
-            self._token_thread.start()
+            server, token = self._find_store() if self._uses_agent_store else self._open_store(), secrets.token_hex(8)
+            answer = (PrefixStore(f"finetune/{number}", server), token)
+            self._answering = threading.Thread(target=self._answer, args=answer, name="rendezvous", daemon=True)
+            self._answering.start()
         else:
-            token = self._join()
-        self.store = PrefixStore(f"finetune/{token}", self._server)
+            server, token = self._request_token(f"finetune/{number}")
+        self.store = PrefixStore(f"finetune/{token}", server)
         if self._ask("add", f"joined/{environment.rank}", 1) > 1:
             raise LaunchError(
                 f"rank {environment.rank} has already joined at {self.address}: two processes were started as this "
                 "rank, or another launch uses the same address and port. Give each launch a port of its own "
                 "(MASTER_PORT, --master_port, --main_process_port)."
             )
-        self._ask("append", "joined", f"{environment.rank} ")
-        self._ask("add", "num_joined", 1)
+        self._post("joined", note)
 
     @property
     def address(self) -> str:
@@ -155,115 +141,58 @@ class Rendezvous:
 
     def wait_for_all(self) -> str | None:
         """Wait until every rank has joined; else return who is missing and what to do about it. Rank 0 only."""
-        for _ in self._polls(self.seconds_left, self._who_is_missing):
-            if self._ask("add", "num_joined", 0) >= self.environment.world_size:
-                return None
-        missing = self._missing()
-        self._num_missing = len(missing)
-        is_here = is_own_address(self._host)
-        hint = "" if is_here else "; this address does not belong to rank 0's machine"
+        if self._wait_for_notes("joined", self.environment.world_size, self.seconds_left, self._who_is_missing):
+            return None
+        joined = self.joined()
+        self._num_present = len(joined)
+        hint = "" if is_own_address(self._host) else "; this address does not belong to rank 0's machine"
         return (
-            f"{format_ranks(missing)} of {self.environment.world_size} did not join at {self.address} within "
-            f"{self._timeout:g} s (joined: {format_ranks(self._joined())}){hint}. Start every rank with the same "
+            f"{self._ranks_without(joined)} of {self.environment.world_size} did not join at {self.address} within "
+            f"{self._timeout:g} s (joined: {format_ranks(list(joined))}){hint}. Start every rank with the same "
             "MASTER_ADDR and MASTER_PORT, let the nodes reach this port, or raise parallel.timeout_minutes"
         )
 
-    def give_verdict(self, verdict: Verdict) -> None:
-        """Give the verdict to all ranks. Rank 0 only."""
-        if verdict.decision != "together":
-            self._num_readers = self.environment.world_size - 1 - self._num_missing
-        self._num_verdicts += 1
-        self._ask("set", f"verdict/{self._num_verdicts}", json.dumps([verdict.decision, verdict.why]))
+    def joined(self) -> dict[int, str]:
+        """Return the notes of the ranks that have joined until now, by rank."""
+        return self._notes("joined")
 
-    def read_verdict(self) -> Verdict:
-        """Wait for rank 0's verdict. All ranks but rank 0.
+    def share_verdict(self, verdict: Verdict) -> Verdict:
+        """Return rank 0's verdict; those of the other ranks do not count. Collective.
+
+        If the ranks do not train together, rank 0 waits until the others know it, because it takes the store along.
 
         Raises:
             LaunchError: rank 0 gives none, so that nobody knows whether it trains.
         """
         self._num_verdicts += 1
         key = f"verdict/{self._num_verdicts}"
-        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, self._who_is_missing):
-            if self._ask("check", [key]):
-                decision, why = json.loads(self._ask("get", key))
-                if decision != "together":
-                    self._ask("add", "num_read", 1)
-                return Verdict(decision, why)
-        raise LaunchError(
-            f"rank {self.environment.rank} heard nothing from rank 0 at {self.address} within {self._timeout:g} s "
-            f"(joined: {format_ranks(self._joined())}; {self._who_is_missing()}). Look at rank 0's output, start "
-            "every rank with the same MASTER_ADDR and MASTER_PORT, or raise parallel.timeout_minutes."
-        )
+        if self.environment.rank == 0:
+            self._ask("set", key, json.dumps(verdict))
+            if verdict.decision != "together":
+                self._wait_for_notes(key, self._num_present - 1, _LEAVE_SECONDS, lambda: "the other ranks, which leave")
+            return verdict
+        verdict = Verdict(*self._read(key, self._who_is_missing))
+        if verdict.decision != "together":
+            self._post(key, "")
+        return verdict
 
     def exchange(self, topic: str, note: str, seconds: float) -> dict[int, str]:
         """Return every rank's note by rank. A rank that sends none within the seconds has no entry. Collective."""
-        # One key for all notes: with a key for each, a world of N ranks would ask the store N x N times.
-        self._ask("append", f"{topic}/notes", json.dumps([self.environment.rank, note]) + "\n")
-        self._ask("add", topic, 1)
-        for _ in self._polls(seconds, lambda: f"{topic} on the other ranks"):
-            if self._ask("add", topic, 0) >= self.environment.world_size:
-                break
-        return dict(sorted(json.loads(line) for line in self._ask("get", f"{topic}/notes").splitlines()))
+        self._post(topic, note)
+        self._wait_for_notes(topic, self.environment.world_size, seconds, lambda: f"{topic} on the other ranks")
+        return self._notes(topic)
 
     def leave(self) -> None:
-        """End the rendezvous. Rank 0 waits until the others have read that there is no world. Safe to call twice."""
-        deadline = time.monotonic() + _LEAVE_SECONDS
-        try:
-            while not self._is_over.is_set() and time.monotonic() < deadline:
-                if self._ask("add", "num_read", 0) >= self._num_readers:
-                    break
-                time.sleep(_POLL_SECONDS)
-        finally:
-            self._is_over.set()
-            if self._token_thread is not None:
-                self._token_thread.join()
-
-    def _hand_out(self, token: str) -> None:
-        """Rank 0's thread: give the token to every rank that asks, until the rendezvous is over."""
-        store = PrefixStore(self._prefix, self._server)
-        num_seen, unanswered = 0, set[int]()
-        try:
-            # This goes on for the whole run, so each turn asks one question, however many ranks there are.
-            while not self._is_over.wait(_POLL_SECONDS):
-                num_requests = store.add("num_requests", 0)
-                unanswered.update(range(num_seen, num_requests))
-                num_seen = num_requests
-                for request in sorted(unanswered):
-                    if store.check([f"request/{request}"]):  # a rank counts its request before it writes it
-                        store.set(f"token/{store.get(f'request/{request}').decode()}", token)
-                        unanswered.remove(request)
-        except RuntimeError:
-            pass  # the store is gone; the main thread learns it from its own question
-
-    def _join(self) -> str:
-        """Find the store and get the token. A store that closes meanwhile belonged to the rendezvous before."""
-        while True:
-            self._server = self._find_store()
-            try:
-                self._refuse_another_launch()
-                return self._request_token()
-            except RuntimeError as error:
-                if self.seconds_left == 0:
-                    raise self._lost_store() from error
-
-    def _request_token(self) -> str:
-        store = PrefixStore(self._prefix, self._server)
-        rank, number = self.environment.rank, secrets.token_hex(8)
-        store.set(f"request/{store.add('num_requests', 1) - 1}", number)
-        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: "missing: rank 0 (a store is open there)"):
-            if store.check([f"token/{number}"]):
-                return store.get(f"token/{number}").decode()
-        raise LaunchError(
-            f"rank {rank} got no answer from rank 0 of {self.environment.world_size} at {self.address} within "
-            f"{self._timeout:g} s, although a store is open there. Check that rank 0 was started, and look at its "
-            "output."
-        )
+        """Stop answering ranks that come late. Safe to call twice."""
+        self._is_over.set()
+        if self._answering is not None:
+            self._answering.join()
 
     def _open_store(self) -> TCPStore:
-        """Open this process's store. It stays open for a next launch, to which the other ranks may come first."""
         environment, port = self.environment, self.environment.master_port
         try:
-            store = self._stores.get(port) or open_store(self._host, port, environment.world_size)
+            if port not in _stores:  # torch frees a port only when no object refers to its store any more
+                _stores[port] = open_store(self._host, port, environment.world_size)
         except (OSError, RuntimeError) as error:
             in_use = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
             raise LaunchError(
@@ -271,112 +200,134 @@ class Rendezvous:
                 f"{'the port is in use' if in_use else error}. Choose a free port (MASTER_PORT, --master_port, "
                 "--main_process_port or parallel.master_port), the same on every rank."
             ) from error
-        store.set(_IDENTITY, json.dumps(self._identity))
-        self._stores[port] = store
-        return store
+        return _stores[port]
 
     def _find_store(self) -> TCPStore:
         """Connect once a store answers: torch's own client waits silently, and may wait forever.
 
         torch's store looks up the name of each peer before it answers any, so with many ranks and a slow name server it
-        may be silent for a minute. Each probe waits twice as long as the one before: ranks that came back every two
-        seconds would bring new lookups faster than the store finishes them.
+        may be silent for a minute. So a probe waits long: ranks that came back every two seconds would bring new
+        lookups faster than the store finishes them.
         """
-        environment = self.environment
-        host, port, size = self._host, environment.master_port, environment.world_size
-        began, patience = time.monotonic(), PROBE_SECONDS
-        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, lambda: f"rank 0: {self._found}"):
-            asked = time.monotonic()
-            answer = what_answers(host, port, patience)
-            if answer is None:
+        host, port, size = self._host, self.environment.master_port, self.environment.world_size
+        began, waited, problem = time.monotonic(), self._timeout, "not asked yet"
+
+        def describe() -> str:
+            return f"rank 0: {problem}"
+
+        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, describe):
+            patience = max(PROBE_SECONDS, min(self.seconds_left, _LONGEST_PROBE_SECONDS))
+            store_problem = probe_store(host, port, patience)
+            if store_problem is None:
                 with suppress(dist.DistError):  # it may close between the two
                     return TCPStore(host, port, size, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-            self._found = answer or "the store answered too late"
-            if time.monotonic() - asked >= patience:
-                patience = min(2 * patience, max(PROBE_SECONDS, self.seconds_left), _LONGEST_PROBE_SECONDS)
+            problem = store_problem or "the store answered too late"
             # torchrun's agent opens its store before it starts a worker. If the store refuses, the agent has ended.
-            if self._uses_agent_store and self._found != NO_STORE and time.monotonic() - began >= _MARGIN_SECONDS:
+            if self._uses_agent_store and problem != NO_STORE and time.monotonic() - began >= _MARGIN_SECONDS:
+                waited = round(time.monotonic() - began)
                 break
-        if self._uses_agent_store:
-            raise RunFailedError(
-                f"rank {environment.rank} did not find the store of its launcher ({environment.launcher}) at "
-                f"{self.address} within {time.monotonic() - began:.0f} s: {self._found}. The launcher of rank 0 has "
-                "ended, or its machine cannot be reached any more. Start the launch again."
-            )
-        raise LaunchError(
-            f"rank {environment.rank} did not find rank 0 of {environment.world_size} at {self.address} within "
-            f"{self._timeout:g} s ({environment.launcher}): {self._found}. Check that rank 0 was started, that "
-            "MASTER_ADDR and MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or "
-            "raise parallel.timeout_minutes."
+        error = RunFailedError if self._uses_agent_store else LaunchError
+        raise error(
+            f"rank {self.environment.rank} did not find rank 0 of {size} at {self.address} within {waited:g} s "
+            f"({self.environment.launcher}): {problem}. Check that rank 0 was started, that MASTER_ADDR and "
+            "MASTER_PORT name its machine on every rank, and that no firewall blocks the port; or raise "
+            "parallel.timeout_minutes."
         )
 
-    @property
-    def _identity(self) -> dict[str, str | int]:
-        return {"launch_id": self.environment.launch_id, "world_size": self.environment.world_size}
+    def _answer(self, requests: PrefixStore, token: str) -> None:
+        """Rank 0's thread: give the token to every rank that asks, and say which launch this is, until it is over."""
+        answer = json.dumps([token, self.environment.world_size, self.environment.launch_id])
+        num_answered = 0
+        with suppress(RuntimeError):  # the store is gone; the main thread learns it from its own question
+            # This goes on for the whole run, so each turn asks one question, however many ranks there are.
+            while not self._is_over.wait(_POLL_SECONDS):
+                if requests.add("token/count", 0) > num_answered:
+                    for line in requests.get("token/notes").splitlines()[num_answered:]:
+                        requests.set(json.loads(line)[1], answer)
+                        num_answered += 1
 
-    def _refuse_another_launch(self) -> None:
-        """Two launches that share a port would mix their ranks."""
-        if self._uses_agent_store:
-            return
-        for _ in self._polls(_MARGIN_SECONDS, lambda: "the identity of the store"):
-            if self._server.check([_IDENTITY]):
-                break
-        else:
-            raise LaunchError(f"the store at {self.address} does not belong to finetune. Choose another port.")
-        theirs, ours = json.loads(self._server.get(_IDENTITY)), self._identity
-        differing = (name for name in ours if ours[name] != theirs.get(name))
-        different = [f"{name} {ours[name]!r} here, {theirs.get(name)!r} on rank 0" for name in differing]
-        if different:
-            raise LaunchError(
-                f"rank {self.environment.rank} found another launch at {self.address}: {'; '.join(different)}. "
-                "Start all ranks with the same world size, and give each launch a port of its own."
-            )
+    def _request_token(self, prefix: str) -> tuple[TCPStore, str]:
+        """Find the store, and get the token from rank 0. The store may close: then it was the previous rendezvous's.
+
+        Raises:
+            LaunchError: nobody answers, or the rank 0 of another launch, with which the ranks must not mix.
+        """
+        world_size, launch_id = self.environment.world_size, self.environment.launch_id
+        while True:
+            server, key = self._find_store(), f"token/{secrets.token_hex(8)}"
+            self.store = PrefixStore(prefix, server)
+            try:
+                self._post("token", key)
+                token, their_size, their_id = self._read(key, lambda: "missing: rank 0 (a store is open there)")
+            except LaunchError as error:
+                has_closed = isinstance(error.__cause__, RuntimeError)
+                if not has_closed or self.seconds_left == 0:
+                    raise
+                continue
+            if (their_size, their_id) != (world_size, launch_id):
+                raise LaunchError(
+                    f"rank {self.environment.rank} found another launch at {self.address}: world size {world_size} and "
+                    f"id {launch_id!r} here, {their_size} and {their_id!r} on rank 0. Start all ranks with the same "
+                    "world size, and give each launch a port of its own."
+                )
+            return server, token
+
+    def _read(self, key: str, waits_for: Callable[[], str]) -> Any:
+        """Wait for what rank 0 writes under a key."""
+        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, waits_for):
+            if self._ask("check", [key]):
+                return json.loads(self._ask("get", key))
+        raise LaunchError(
+            f"rank {self.environment.rank} got no answer from rank 0 of {self.environment.world_size} at "
+            f"{self.address} within {self._timeout:g} s, although a store is open there ({waits_for()}). Look at rank "
+            "0's output, start every rank with the same MASTER_ADDR and MASTER_PORT, or raise parallel.timeout_minutes."
+        )
+
+    def _post(self, topic: str, note: str) -> None:
+        # One key for all notes: with a key for each, a world of N ranks would ask the store N x N times.
+        self._ask("append", f"{topic}/notes", json.dumps([self.environment.rank, note]) + "\n")
+        self._ask("add", f"{topic}/count", 1)
+
+    def _wait_for_notes(self, topic: str, number: int, seconds: float, waits_for: Callable[[], str]) -> bool:
+        """Return whether so many ranks have posted a note within the seconds."""
+        return any(self._ask("add", f"{topic}/count", 0) >= number for _ in self._polls(seconds, waits_for))
+
+    def _notes(self, topic: str) -> dict[int, str]:
+        return dict(sorted(json.loads(line) for line in self._ask("get", f"{topic}/notes").splitlines()))
+
+    def _who_is_missing(self) -> str:
+        return f"missing: {self._ranks_without(self.joined())}"
+
+    def _ranks_without(self, joined: dict[int, str]) -> str:
+        return format_ranks([rank for rank in range(self.environment.world_size) if rank not in joined])
 
     def _polls(self, seconds: float, waits_for: Callable[[], str]) -> Iterator[None]:
         """Yield at least once and until the time is over; log now and then what this rank waits for."""
         deadline = time.monotonic() + seconds
-        launcher = launcher_pid(os.environ, self.environment)
+        rank, launcher = self.environment.rank, launcher_pid(os.environ, self.environment)
         while True:
             yield
             if launcher is not None and os.getppid() != launcher:
                 raise RunFailedError(
-                    f"rank {self.environment.rank} lost its launcher, process {launcher}, before all ranks had joined "
-                    f"at {self.address}. Start the launch again."
+                    f"rank {rank} lost its launcher, process {launcher}, before all ranks had joined at "
+                    f"{self.address}. Start the launch again."
                 )
             now = time.monotonic()
             if now >= deadline:
                 return
             if now >= self._next_report:
                 self._next_report = now + REPORT_SECONDS
-                _log.warning(
-                    "[Distributed] rank %d of %d has waited at %s for %.0f s (limit %g s): %s",
-                    self.environment.rank,
-                    self.environment.world_size,
-                    self.address,
-                    now - self._began,
-                    self._timeout,
-                    waits_for(),
-                )
+                place = (rank, self.environment.world_size, self.address, now - self._began, self._timeout)
+                message = "[Distributed] rank %d of %d has waited at %s for %.0f s (limit %g s): %s"
+                _log.warning(message, *place, waits_for())
             time.sleep(_POLL_SECONDS)
-
-    def _who_is_missing(self) -> str:
-        return f"missing: {format_ranks(self._missing())}"
-
-    def _joined(self) -> list[int]:
-        return sorted(map(int, self._ask("get", "joined").split()))
-
-    def _missing(self) -> list[int]:
-        return sorted(set(range(self.environment.world_size)) - set(self._joined()))
 
     def _ask(self, verb: str, *args: Any) -> Any:
         """Call a method of the store. If the store is gone, rank 0 or the launcher's agent is gone too."""
         try:
             return getattr(self.store, verb)(*args)
         except RuntimeError as error:
-            raise self._lost_store() from error
-
-    def _lost_store(self) -> LaunchError:
-        return LaunchError(
-            f"rank {self.environment.rank} lost the store at {self.address}: rank 0 or its launcher has ended. "
-            "Look at rank 0's output."
-        )
+            raise LaunchError(
+                f"rank {self.environment.rank} lost the store at {self.address}: rank 0 or its launcher has ended. "
+                "Look at rank 0's output."
+            ) from error

@@ -289,12 +289,8 @@ def test_the_precision_is_reported_or_refused_as_training_refuses_it(monkeypatch
     monkeypatch.setattr("torch.get_num_threads", lambda: 1)
     words = ["training.device=cpu", "training.precision=fp32"]
     assert "precision fp32 (training.precision=fp32)" in [found.what for found in device_findings(*words)]
-    for name, value, part in (
-        ("ACCELERATE_MIXED_PRECISION", "bf16", "mixed precision bf16"),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "many", "ACCUMULATION_STEPS is 'many'"),
-    ):
-        refused = only_bad(device_findings(*words, **{name: value}))
-        assert (refused.level, part in refused.what) == ("problem", True)
+    refused = only_bad(device_findings(*words, ACCELERATE_MIXED_PRECISION="bf16"))
+    assert (refused.level, "mixed precision bf16" in refused.what) == ("problem", True)
 
 
 def test_processors_shared_memory_and_space_are_judged_by_what_a_run_needs():

@@ -8,28 +8,9 @@ from pathlib import Path
 import pytest
 
 from finetune.distributed.accelerate_library import AccelerateCommand, read_launch_arguments
-from finetune.distributed.accelerate_settings import launch_arguments, read_accelerate_command
-from finetune.distributed.accelerate_variables import (
-    is_cpu_requested,
-    refused_settings,
-    requested_accumulation,
-    requested_precision,
-)
-from finetune.errors import LaunchError
+from finetune.distributed.accelerate_settings import launch_arguments, read_accelerate_command, refused_settings
 from tests.distributed.launcher_variables import ACCELERATE, ACCELERATE_DEFAULTS, TORCHRUN
 from tests.launches import REPOSITORY
-
-
-def test_wishes_of_accelerate_are_read():
-    assert is_cpu_requested({"ACCELERATE_USE_CPU": "True"})
-    assert not is_cpu_requested({"ACCELERATE_USE_CPU": "False"})
-    assert requested_precision({"ACCELERATE_MIXED_PRECISION": "bf16"}) == "bf16"
-    assert requested_precision(ACCELERATE) is None
-    assert requested_accumulation({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}) == 4
-    assert requested_accumulation({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"}) is None
-    assert requested_accumulation(ACCELERATE) is None
-    with pytest.raises(LaunchError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 'auto'"):
-        requested_accumulation({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"})
 
 
 @pytest.mark.parametrize(
@@ -38,14 +19,12 @@ def test_wishes_of_accelerate_are_read():
         ("ACCELERATE_USE_FSDP=true", "set parallel.sharding=fsdp2"),
         ("ACCELERATE_USE_DEEPSPEED=true", "set parallel.sharding=fsdp2"),
         ("ACCELERATE_USE_PARALLELISM_CONFIG=true", "does not support it"),
-        ("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE=DATA_PARALLEL", "does not support it"),
-        ("ACCELERATE_USE_NEWEST=true", "does not support it"),
         ("ACCELERATE_NEWEST=3", "does not support it"),
         ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "does not support it"),
         ("ACCELERATE_MIXED_PRECISION=fp8", "fp32, bf16 and fp16 only"),
         ("ACCELERATE_TORCH_DEVICE=cuda:1", "training.device"),
-        ("XLA_USE_BF16=1", "plain data parallelism"),
-        ("PJRT_DEVICE=TPU", "plain data parallelism"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=auto", "training.global_batch_size"),
+        ("ACCELERATE_IN_TPU_POD=1", "does not support it"),
     ],
 )
 def test_a_setting_of_accelerate_that_is_not_on_the_list_is_refused_by_name(setting, reason):
@@ -62,7 +41,8 @@ def test_a_setting_of_accelerate_that_is_not_on_the_list_is_refused_by_name(sett
         {"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"},
         {"ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "NO"},
         {"ACCELERATE_DEBUG_MODE": "true", "ACCELERATE_CPU_AFFINITY": "1", "ACCELERATE_NEWEST": "false"},
-        {"ACCELERATE_MIXED_PRECISION": "bf16", "PJRT_DEVICE": "CUDA", "ACCELERATE_DYNAMO_MODE": "max-autotune"},
+        {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_MODE": "max-autotune"},
+        {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "1"},
     ],
 )
 def test_what_accelerate_exports_by_default_or_changes_nothing_is_not_refused(harmless):
@@ -78,8 +58,9 @@ def test_every_variable_of_the_installed_accelerate_was_looked_at():
     refused = {setting.split("=")[0] for setting, _ in refused_settings(dict.fromkeys(known, "some"))}
     engines = {f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")}
     tpus = {"ACCELERATE_IN_TPU_POD", "ACCELERATE_DOWNCAST_BF16"}
-    values = {f"ACCELERATE_{name}" for name in ("DYNAMO_BACKEND", "MIXED_PRECISION", "TORCH_DEVICE")}
-    assert refused <= {*engines, *tpus, *values, "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"}
+    values = ("DYNAMO_BACKEND", "GRADIENT_ACCUMULATION_STEPS", "MIXED_PRECISION", "TORCH_DEVICE")
+    values += ("SAGEMAKER_DISTRIBUTED_TYPE",)
+    assert refused <= {*engines, *tpus, *(f"ACCELERATE_{name}" for name in values)}
 
 
 @pytest.mark.parametrize(
@@ -107,47 +88,38 @@ def test_no_number_is_known_if_accelerate_did_not_start_only_this_process(enviro
 
 REPORT = """
 import json, os, sys
-from finetune.distributed import accelerate_variables as settings
-from finetune.distributed.accelerate_settings import read_accelerate_command
+from finetune.config.schema import Config
+from finetune.distributed.accelerate_settings import (
+    is_cpu_requested, read_accelerate_command, refused_settings, settings_of_accelerate
+)
 from finetune.distributed.environment import read_environment
-command = read_accelerate_command(os.environ)
-sharding = settings.requested_sharding(os.environ)
+command, refused = read_accelerate_command(os.environ), [setting for setting, why in refused_settings(os.environ)]
+world_size = read_environment(os.environ).world_size
+sharding = settings_of_accelerate(Config(), os.environ, world_size=world_size, trains=True) if not refused else {}
 report = json.dumps({
-    "world_size": read_environment(os.environ).world_size,
-    "refused": [setting for setting, why in settings.refused_settings(os.environ)],
-    "precision": settings.requested_precision(os.environ),
-    "accumulation": settings.requested_accumulation(os.environ),
-    "cpu": settings.is_cpu_requested(os.environ),
+    "world_size": world_size,
+    "refused": refused,
+    "cpu": is_cpu_requested(os.environ),
     "asked": command and command.num_processes,
     "engine": command and command.engine,
-    "sharding": [f"{key}={value}" for key, (value, _) in sharding.keys.items()] if sharding else None,
+    "sharding": [f"{key}={value}" for key, (value, _) in sharding.items()],
 })
 sys.stdout.write(f"REPORT {report}\\n")  # in one piece, whoever else writes, PYTHONUNBUFFERED or not
 """
-NOTHING = {
-    "world_size": 1,
-    "refused": [],
-    "precision": None,
-    "accumulation": None,
-    "cpu": False,
-    "asked": None,
-    "engine": None,
-    "sharding": None,
-}
+NOTHING = {"world_size": 1, "refused": [], "cpu": False, "asked": None, "engine": None, "sharding": []}
 FSDP = """
 distributed_type: FSDP
 num_machines: 1
 num_processes: 2
 mixed_precision: bf16
 fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_activation_checkpointing: true}
-parallelism_config: {parallelism_config_dp_shard_size: 2, parallelism_config_tp_size: 2}
+parallelism_config: {parallelism_config_dp_shard_size: 2}
 use_cpu: true
 """
 PLAIN = "{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cpu: true}"
 LAUNCHES = {
     "by default": ([], None, [NOTHING]),
     "on the CPU": (["--cpu", "--num_processes", "2"], None, [{**NOTHING, "asked": 2, "cpu": True}]),
-    "a file for the CPU": (["--config_file", "c.yaml"], PLAIN, [{**NOTHING, "asked": 4, "cpu": True}]),
     "an engine": (
         ["--config_file", "c.yaml", "--main_process_port", "0"],
         FSDP,
@@ -155,8 +127,6 @@ LAUNCHES = {
             {
                 **NOTHING,
                 "world_size": 2,
-                "precision": "bf16",
-                "refused": ["PARALLELISM_CONFIG_TP_SIZE=2"],
                 "sharding": [
                     "parallel.sharding=fsdp2",
                     "parallel.reshard_after_forward=False",
@@ -167,15 +137,10 @@ LAUNCHES = {
         ]
         * 2,
     ),
-    "the first version of an engine": (
-        ["--use_fsdp", "--num_processes", "2", "--main_process_port", "0"],
-        None,
-        [{**NOTHING, "world_size": 2, "refused": ["ACCELERATE_USE_FSDP=true"]}] * 2,
-    ),
     "an engine that --cpu passes over": (
         ["--cpu", "--config_file", "c.yaml"],
         FSDP,
-        [{**NOTHING, "asked": 2, "cpu": True, "precision": "bf16", "engine": "FSDP"}],
+        [{**NOTHING, "asked": 2, "cpu": True, "engine": "FSDP"}],
     ),
 }
 

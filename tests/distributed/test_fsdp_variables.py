@@ -11,8 +11,7 @@ import pytest
 from finetune.config.compose import load_config, resolved_yaml
 from finetune.distributed import accelerate_settings
 from finetune.distributed.accelerate_library import AccelerateCommand
-from finetune.distributed.accelerate_settings import settings_of_accelerate
-from finetune.distributed.accelerate_variables import refused_settings
+from finetune.distributed.accelerate_settings import refused_settings, settings_of_accelerate
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.errors import LaunchError
@@ -84,11 +83,6 @@ def test_its_settings_become_ours(variables, key, value):
     [
         ("parallel.sharding=none", {}, r"parallel\.sharding=fsdp2 \(FSDP_VERSION=2\), but .* is none \(command line"),
         (
-            "parallel.reshard_after_forward=true",
-            {"FSDP_RESHARD_AFTER_FORWARD": "false"},
-            r"forward=false \(FSDP_RESHARD_AFTER_FORWARD=false\), but .* is true",
-        ),
-        (
             "training.gradient_checkpointing=false",
             {"FSDP_ACTIVATION_CHECKPOINTING": "true"},
             r"checkpointing=true \(FSDP_ACTIVATION_CHECKPOINTING=true\), but .* is false",
@@ -102,7 +96,7 @@ def test_a_word_that_contradicts_it_is_an_error_that_names_both(word, variables,
 
 @pytest.mark.parametrize(
     "word",
-    ["parallel.sharding=fsdp2", "parallel.reshard_after_forward=false", "training.gradient_checkpointing=true"],
+    ["parallel.sharding=fsdp2", "parallel.reshard_after_forward=false"],
 )
 def test_a_word_that_agrees_or_that_accelerate_leaves_open_counts(word):
     config = settled(word)

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
@@ -200,13 +201,15 @@ def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     _set(monkeypatch, _TORCHRUN)
     why = ddp_init._why_not_wanted(read_environment(os.environ))
     first, second = (Rendezvous(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
-    first.give_verdict(Verdict("alone", why))
+    verdict = threading.Thread(target=first.share_verdict, args=(Verdict("alone", why),))
+    verdict.start()
 
     def leave() -> None:
         with pytest.raises(SystemExit):
             ddp_init._obey(second, Verdict("together"))
 
     printed = printed_by(leave)
+    verdict.join()
     first.leave()
     return printed
 
@@ -228,7 +231,7 @@ def different_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @maker
 def shared_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return printed_by(lambda: device.refuse_shared_devices(["node1 GPU-5d1a"] * 2))
+    return printed_by(lambda: device.refuse_shared_devices(dict.fromkeys((0, 1), "node1 GPU-5d1a")))
 
 
 @maker
