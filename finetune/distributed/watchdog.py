@@ -10,31 +10,26 @@ from __future__ import annotations
 import json
 import os
 import queue
-import secrets
-import select
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.distributed.guardian.faults import (
     GRACE_SECONDS,
-    SILENT_SECONDS,
     START_SECONDS,
     Position,
     line_of_fault,
     lost_guardian,
 )
-from finetune.distributed.guardian.link import LineBuffer, Message, occupy_standard_streams
+from finetune.distributed.guardian.link import Message
 from finetune.distributed.network import listening_address, own_addresses
 from finetune.errors import Fault, LaunchError, RunFailedError
-from finetune.signals import after_fork_in_child
 
 _PROGRAM = str(Path(__file__).with_name("guardian") / "__main__.py")
 _ANSWER_SECONDS = 2 * START_SECONDS + 5.0
@@ -92,7 +87,6 @@ class Watchdog:
         self._has_fault = threading.Event()
         self._closed = threading.Event()
         self._released = threading.Event()
-        self._is_guardian_staying = False
         self._answers: queue.SimpleQueue[Message | Fault] = queue.SimpleQueue()
         self._guardian: subprocess.Popen[bytes] | None = None
         self._listener = threading.Thread(target=self._listen, name="watchdog", daemon=True)
@@ -158,9 +152,6 @@ class Watchdog:
         with suppress(OSError):
             if self._guardian.stdin is not None:
                 self._guardian.stdin.close()
-        is_leaving = self._released.is_set() and not self._is_guardian_staying
-        if is_leaving and threading.current_thread() is not self._listener:
-            self._listener.join(_CLOSE_SECONDS)
 
     @property
     def _is_here(self) -> bool:
@@ -173,30 +164,36 @@ class Watchdog:
 
     def _connect_guardians(self, watched: WatchedRank, broadcast: Callable[[Any], Any]) -> None:
         """Start the guardian and connect it with the others. Call `broadcast` even if something fails here."""
-        problem: LaunchError | None = None
-        hub: Any = None
+        place: Message | None = None
+        problem = problem_of_rank_0 = ""
         try:
-            hub = self._start_guardian(watched)
+            place = self._start_guardian(watched)
         except LaunchError as error:
-            problem = error
-        hub = broadcast(hub if problem is None else {"problem": str(problem)})
-        if problem is not None:
-            raise problem
-        if "problem" in hub:
-            raise LaunchError(f"rank 0 has no guardian: {hub['problem']}")
-        self._tell({"hub": hub}, surely=True)
+            problem = str(error)
+        place, problem_of_rank_0 = broadcast([place, problem])
+        if problem or problem_of_rank_0:
+            raise LaunchError(problem or f"rank 0 has no guardian: {problem_of_rank_0}")
+        self._tell({"place": place}, surely=True)
         self._answer()  # ready
         self._is_ready = True
 
     def _start_guardian(self, watched: WatchedRank) -> Message | None:
-        """Start the guardian. On rank 0, return where it listens and the token that it asks for."""
-        token = secrets.token_hex(16)
-        listen = listening_address(watched.master_addr) if watched.rank == 0 else None
-        settings = {**asdict(watched), "worker_pid": self._pid, "token": token, "listen": listen}
-        occupy_standard_streams()
+        """Start the guardian. On rank 0, return the addresses, the port and the token of the hub."""
+        settings = {
+            "rank": watched.rank,
+            "world_size": watched.world_size,
+            "worker_pid": self._pid,
+            "launcher_pid": watched.launcher_pid,
+            "step_timeout_seconds": watched.step_timeout_seconds,
+            "listen": listening_address(watched.master_addr) if watched.rank == 0 else None,
+        }
+        # Occupy those of descriptors 0 to 2 that are closed: a pipe with such a number would be printed into.
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(descriptor, True)
+        os.close(descriptor)
         try:
             self._guardian = subprocess.Popen(
-                [sys.executable, "-P", _PROGRAM],
+                [sys.executable, "-P", _PROGRAM, json.dumps(settings)],
                 bufsize=0,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -208,13 +205,10 @@ class Watchdog:
             ) from error
         if self._guardian.stdin is not None:
             os.set_blocking(self._guardian.stdin.fileno(), False)
-        _open.add(self)
         self._listener.start()
-        self._tell(settings, surely=True)
         if watched.rank != 0:
             return None
-        port = self._answer()["listening"]
-        return {"addresses": own_addresses(watched.master_addr), "port": port, "token": token}
+        return {"addresses": own_addresses(watched.master_addr), **self._answer()}
 
     def _answer(self) -> Message:
         """Return the guardian's next answer while it starts.
@@ -240,11 +234,9 @@ class Watchdog:
             return
         line = json.dumps(message).encode() + b"\n"
         end = time.monotonic() + _SURELY_SECONDS if surely else 0.0
-        while True:
+        while line:
             try:
                 line = line[os.write(process.stdin.fileno(), line) :]
-                if not line:
-                    return
             except BlockingIOError:  # the next position replaces one that is lost
                 if not surely or time.monotonic() > end:
                     return
@@ -253,45 +245,21 @@ class Watchdog:
                 return
 
     def _listen(self) -> None:
-        """The watchdog's thread: from the guardian's first line until it is gone."""
+        """Hear the guardian until it lets this worker go or is gone. Runs in the watchdog's thread."""
         process = self._guardian
-        if process is None:
+        if process is None or process.stdout is None:
             return
-        for message in self._messages():
-            if "released" in message:
-                self._is_guardian_staying = message["is_staying"]
-                self._released.set()
-            elif "fault" in message:
-                self._end_with(Fault(**message["fault"]))
-            elif "beat" not in message:
-                self._answers.put(message)
+        with process.stdout:
+            for line in process.stdout:
+                message = json.loads(line)
+                if "fault" in message:
+                    self._end_with(Fault(**message["fault"]))
+                else:
+                    self._answers.put(message)
+        self._released.set()
         if not self._closed.is_set() and self._fault is None:
-            process.kill()  # stopped, perhaps
-            self._end_with(lost_guardian(self._rank, self._position))
+            self._end_with(lost_guardian(self._rank, self._position, ""))
         process.wait()
-
-    def _messages(self) -> Iterator[Message]:
-        """Read the guardian's messages until it is gone or silent for too long.
-
-        The silence is counted in waits of a second: this process may itself have been stopped, or busy in C.
-        """
-        stdout = self._guardian.stdout if self._guardian is not None else None
-        if stdout is None:
-            return
-        lines = LineBuffer()
-        poll = select.poll()
-        poll.register(stdout, select.POLLIN)
-        silent_seconds = 0
-        with stdout:
-            while silent_seconds < SILENT_SECONDS or self._released.is_set():
-                if not poll.poll(1000):
-                    silent_seconds += 1
-                    continue
-                silent_seconds = 0
-                data = os.read(stdout.fileno(), 1 << 16)
-                if not data:
-                    return
-                yield from lines.feed(data)
 
     def _end_with(self, fault: Fault) -> None:
         """Let the main thread leave because the world has a fault, or end this process."""
@@ -300,7 +268,12 @@ class Watchdog:
         self._answers.put(fault)
         if not self._is_ready or self._closed.wait(GRACE_SECONDS):
             return
-        speaker = threading.Thread(target=self._say_last_words, args=(fault,), name="last-words", daemon=True)
+
+        def say_last_words() -> None:
+            with suppress(Exception):
+                self._last_words(fault)
+
+        speaker = threading.Thread(target=say_last_words, name="last-words", daemon=True)
         with suppress(RuntimeError):  # no thread starts any more once the interpreter ends
             speaker.start()
             speaker.join(_LAST_WORDS_SECONDS)
@@ -309,31 +282,5 @@ class Watchdog:
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(line_of_fault(fault))
             sys.stderr.flush()
-            self._tell({"spoken": True}, surely=True)
+            self._tell({"bye": True}, surely=True)
         os._exit(RunFailedError.exit_code)
-
-    def _say_last_words(self, fault: Fault) -> None:
-        with suppress(Exception):
-            self._last_words(fault)
-
-    def _forget(self) -> None:
-        """Close a forked child's copies of the pipes: the guardian waits for the end of the last one."""
-        process = self._guardian
-        if process is None:
-            return
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-        process.returncode = 0  # not this process's child
-
-
-_open: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-
-
-def _forget_guardians_of_parent() -> None:
-    for watchdog in list(_open):
-        watchdog._forget()
-
-
-after_fork_in_child(_forget_guardians_of_parent)

@@ -23,12 +23,12 @@ from finetune.distributed.guardian.faults import (
     CONNECT_SECONDS,
     GRACE_SECONDS,
     KILL_SECONDS,
-    LONGEST_WAIT,
-    PAUSE,
     START_SECONDS,
+    TICK_SECONDS,
     Position,
     describe_late,
 )
+from finetune.distributed.guardian.hub import hello
 from finetune.distributed.guardian.link import Link
 from finetune.distributed.watchdog import _ANSWER_SECONDS
 from finetune.errors import Fault
@@ -159,7 +159,7 @@ def a_rank_that_never_comes_is_named(play):
 
 @scene(world_size=2)
 def a_hub_that_cannot_be_reached_is_named(play):
-    (play.folder / "share").write_text(json.dumps({"addresses": ["127.0.0.1"], "port": 1, "token": "x"}))
+    (play.folder / "share").write_text(json.dumps([{"addresses": ["127.0.0.1"], "port": 1, "token": "x"}, ""]))
     play.start("leave", first_rank=1)
     assert play.end(25) == [2]
     line = the_only(play.last_lines())
@@ -281,15 +281,6 @@ def kill_the_guardian_of_one_of_two(play, victim):
 
 
 @scene(world_size=2)
-def a_stopped_guardian(play):
-    play.start("wait_in_sum", "wait_in_sum")
-    play.wait_for_all()
-    kill(play.pid(1, "guardian"), signal.SIGSTOP)
-    assert play.end() == [3, 3]
-    assert the_only(play.last_lines([0])).startswith("finetune stops: rank 1 was lost during training, step 12")
-
-
-@scene(world_size=2)
 def a_killed_launcher(play):
     commands = [play.command(rank, "wait_in_sum", launched="yes") for rank in (0, 1)]
     play.start_process(0, [sys.executable, "-c", LAUNCHER, json.dumps(commands)])
@@ -404,20 +395,15 @@ def send_and_wait_for_the_end(port, data):
 @scene(world_size=2)
 def peers_without_the_token_are_disconnected(play):
     play.start("leave")
-    hub = json.loads(play.wait_for("share"))
-    token = hub["token"]
+    hub = json.loads(play.wait_for("share"))[0]
     letters = [
-        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        os.urandom(3000) + b"\n",
+        b"GET / HTTP/1.1\r\nHost: localhost:8000\r\n\r\n",
+        os.urandom(3000),
         b"x" * 5_000_000,
-        b"[" * 1000 + b"\n",
-        b'{"token": "\\ud800", "rank": 1}\n',
-        b'{"token": null, "rank": 1}\n',
-        b'{"token": "' + b"0" * 32 + b'", "rank": 1}\n',
-        b'{"rank": 1}\n{"fault": "a lie"}\n',
-        json.dumps({"token": token, "rank": 2}).encode() + b"\n",
-        json.dumps({"token": token, "rank": 0}).encode() + b"\n",
-        json.dumps({"token": token, "rank": [1]}).encode() + b"\n",
+        hello("0" * 32, 1),
+        hello(hub["token"], 2),
+        hello(hub["token"], 0),
+        hello(hub["token"], 1).replace(b"00000001", b"\xb9      1"),
     ]
     for letter in letters:
         assert send_and_wait_for_the_end(hub["port"], letter), letter[:50]
@@ -434,7 +420,7 @@ def peers_without_the_token_are_disconnected(play):
 def a_flood_before_the_token(play):
     """Connections that never end to send: the hub reads no more than a short line of each, and keeps its pace."""
     play.start("leave")
-    hub = json.loads(play.wait_for("share"))
+    hub = json.loads(play.wait_for("share"))[0]
     is_over = threading.Event()
 
     def send_without_end(data):
@@ -466,7 +452,7 @@ def start_rank_1_beside(play, listener):
     """Start rank 1, whose hub is the listener of this test."""
     listener.settimeout(20)
     place = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1], "token": "x"}
-    (play.folder / "share").write_text(json.dumps(place))
+    (play.folder / "share").write_text(json.dumps([place, ""]))
     play.start("leave", first_rank=1)
 
 
@@ -500,42 +486,35 @@ def a_hub_that_never_has_room_is_named(play):
 @scene(world_size=2)
 def garbage_with_the_token_ends_in_a_sentence(play):
     play.start("leave_when_told")
-    hub = json.loads(play.wait_for("share"))
+    hub = json.loads(play.wait_for("share"))[0]
     with socket.create_connection(("127.0.0.1", hub["port"]), timeout=10) as connection:
-        connection.sendall(json.dumps({"token": hub["token"], "rank": 1}).encode() + b"\n")
+        connection.sendall(hello(hub["token"], 1))
         play.pid(0)  # it is ready
         connection.sendall(b'{"position": {"phase": 7, "age": "old"}}\n')
         assert play.end() == [3]
     assert the_only(play.last_lines()) == (
-        "finetune stops: rank 1 was lost during set-up: its guardian process sent a message that cannot be read (it "
-        "holds no position)"
+        "finetune stops: rank 1 was lost during set-up: its guardian process sent a message that cannot be read "
+        "(ValueError)"
     )
 
 
 @pytest.mark.parametrize(
-    ("garbage", "why"),
-    [
-        (b"\x80\n", "codec can't decode"),
-        (b"[1, 2]\n", "a line is no object"),
-        (b"\n", "Expecting value"),
-        (b"[" * 30_000 + b"\n", "a line nests too deeply"),
-        (b"x" * 70_000, "a line is too long"),
-        (b'{"position": 5}\n', "it holds no position"),
-        (b'{"position": {"phase": "training", "step": "x"}}\n', "it holds no position"),
-        (b'{"position": {"\\u001b[2J": 1}}\n', "it holds no position"),
-        (b'{"fault": {"reporter": "guardian"}}\n', "it holds no fault"),
-    ],
-    ids=["not-utf-8", "a-list", "empty", "deep", "long", "a-number", "another-type", "unknown-field", "a-part"],
+    "garbage",
+    [b"\x80\n", b"[1, 2]\n", b"\n", b"[" * 30_000 + b"\n", b"x" * 70_000],
+    ids=["not-utf-8", "a-list", "empty", "deep", "long"],
 )
-def test_a_link_ends_at_a_message_that_cannot_be_read(garbage, why):
+def test_a_link_refuses_what_is_no_line_of_an_object(garbage):
     near, far = socket.socketpair()
     with near, far:
-        link = Link(near, 0.0, rank=1)
+        link = Link(near.fileno(), near.fileno())
         far.sendall(garbage)
-        while not link.receive()[1]:
-            pass
-    assert why in link.garbage
-    assert "\x1b" not in link.garbage
+        with pytest.raises(ValueError, match=r"."):
+            receive_all(link)
+
+
+def receive_all(link):
+    while True:
+        link.receive()
 
 
 @pytest.mark.slow
@@ -559,7 +538,7 @@ def test_saying_where_one_is_costs_microseconds(tmp_path):
 
 def test_a_guardian_whose_packets_are_dropped_says_so_before_its_worker_gives_it_up():
     """A turn counts for a second at most, however long its connect lasted; the turn may begin at the very limit."""
-    turn_seconds = LONGEST_WAIT + PAUSE + CONNECT_SECONDS + LONGEST_WAIT
+    turn_seconds = TICK_SECONDS + CONNECT_SECONDS
     assert (START_SECONDS + 1) * turn_seconds < _ANSWER_SECONDS
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from finetune.distributed.watchdog import Watchdog, WatchedRank
 from finetune.errors import FinetuneError
+from finetune.signals import leave_signals_to_parent
 
 FOLDER, RANK, WORLD_SIZE, PART = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[5:])
@@ -129,6 +130,7 @@ def leave_and_live_on(dog):
 def fork_a_data_loader(dog):
     """The child shares every open file of this process, and would live on when it is killed."""
     if os.fork() == 0:
+        leave_signals_to_parent()
         dog.enter_phase("nonsense", 99)
         dog.fail("nonsense")
         dog.close()

@@ -9,32 +9,25 @@ from finetune.errors import Fault
 from finetune.terminal import visible
 
 # In seconds. Together they keep the promise: every rank is gone 15 s after a fault.
+TICK_SECONDS = 0.1
+"""How often a guardian looks around. A worker may write thousands of lines a second, which are then read together."""
 HEARTBEAT_SECONDS = 1.0
 LOST_SECONDS = 8.0
 """A guardian that is silent for so long is gone, or the network to it is."""
-SILENT_SECONDS = 7
-"""A worker gives up on its own guardian before the other guardians do, so that all ranks name the same cause."""
 STOPPED_SECONDS = 4.0
 """A debugger or a short SIGSTOP is no fault; a process that is stopped for longer is."""
 START_SECONDS = 15.0
 """For all guardians to connect, before anything is trained."""
+CONNECT_SECONDS = 1.0
+HELLO_SECONDS = 5.0
 GRACE_SECONDS = 3.0
 """After a fault: for the worker's main thread to leave."""
 KILL_SECONDS = 6.0
 """After a fault: when its guardian kills a worker that is still there."""
-UNKILLABLE_SECONDS = 20.0
-"""After a fault: when a guardian gives up on a worker that the kernel itself holds."""
 SECOND_HAND_SECONDS = 1.5
 """For news of the cause, after an error that another rank may have caused."""
 LINGER_SECONDS = 1.0
-HELLO_SECONDS = 5.0
-CONNECT_SECONDS = 1.0
-"""Not longer: a guardian counts a turn as one second at most, and must report the port before its worker gives up."""
-MOST_OF_A_CORE = 0.005
-"""For looking through all processes of the machine for the worker's children; once a second if that is cheap."""
-LONGEST_WAIT = 0.25
-PAUSE = 0.05
-"""A worker may write thousands of lines a second. Read together, they do not cost a context switch each."""
+"""For the last messages to arrive."""
 
 REMEDY = (
     "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
@@ -70,10 +63,10 @@ def found_by_guardian(rank: int, what: str) -> Fault:
     return Fault(reporter="guardian", rank=rank, summary=f"rank {rank} {what}")
 
 
-def lost_guardian(rank: int, position: Position, garbage: str = "") -> Fault:
-    """Return the fault of a guardian that ended before its worker or sent garbage. Its worker reports the former."""
-    why = f"sent a message that cannot be read ({garbage})" if garbage else "was killed, alone or with its worker"
-    return found_by_guardian(rank, f"was lost during {position}: its guardian process {why}")
+def lost_guardian(rank: int, position: Position, reason: str) -> Fault:
+    """Return the fault of a guardian whose connection has ended before its worker left."""
+    reason = reason or "was killed, alone or with its worker"
+    return found_by_guardian(rank, f"was lost during {position}: its guardian process {reason}")
 
 
 def unreachable(rank: int, position: Position) -> Fault:
