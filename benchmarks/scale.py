@@ -35,7 +35,7 @@ from benchmarks.scale_paper import paper
 from finetune.distributed.guardian.faults import HEARTBEAT_SECONDS, TICK_SECONDS, Position
 from finetune.distributed.guardian.hub import hello
 from finetune.distributed.guardian.link import Peer
-from finetune.distributed.watchdog import Watchdog, WatchedRank
+from finetune.distributed.watchdog import Watchdog
 
 RANKS = (64, 256, 1024)
 ROWS = (16, 256, 4096, 16384, 65536)
@@ -194,8 +194,8 @@ def watched(rank: int, world_size: int, hub: Any, send: Callable[[Any], None]) -
             send(own)
         return own if rank == 0 else hub
 
-    place = WatchedRank(rank=rank, world_size=world_size, master_addr="127.0.0.1")
-    _kept.append(Watchdog(place, broadcast, last_words=lambda _: None))
+    place = {"rank": rank, "world_size": world_size, "master_addr": "127.0.0.1"}
+    _kept.append(Watchdog(**place, broadcast=broadcast, last_words=lambda _: None))
     send(time.monotonic())
 
 
@@ -212,7 +212,7 @@ def links(ranks: Sequence[int], hub: Any, send: Callable[[Any], None]) -> None:
     def guard(rank: int) -> tuple[float, str]:
         connection = socket.create_connection((place["addresses"][0], place["port"]))
         connection.sendall(hello(place["token"], rank))
-        link, next_beat = Peer(connection, 0.0), 0.0
+        link, next_beat = Peer(connection), 0.0
         while True:
             for message in link.hear(0.0):
                 if "fault" in message:

@@ -18,7 +18,7 @@ from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.ending import as_lost_rank, explain, in_a_line
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
 from finetune.distributed.network import address_of_rank_0
-from finetune.distributed.watchdog import Watchdog, WatchedRank
+from finetune.distributed.watchdog import Watchdog
 from finetune.errors import Fault, FinetuneError, PreemptedError, RunFailedError
 
 _log = logging.getLogger(__name__)
@@ -46,15 +46,12 @@ class Liveness:
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
-        watched = WatchedRank(
+        self.watchdog = Watchdog(
             rank=self.context.rank,
             world_size=self.context.world_size,
             master_addr=address_of_rank_0(environment),
             launcher_pid=launcher_pid(os.environ, environment),
             step_timeout_seconds=60 * step_timeout_minutes,
-        )
-        self.watchdog = Watchdog(
-            watched,
             broadcast=broadcast,
             last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
         )

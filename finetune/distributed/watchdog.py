@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import os
-import queue
+import select
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from finetune.distributed.network import listening_address, own_addresses
 from finetune.errors import Fault, LaunchError, RunFailedError
 
 _PROGRAM = str(Path(__file__).with_name("guardian") / "__main__.py")
-_ANSWER_SECONDS = 2 * START_SECONDS + 5.0
+_ANSWER_SECONDS = 3 * START_SECONDS
 _ANSWER_TO_FAILURE_SECONDS = 1.0
 _SURELY_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
@@ -41,25 +41,15 @@ _LONGEST_FAILURE = 400
 """Characters. A line is written whole or not at all up to PIPE_BUF bytes, which is 512 on macOS."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WatchedRank:
-    """The rank to watch, and the limits for it."""
-
-    rank: int
-    world_size: int
-    master_addr: str
-    """An address of rank 0 that every node reaches."""
-    launcher_pid: int | None = None
-    """The parent that this process must not outlive; None in a plain run, which may outlive its shell."""
-    step_timeout_seconds: float | None = None
-    """The longest time in one timed position; None: no limit."""
-
-
 class Watchdog:
     """A rank's link to its own guardian, and so to the world's first fault.
 
     Args:
-        watched: this rank.
+        rank: this rank.
+        world_size: the number of ranks.
+        master_addr: an address of rank 0 that every node reaches.
+        launcher_pid: the parent that this process must not outlive; None in a plain run, which may outlive its shell.
+        step_timeout_seconds: the longest time in one timed position; None: no limit.
         broadcast: returns rank 0's value (plain JSON) on every rank. Collective.
         last_words: called with the fault if the main thread does not leave. It runs in a thread of its own, for two
             seconds at most, and its exceptions are lost.
@@ -72,29 +62,45 @@ class Watchdog:
 
     def __init__(
         self,
-        watched: WatchedRank,
+        *,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        launcher_pid: int | None = None,
+        step_timeout_seconds: float | None = None,
         broadcast: Callable[[Any], Any],
         last_words: Callable[[Fault], None],
     ) -> None:
-        self._rank = watched.rank
+        self._rank = rank
         self._pid = os.getpid()
         self._last_words = last_words
         self._position = Position()
         self._fault: Fault | None = None
         self._failure: str | None = None
         """This rank's own error, in one line."""
-        self._is_ready = False
         self._has_fault = threading.Event()
         self._closed = threading.Event()
         self._released = threading.Event()
-        self._answers: queue.SimpleQueue[Message | Fault] = queue.SimpleQueue()
         self._guardian: subprocess.Popen[bytes] | None = None
-        self._listener = threading.Thread(target=self._listen, name="watchdog", daemon=True)
+        settings = {
+            "rank": rank,
+            "world_size": world_size,
+            "worker_pid": self._pid,
+            "launcher_pid": launcher_pid,
+            "step_timeout_seconds": step_timeout_seconds,
+            "listen": listening_address(master_addr) if rank == 0 else None,
+        }
         try:
-            self._connect_guardians(watched, broadcast)
+            self._connect(settings, master_addr, broadcast)
         except BaseException:
-            self.close()
+            self._closed.set()
+            if self._guardian is not None and self._guardian.stdin is not None:
+                self._guardian.stdin.close()
+                with suppress(subprocess.TimeoutExpired):  # rank 0's guardian may be telling others why
+                    self._guardian.wait(_CLOSE_SECONDS)
+                self._guardian.kill()
             raise
+        threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is, see `Liveness.enter_phase`. Takes a few microseconds."""
@@ -144,14 +150,9 @@ class Watchdog:
         if not self._is_here or self._closed.is_set():
             return
         self._closed.set()
-        if self._guardian is None:
-            return
         self._tell({"bye": True}, surely=True)
         if self._failure is None and self._fault is None:
             self._released.wait(_CLOSE_SECONDS)
-        with suppress(OSError):
-            if self._guardian.stdin is not None:
-                self._guardian.stdin.close()
 
     @property
     def _is_here(self) -> bool:
@@ -162,53 +163,20 @@ class Watchdog:
         self._position = position
         self._tell({"position": vars(position)})
 
-    def _connect_guardians(self, watched: WatchedRank, broadcast: Callable[[Any], Any]) -> None:
+    def _connect(self, settings: Message, master_addr: str, broadcast: Callable[[Any], Any]) -> None:
         """Start the guardian and connect it with the others. Call `broadcast` even if something fails here."""
-        place: Message | None = None
-        problem = problem_of_rank_0 = ""
+        place, problem = {}, ""
         try:
-            place = self._start_guardian(watched)
+            self._guardian = _start_guardian(settings)
+            if self._rank == 0:
+                place = {"addresses": own_addresses(master_addr), **self._answer()}
         except LaunchError as error:
             problem = str(error)
         place, problem_of_rank_0 = broadcast([place, problem])
         if problem or problem_of_rank_0:
             raise LaunchError(problem or f"rank 0 has no guardian: {problem_of_rank_0}")
-        self._tell({"place": place}, surely=True)
+        self._tell(place, surely=True)
         self._answer()  # ready
-        self._is_ready = True
-
-    def _start_guardian(self, watched: WatchedRank) -> Message | None:
-        """Start the guardian. On rank 0, return the addresses, the port and the token of the hub."""
-        settings = {
-            "rank": watched.rank,
-            "world_size": watched.world_size,
-            "worker_pid": self._pid,
-            "launcher_pid": watched.launcher_pid,
-            "step_timeout_seconds": watched.step_timeout_seconds,
-            "listen": listening_address(watched.master_addr) if watched.rank == 0 else None,
-        }
-        # Occupy those of descriptors 0 to 2 that are closed: a pipe with such a number would be printed into.
-        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-            os.set_inheritable(descriptor, True)
-        os.close(descriptor)
-        try:
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-P", _PROGRAM, json.dumps(settings)],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"rank {watched.rank} could not start its guardian process with {sys.executable}: {error}."
-            ) from error
-        if self._guardian.stdin is not None:
-            os.set_blocking(self._guardian.stdin.fileno(), False)
-        self._listener.start()
-        if watched.rank != 0:
-            return None
-        return {"addresses": own_addresses(watched.master_addr), **self._answer()}
 
     def _answer(self) -> Message:
         """Return the guardian's next answer while it starts.
@@ -216,21 +184,24 @@ class Watchdog:
         Raises:
             LaunchError: it reports a fault or is silent.
         """
-        answer: Message | Fault | str
-        try:
-            answer = self._answers.get(timeout=_ANSWER_SECONDS)
-        except queue.Empty:
-            answer = f"the guardian process of rank {self._rank} gives no answer"
-        if not isinstance(answer, dict):
-            raise LaunchError(f"The ranks cannot watch over each other: {answer}")
+        stdout = self._guardian.stdout if self._guardian is not None else None
+        line = b""
+        if stdout is not None:
+            answers = select.poll()
+            answers.register(stdout, select.POLLIN)
+            line = stdout.readline() if answers.poll(1000 * _ANSWER_SECONDS) else b""
+        if not line:
+            problem = f"the guardian process of rank {self._rank} gives no answer"
+            raise LaunchError(f"The ranks cannot watch over each other: {problem}")
+        answer: Message = json.loads(line)
+        if "fault" in answer:
+            raise LaunchError(f"The ranks cannot watch over each other: {Fault(**answer['fault'])}")
         return answer
 
     def _tell(self, message: Message, *, surely: bool = False) -> None:
         """Write a line to the guardian; whole, and without waiting (a second at most if it must get through)."""
         process = self._guardian
-        if process is None or process.stdin is None or not self._is_here:
-            return
-        if self._closed.is_set() and not surely:
+        if process is None or process.stdin is None or not self._is_here or (self._closed.is_set() and not surely):
             return
         line = json.dumps(message).encode() + b"\n"
         end = time.monotonic() + _SURELY_SECONDS if surely else 0.0
@@ -241,7 +212,7 @@ class Watchdog:
                 if not surely or time.monotonic() > end:
                     return
                 time.sleep(0.01)
-            except (OSError, ValueError):  # the guardian is gone, which the listener notices, or this end is closed
+            except OSError:  # the guardian is gone, which the listener notices
                 return
 
     def _listen(self) -> None:
@@ -251,11 +222,7 @@ class Watchdog:
             return
         with process.stdout:
             for line in process.stdout:
-                message = json.loads(line)
-                if "fault" in message:
-                    self._end_with(Fault(**message["fault"]))
-                else:
-                    self._answers.put(message)
+                self._end_with(Fault(**json.loads(line)["fault"]))
         self._released.set()
         if not self._closed.is_set() and self._fault is None:
             self._end_with(lost_guardian(self._rank, self._position, ""))
@@ -265,8 +232,7 @@ class Watchdog:
         """Let the main thread leave because the world has a fault, or end this process."""
         self._fault = fault
         self._has_fault.set()
-        self._answers.put(fault)
-        if not self._is_ready or self._closed.wait(GRACE_SECONDS):
+        if self._closed.wait(GRACE_SECONDS):
             return
 
         def say_last_words() -> None:
@@ -284,3 +250,30 @@ class Watchdog:
             sys.stderr.flush()
             self._tell({"bye": True}, surely=True)
         os._exit(RunFailedError.exit_code)
+
+
+def _start_guardian(settings: Message) -> subprocess.Popen[bytes]:
+    """Start a guardian, with pipes that do not wait.
+
+    Raises:
+        LaunchError: the process cannot be started.
+    """
+    # Occupy those of descriptors 0 to 2 that are closed: a pipe with such a number would be printed into.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    try:
+        guardian = subprocess.Popen(
+            [sys.executable, "-P", _PROGRAM, json.dumps(settings)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"rank {settings['rank']} could not start its guardian process with {sys.executable}: {error}."
+        ) from error
+    if guardian.stdin is not None:
+        os.set_blocking(guardian.stdin.fileno(), False)
+    return guardian

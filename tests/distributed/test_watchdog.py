@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import re
 import signal
 import socket
@@ -20,17 +19,13 @@ import pytest
 
 from finetune.distributed import watchdog
 from finetune.distributed.guardian.faults import (
-    CONNECT_SECONDS,
     GRACE_SECONDS,
     KILL_SECONDS,
-    START_SECONDS,
-    TICK_SECONDS,
     Position,
     describe_late,
 )
 from finetune.distributed.guardian.hub import hello
 from finetune.distributed.guardian.link import Link
-from finetune.distributed.watchdog import _ANSWER_SECONDS
 from finetune.errors import Fault
 from tests.launches import REPOSITORY, alive_with, wait_until
 from tests.scenes import Scenes
@@ -464,7 +459,7 @@ def a_rank_that_the_hub_had_no_room_for_tries_again(play):
             listener.accept()[0].close()
         connection, _ = listener.accept()
         with connection:
-            connection.sendall(b'{"ready": true}\n')
+            connection.sendall(b'\n{"ready": true}\n')
             assert play.end() == [0]
     assert play.last_lines() == {""}
 
@@ -536,12 +531,6 @@ def test_saying_where_one_is_costs_microseconds(tmp_path):
     assert median < 50e-6
 
 
-def test_a_guardian_whose_packets_are_dropped_says_so_before_its_worker_gives_it_up():
-    """A turn counts for a second at most, however long its connect lasted; the turn may begin at the very limit."""
-    turn_seconds = TICK_SECONDS + CONNECT_SECONDS
-    assert (START_SECONDS + 1) * turn_seconds < _ANSWER_SECONDS
-
-
 def test_a_fault_ends_a_process_whose_interpreter_starts_no_more_threads(monkeypatch, capsys):
     def refuses(thread):
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -551,8 +540,7 @@ def test_a_fault_ends_a_process_whose_interpreter_starts_no_more_threads(monkeyp
     monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(watchdog.os, "_exit", codes.append)
     watched = object.__new__(watchdog.Watchdog)
-    watched._has_fault, watched._closed, watched._answers = threading.Event(), threading.Event(), queue.SimpleQueue()
-    watched._is_ready, watched._guardian = True, None
+    watched._has_fault, watched._closed, watched._guardian = threading.Event(), threading.Event(), None
     watched._end_with(Fault(reporter="guardian", rank=1, summary="rank 1 is gone"))
     assert codes == [3]
     assert capsys.readouterr().err == "finetune stops: rank 1 is gone\n"

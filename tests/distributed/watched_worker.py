@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from finetune.distributed.watchdog import Watchdog, WatchedRank
+from finetune.distributed.watchdog import Watchdog
 from finetune.errors import FinetuneError
 from finetune.signals import leave_signals_to_parent
 
@@ -47,14 +47,12 @@ def share(value):
 def watch():
     seconds = float(OPTIONS.get("step_timeout", 0))
     return Watchdog(
-        WatchedRank(
-            rank=RANK,
-            world_size=WORLD_SIZE,
-            master_addr="127.0.0.1",
-            launcher_pid=os.getppid() if "launched" in OPTIONS else None,
-            step_timeout_seconds=seconds or None,
-        ),
-        share,
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        master_addr="127.0.0.1",
+        launcher_pid=os.getppid() if "launched" in OPTIONS else None,
+        step_timeout_seconds=seconds or None,
+        broadcast=share,
         last_words=lambda fault: write(f"last-words-{RANK}", str(fault)),
     )
 

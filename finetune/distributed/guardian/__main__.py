@@ -8,6 +8,7 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
 # Started by path, because the worker may have found the package through a search path that a child does not inherit.
@@ -17,7 +18,10 @@ import finetune  # noqa: E402, F401
 
 sys.path.remove(_ROOT)
 
+from finetune.distributed.guardian.faults import found_at_start  # noqa: E402
 from finetune.distributed.guardian.guardian import Guardian  # noqa: E402
+from finetune.distributed.guardian.hub import Hub, connect  # noqa: E402
+from finetune.distributed.guardian.link import Link  # noqa: E402
 
 
 def _main() -> None:
@@ -28,7 +32,20 @@ def _main() -> None:
     with suppress(OSError, ValueError):
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the hub has a connection to each rank
-    Guardian(json.loads(sys.argv[1])).run()
+    settings = json.loads(sys.argv[1])
+    hub = Hub(settings) if settings["rank"] == 0 else None
+    if hub is not None:
+        os.write(1, json.dumps({"port": hub.port, "token": hub.token}).encode() + b"\n")
+    line = sys.stdin.readline()  # from rank 0's worker, by way of this worker
+    if not line:
+        return
+    place = json.loads(line)
+    try:
+        link = connect(place, settings["rank"]) if hub is None else hub.start(place)
+    except ConnectionError as error:
+        Link(0, 1).send({"fault": asdict(found_at_start(str(error)))})
+        return
+    Guardian(settings, link, hub).run()
 
 
 if __name__ == "__main__":

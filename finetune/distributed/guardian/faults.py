@@ -29,10 +29,6 @@ SECOND_HAND_SECONDS = 1.5
 LINGER_SECONDS = 1.0
 """For the last messages to arrive."""
 
-REMEDY = (
-    "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
-    "network), and set MASTER_ADDR to an address that every node reaches."
-)
 _MOST_NAMED = 8
 
 
@@ -61,6 +57,15 @@ def line_of_fault(fault: Fault) -> str:
 def found_by_guardian(rank: int, what: str) -> Fault:
     """Return the fault of one rank, found by its own guardian or by another one."""
     return Fault(reporter="guardian", rank=rank, summary=f"rank {rank} {what}")
+
+
+def found_at_start(summary: str) -> Fault:
+    """Return the fault of guardians that do not reach each other."""
+    remedy = (
+        "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
+        "network), and set MASTER_ADDR to an address that every node reaches."
+    )
+    return Fault(reporter="guardian", rank=None, summary=f"{summary}. {remedy}")
 
 
 def lost_guardian(rank: int, position: Position, reason: str) -> Fault:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
+import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 
 from finetune.distributed.guardian.faults import (
+    CONNECT_SECONDS,
     HELLO_SECONDS,
-    REMEDY,
     SECOND_HAND_SECONDS,
     START_SECONDS,
+    TICK_SECONDS,
     describe_late,
     format_ranks,
-    lost_guardian,
-    unreachable,
+    found_at_start,
 )
-from finetune.distributed.guardian.link import Message, Peer
+from finetune.distributed.guardian.link import Message, Peer, lost_rank
 from finetune.distributed.network import open_listener
 from finetune.errors import Fault
 
@@ -30,6 +31,39 @@ _HELLO_BYTES = _TOKEN_BYTES + 8
 def hello(token: str, rank: int) -> bytes:
     """Return the first bytes that a guardian sends to the hub: the token and its rank."""
     return f"{token}{rank:08d}".encode()
+
+
+def connect(place: Message, rank: int) -> Peer:
+    """Return the connection to the hub, once the hub has accepted it. Wait for that.
+
+    Args:
+        place: the addresses at which the hub may be reached, its port and its token.
+        rank: of this guardian.
+
+    Raises:
+        ConnectionError: the hub was not reached in time.
+    """
+    errors: dict[str, str] = {}
+    end = time.monotonic() + START_SECONDS
+    while time.monotonic() < end:
+        for address in place["addresses"]:
+            try:
+                connection = socket.create_connection((address, place["port"]), timeout=CONNECT_SECONDS)
+                connection.sendall(hello(place["token"], rank))
+                connection.settimeout(HELLO_SECONDS)
+                if connection.recv(1):
+                    return Peer(connection)
+                raise ConnectionResetError
+            except (ConnectionResetError, BrokenPipeError):  # it has too many others
+                errors[address] = "it closed the connection before it accepted this rank"
+            except OSError as error:
+                errors[address] = str(error)
+        time.sleep(TICK_SECONDS)
+    tried = "; ".join(f"{address}: {error}" for address, error in errors.items())
+    raise ConnectionError(
+        f"rank {rank} could not reach the guardian of rank 0 at port {place['port']} within {START_SECONDS:g} s "
+        f"({tried})"
+    )
 
 
 class Hub:
@@ -51,21 +85,25 @@ class Hub:
         self._listener: socket.socket | None = open_listener(settings["listen"])
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._place: Message = {}
-        self._started_at = 0.0
-        self._unauthenticated: dict[socket.socket, tuple[float, bytes]] = {}
-        """When each was accepted, and the bytes that it has sent."""
+        self._addresses: list[str] = []
+        self._unauthenticated: dict[socket.socket, float] = {}
+        """When each was accepted; the oldest first."""
         self._second_hand: tuple[float, Fault] | None = None
 
-    def start(self, place: Message, now: float) -> Peer:
-        """Expect the guardians from now on, and return rank 0's own connection to the hub."""
+    def start(self, place: Message) -> Peer:
+        """Return rank 0's own connection. From now on, the hub expects the others at the place."""
         near, far = socket.socketpair()
-        self._place, self._started_at = place, now
-        self.peers[0] = Peer(far, now)
-        return Peer(near, now)
+        self._addresses = place["addresses"]
+        self.peers[0] = Peer(far)
+        return Peer(near)
 
     def turn(self, now: float, *, is_second: bool) -> None:
-        """Hear all guardians, and look for faults. Once a second, send a sign of life with rank 0's position."""
+        """Hear all guardians, and look for faults. Once a second, send a sign of life with rank 0's position.
+
+        Args:
+            now: seconds since `start`.
+            is_second: whether a second has passed.
+        """
         if self._listener is not None:
             self._accept(self._listener, now)
         for rank, peer in list(self.peers.items()):
@@ -87,40 +125,38 @@ class Hub:
             for _ in range(_MOST_UNAUTHENTICATED):
                 connection, _ = listener.accept()
                 connection.setblocking(False)
-                self._unauthenticated[connection] = (now, b"")
+                self._unauthenticated[connection] = now
         while len(self._unauthenticated) > _MOST_UNAUTHENTICATED + self._world_size:
             oldest = next(iter(self._unauthenticated))
             del self._unauthenticated[oldest]
             oldest.close()
-        for connection in list(self._unauthenticated):
-            accepted_at, received = self._unauthenticated.pop(connection)
-            data: bytes | None
-            try:
-                data = connection.recv(_HELLO_BYTES - len(received))
-            except BlockingIOError:
-                data = None
-            except OSError:
-                data = b""
-            received += data or b""
-            if data != b"" and len(received) < _HELLO_BYTES and now - accepted_at <= HELLO_SECONDS:
-                self._unauthenticated[connection] = (accepted_at, received)
-            elif not self._admit(connection, received, now):
-                connection.close()
+        for connection, accepted_at in list(self._unauthenticated.items()):
+            received = b""
+            with suppress(OSError):
+                received = connection.recv(_HELLO_BYTES, socket.MSG_PEEK)
+            if len(received) == _HELLO_BYTES or now - accepted_at > HELLO_SECONDS:
+                del self._unauthenticated[connection]
+                if not self._admit(connection, received, now):
+                    connection.close()
         if len(self.peers) == self._world_size:
             self._listener = None
-            for closed in (listener, *self._unauthenticated):
-                closed.close()
+            for unneeded in (listener, *self._unauthenticated):
+                unneeded.close()
             self._unauthenticated.clear()
             self._tell_all({"ready": True})
 
     def _admit(self, connection: socket.socket, received: bytes, now: float) -> bool:
         """Admit a guardian that has sent the token and a missing rank; return whether it was admitted."""
-        token, rank = received[:_TOKEN_BYTES], received[_TOKEN_BYTES:]
-        if not hmac.compare_digest(token, self.token.encode()) or not rank.isdigit():
+        token, digits = received[:_TOKEN_BYTES], received[_TOKEN_BYTES:]
+        if not hmac.compare_digest(token, self.token.encode()) or not digits.isdigit():
             return False
-        if not 0 < int(rank) < self._world_size or int(rank) in self.peers:
+        rank = int(digits)
+        if rank in self.peers or not 0 < rank < self._world_size:
             return False
-        self.peers[int(rank)] = Peer(connection, now)
+        with suppress(OSError):
+            connection.recv(_HELLO_BYTES)
+            connection.send(b"\n")
+        self.peers[rank] = Peer(connection, now)
         return True
 
     def _hear(self, rank: int, peer: Peer, now: float) -> None:
@@ -134,7 +170,8 @@ class Hub:
                 return
         if peer.end is not None:
             self._part_with(rank)
-            self._take_fault(lost_guardian(rank, peer.position, peer.end), now)
+        if peer.end is not None or peer.is_silent(now):
+            self._take_fault(lost_rank(rank, peer), now)
 
     def _part_with(self, rank: int) -> None:
         self.peers.pop(rank).connection.close()
@@ -148,17 +185,14 @@ class Hub:
             self._tell_all({"fault": asdict(fault)})
 
     def _look_for_faults(self, now: float) -> None:
-        """Find missing and silent guardians, steps that take too long, and a second-hand fault that is the only one."""
-        if self._listener is not None and self._place and now - self._started_at > START_SECONDS:
+        """Find missing guardians, steps that take too long, and a second-hand fault that is the only one."""
+        if self._listener is not None and now > START_SECONDS:
             missing = [rank for rank in range(self._world_size) if rank not in self.peers]
             summary = (
                 f"no guardian of {format_ranks(missing)} reached the guardian of rank 0 at "
-                f"{', '.join(self._place['addresses'])} port {self.port} within {START_SECONDS:g} s. {REMEDY}"
+                f"{', '.join(self._addresses)} port {self.port} within {START_SECONDS:g} s"
             )
-            self._take_fault(Fault(reporter="guardian", rank=None, summary=summary), now)
-        for rank, peer in self.peers.items():
-            if peer.is_silent(now):
-                self._take_fault(unreachable(rank, peer.position), now)
+            self._take_fault(found_at_start(summary), now)
         if self._step_timeout is not None and self._listener is None:
             late = describe_late({rank: peer.position for rank, peer in self.peers.items()}, self._step_timeout)
             if late is not None:

@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from finetune.distributed.guardian.faults import LOST_SECONDS, Position
+from finetune.distributed.guardian.faults import LOST_SECONDS, Position, lost_guardian, unreachable
 from finetune.errors import Fault
 
 Message = dict[str, Any]
@@ -65,7 +65,7 @@ class Peer(Link):
         end: why the connection has ended: a reason, or empty if there is none; None while it has not ended.
     """
 
-    def __init__(self, connection: socket.socket, now: float) -> None:
+    def __init__(self, connection: socket.socket, now: float = 0.0) -> None:
         super().__init__(connection.fileno(), connection.fileno())
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -96,3 +96,8 @@ class Peer(Link):
         except (ValueError, TypeError) as error:
             self.end = f"sent a message that cannot be read ({type(error).__name__})"
         return messages
+
+
+def lost_rank(rank: int, peer: Peer) -> Fault:
+    """Return the fault of a rank whose connection has ended or is silent."""
+    return unreachable(rank, peer.position) if peer.end is None else lost_guardian(rank, peer.position, peer.end)

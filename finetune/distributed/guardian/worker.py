@@ -24,8 +24,6 @@ class Worker(Link):
         self.failure: str | None = None
         """Its error in one line, once it has reported one."""
         self.has_said_bye = False
-        self.place: Message | None = None
-        """The addresses, the port and the token of the hub."""
         self._pid: int = settings["worker_pid"]
         self._launcher_pid: int | None = settings["launcher_pid"]
         self._moved_at = 0.0
@@ -52,7 +50,6 @@ class Worker(Link):
                         self._moved_at = now
                     self.position = position
                 self.failure = self.failure or message.get("failure")
-                self.place = self.place or message.get("place")
                 self.has_said_bye = self.has_said_bye or "bye" in message
         self.position.age = now - self._moved_at
 
@@ -60,26 +57,19 @@ class Worker(Link):
         """Describe the fault if the worker is stopped or has lost its launcher; None otherwise. Call it each second."""
         self._memory_kills.append(_memory_kills())
         try:
-            process = psutil.Process(self._pid)
-            is_stopped, parent = process.status() == psutil.STATUS_STOPPED, process.ppid()
+            worker = psutil.Process(self._pid)
+            is_stopped = worker.status() == psutil.STATUS_STOPPED
+            if self._launcher_pid is not None and not self.is_gone:
+                if worker.ppid() != self._launcher_pid:
+                    return f"lost its launcher, process {self._launcher_pid}, during {self.position}"
+                # The whole job may be stopped on purpose (Ctrl-Z), to continue later.
+                is_stopped = is_stopped and psutil.Process(self._launcher_pid).status() != psutil.STATUS_STOPPED
         except psutil.Error:
             return None
         self._stopped_since = (self._stopped_since or now) if is_stopped else None
-        is_long = self._stopped_since is not None and now - self._stopped_since >= STOPPED_SECONDS
-        if is_long and not self._is_launcher_stopped():
-            return f"is stopped (SIGSTOP) during {self.position}: its process is {self._pid} on {socket.gethostname()}"
-        if self._launcher_pid not in (None, parent) and not self.is_gone:
-            return f"lost its launcher, process {self._launcher_pid}, during {self.position}"
-        return None
-
-    def _is_launcher_stopped(self) -> bool:
-        """Return whether the whole job was stopped on purpose (Ctrl-Z), to continue later."""
-        try:
-            return self._launcher_pid is not None and (
-                psutil.Process(self._launcher_pid).status() == psutil.STATUS_STOPPED
-            )
-        except psutil.Error:
-            return False
+        if self._stopped_since is None or now - self._stopped_since < STOPPED_SECONDS:
+            return None
+        return f"is stopped (SIGSTOP) during {self.position}: its process is {self._pid} on {socket.gethostname()}"
 
     def describe_end(self) -> str:
         """Describe how the worker ended. A guardian cannot see the exit code of its own parent."""
