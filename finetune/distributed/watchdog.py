@@ -25,7 +25,7 @@ from finetune.distributed.guardian.faults import (
     START_SECONDS,
     Position,
     line_of_fault,
-    lost_guardian,
+    lost_rank,
 )
 from finetune.distributed.guardian.link import Message
 from finetune.distributed.network import listening_address, own_addresses
@@ -36,7 +36,6 @@ _ANSWER_SECONDS = 3 * START_SECONDS
 _ANSWER_TO_FAILURE_SECONDS = 1.0
 _SURELY_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 2.0
 _LONGEST_FAILURE = 400
 """Characters. A line is written whole or not at all up to PIPE_BUF bytes, which is 512 on macOS."""
 
@@ -51,8 +50,8 @@ class Watchdog:
         launcher_pid: the parent that this process must not outlive; None in a plain run, which may outlive its shell.
         step_timeout_seconds: the longest time in one timed position; None: no limit.
         broadcast: returns rank 0's value (plain JSON) on every rank. Collective.
-        last_words: called with the fault if the main thread does not leave. It runs in a thread of its own, for two
-            seconds at most, and its exceptions are lost.
+        last_words: called with the fault, in another thread, if the main thread does not leave. The guardian kills
+            this process if it takes too long. Its exceptions are lost.
 
     Collective: every rank makes one.
 
@@ -225,7 +224,7 @@ class Watchdog:
                 self._end_with(Fault(**json.loads(line)["fault"]))
         self._released.set()
         if not self._closed.is_set() and self._fault is None:
-            self._end_with(lost_guardian(self._rank, self._position, ""))
+            self._end_with(lost_rank(self._rank, self._position, ""))
         process.wait()
 
     def _end_with(self, fault: Fault) -> None:
@@ -234,15 +233,8 @@ class Watchdog:
         self._has_fault.set()
         if self._closed.wait(GRACE_SECONDS):
             return
-
-        def say_last_words() -> None:
-            with suppress(Exception):
-                self._last_words(fault)
-
-        speaker = threading.Thread(target=say_last_words, name="last-words", daemon=True)
-        with suppress(RuntimeError):  # no thread starts any more once the interpreter ends
-            speaker.start()
-            speaker.join(_LAST_WORDS_SECONDS)
+        with suppress(Exception):
+            self._last_words(fault)
         with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         with suppress(OSError, ValueError, AttributeError):

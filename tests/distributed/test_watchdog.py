@@ -17,7 +17,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from finetune.distributed import watchdog
 from finetune.distributed.guardian.faults import (
     GRACE_SECONDS,
     KILL_SECONDS,
@@ -26,7 +25,6 @@ from finetune.distributed.guardian.faults import (
 )
 from finetune.distributed.guardian.hub import hello
 from finetune.distributed.guardian.link import Link
-from finetune.errors import Fault
 from tests.launches import REPOSITORY, alive_with, wait_until
 from tests.scenes import Scenes
 
@@ -529,21 +527,6 @@ def test_saying_where_one_is_costs_microseconds(tmp_path):
     median = json.loads((tmp_path / "cost").read_text())
     print(f"at() costs {median * 1e6:.1f} microseconds")
     assert median < 50e-6
-
-
-def test_a_fault_ends_a_process_whose_interpreter_starts_no_more_threads(monkeypatch, capsys):
-    def refuses(thread):
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    codes = []
-    monkeypatch.setattr(threading.Thread, "start", refuses)
-    monkeypatch.setattr(watchdog, "GRACE_SECONDS", 0.0)
-    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
-    watched = object.__new__(watchdog.Watchdog)
-    watched._has_fault, watched._closed, watched._guardian = threading.Event(), threading.Event(), None
-    watched._end_with(Fault(reporter="guardian", rank=1, summary="rank 1 is gone"))
-    assert codes == [3]
-    assert capsys.readouterr().err == "finetune stops: rank 1 is gone\n"
 
 
 def position(**values):

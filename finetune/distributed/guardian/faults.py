@@ -68,19 +68,19 @@ def found_at_start(summary: str) -> Fault:
     return Fault(reporter="guardian", rank=None, summary=f"{summary}. {remedy}")
 
 
-def lost_guardian(rank: int, position: Position, reason: str) -> Fault:
-    """Return the fault of a guardian whose connection has ended before its worker left."""
-    reason = reason or "was killed, alone or with its worker"
+def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
+    """Return the fault of a rank whose guardian is silent or has ended.
+
+    Args:
+        rank: the rank.
+        position: where it was.
+        end: why the connection with its guardian has ended; empty: not known; None: it has not, but it is silent.
+    """
+    if end is None:
+        reason = f"its process, its machine or the network between is gone (nothing heard for {LOST_SECONDS:g} s)"
+        return found_by_guardian(rank, f"cannot be reached during {position}: {reason}")
+    reason = end or "was killed, alone or with its worker"
     return found_by_guardian(rank, f"was lost during {position}: its guardian process {reason}")
-
-
-def unreachable(rank: int, position: Position) -> Fault:
-    """Return the fault of a rank that is silent."""
-    return found_by_guardian(
-        rank,
-        f"cannot be reached during {position}: its process, its machine or the network between is gone (nothing heard "
-        f"for {LOST_SECONDS:g} s)",
-    )
 
 
 def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:

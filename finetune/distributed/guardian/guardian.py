@@ -17,9 +17,10 @@ from finetune.distributed.guardian.faults import (
     TICK_SECONDS,
     found_by_guardian,
     line_of_fault,
+    lost_rank,
 )
 from finetune.distributed.guardian.hub import Hub
-from finetune.distributed.guardian.link import Message, Peer, lost_rank
+from finetune.distributed.guardian.link import Message, Peer
 from finetune.distributed.guardian.worker import Worker
 from finetune.errors import Fault
 
@@ -99,7 +100,7 @@ class Guardian:
         if not self._is_alone and (self._link.end is not None or self._link.is_silent(self._now)):
             self._is_alone = True
             if self._reported is None and not self._has_rank_0_left and not self._is_released:
-                self._adopt(lost_rank(0, self._link))
+                self._adopt(lost_rank(0, self._link.position, self._link.end))
         patience = 0.0 if self._is_alone else LINGER_SECONDS + SECOND_HAND_SECONDS
         if self._reported is not None and self._now - self._reported_at > patience:
             self._adopt(self._reported)

@@ -18,8 +18,9 @@ from finetune.distributed.guardian.faults import (
     describe_late,
     format_ranks,
     found_at_start,
+    lost_rank,
 )
-from finetune.distributed.guardian.link import Message, Peer, lost_rank
+from finetune.distributed.guardian.link import Message, Peer
 from finetune.distributed.network import open_listener
 from finetune.errors import Fault
 
@@ -171,7 +172,7 @@ class Hub:
         if peer.end is not None:
             self._part_with(rank)
         if peer.end is not None or peer.is_silent(now):
-            self._take_fault(lost_rank(rank, peer), now)
+            self._take_fault(lost_rank(rank, peer.position, peer.end), now)
 
     def _part_with(self, rank: int) -> None:
         self.peers.pop(rank).connection.close()

@@ -8,7 +8,7 @@ import socket
 from contextlib import suppress
 from typing import Any
 
-from finetune.distributed.guardian.faults import LOST_SECONDS, Position, lost_guardian, unreachable
+from finetune.distributed.guardian.faults import LOST_SECONDS, Position
 from finetune.errors import Fault
 
 Message = dict[str, Any]
@@ -96,8 +96,3 @@ class Peer(Link):
         except (ValueError, TypeError) as error:
             self.end = f"sent a message that cannot be read ({type(error).__name__})"
         return messages
-
-
-def lost_rank(rank: int, peer: Peer) -> Fault:
-    """Return the fault of a rank whose connection has ended or is silent."""
-    return unreachable(rank, peer.position) if peer.end is None else lost_guardian(rank, peer.position, peer.end)
