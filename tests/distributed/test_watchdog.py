@@ -81,7 +81,7 @@ class Play:
         """Every guardian is connected, and the hub knows where each worker is."""
         for rank in range(self.world_size):
             self.pid(rank)
-        time.sleep(1.5)
+        time.sleep(2.0)  # they tell each other once a second
         self.began = time.monotonic()
 
     def end(self, within=PROMISED_SECONDS):
@@ -352,13 +352,6 @@ def a_worker_without_stdin_stdout_and_stderr(play):
     assert play.end() == [0, 0]
 
 
-@scene(world_size=1)
-def a_hang_of_a_world_of_one(play):
-    play.start("hang", step_timeout=1)
-    assert play.end() == [3]
-    assert the_only(play.last_lines()).startswith("finetune stops: rank 0 has been in training, step 12, for ")
-
-
 @scene(world_size=2)
 def a_job_that_is_stopped_as_a_whole_goes_on_later(play):
     commands = [play.command(rank, "leave_when_told", launched="yes") for rank in (0, 1)]
@@ -514,19 +507,6 @@ def receive_all(link):
 @pytest.mark.parametrize("act", SCENES.params)
 def test_scene(scenes, act):
     scenes[act].result()
-
-
-@pytest.mark.slow
-def test_saying_where_one_is_costs_microseconds(tmp_path):
-    play = Play(tmp_path, 2)
-    try:
-        play.start("measure_at", ("say_much", {"times": 20000}))
-        assert play.end() == [0, 0]
-    finally:
-        play.stop()
-    median = json.loads((tmp_path / "cost").read_text())
-    print(f"at() costs {median * 1e6:.1f} microseconds")
-    assert median < 50e-6
 
 
 def position(**values):

@@ -140,27 +140,6 @@ def fork_a_data_loader(dog):
     time.sleep(LONG_SECONDS)
 
 
-def say_much(dog):
-    for step in range(int(OPTIONS["times"])):
-        dog.enter_phase("training", step)
-        if step % 100 == 0:
-            time.sleep(0.001)
-    dog.close()
-
-
-def measure_at(dog):
-    """The median cost of a call, in seconds, at a pace that a training keeps."""
-    costs = []
-    for step in range(2000):
-        start = time.perf_counter()
-        dog.enter_phase("training", step)
-        costs.append(time.perf_counter() - start)
-        if step % 20 == 0:
-            time.sleep(0.005)
-    write("cost", sorted(costs)[len(costs) // 2])
-    dog.close()
-
-
 def main():
     # A shell in the background starts its children deaf to Ctrl-C; a killed test must be able to end them.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -15,11 +15,9 @@ HEARTBEAT_SECONDS = 1.0
 LOST_SECONDS = 8.0
 """A guardian that is silent for so long is gone, or the network to it is."""
 STOPPED_SECONDS = 4.0
-"""A debugger or a short SIGSTOP is no fault; a process that is stopped for longer is."""
+"""A process that is stopped for so long is a fault; a debugger or a short SIGSTOP is none."""
 START_SECONDS = 15.0
 """For all guardians to connect, before anything is trained."""
-CONNECT_SECONDS = 1.0
-HELLO_SECONDS = 5.0
 GRACE_SECONDS = 3.0
 """After a fault: for the worker's main thread to leave."""
 KILL_SECONDS = 6.0
@@ -54,18 +52,13 @@ def line_of_fault(fault: Fault) -> str:
     return f"finetune stops: {visible(str(fault))}\n"
 
 
-def found_by_guardian(rank: int, what: str) -> Fault:
-    """Return the fault of one rank, found by its own guardian or by another one."""
-    return Fault(reporter="guardian", rank=rank, summary=f"rank {rank} {what}")
-
-
 def found_at_start(summary: str) -> Fault:
     """Return the fault of guardians that do not reach each other."""
     remedy = (
         "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
         "network), and set MASTER_ADDR to an address that every node reaches."
     )
-    return Fault(reporter="guardian", rank=None, summary=f"{summary}. {remedy}")
+    return Fault(rank=None, summary=f"{summary}. {remedy}")
 
 
 def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
@@ -78,9 +71,9 @@ def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
     """
     if end is None:
         reason = f"its process, its machine or the network between is gone (nothing heard for {LOST_SECONDS:g} s)"
-        return found_by_guardian(rank, f"cannot be reached during {position}: {reason}")
+        return Fault(rank=rank, summary=f"rank {rank} cannot be reached during {position}: {reason}")
     reason = end or "was killed, alone or with its worker"
-    return found_by_guardian(rank, f"was lost during {position}: its guardian process {reason}")
+    return Fault(rank=rank, summary=f"rank {rank} was lost during {position}: its guardian process {reason}")
 
 
 def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
@@ -104,7 +97,7 @@ def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
     else:
         return None
     rank = next(iter(culprits)) if len(culprits) == 1 else None
-    return Fault(reporter="guardian", rank=rank, summary=f"{text}: the step timeout is {limit:g} s")
+    return Fault(rank=rank, summary=f"{text}: the step timeout is {limit:g} s")
 
 
 def _describe(words: dict[int, str]) -> str:

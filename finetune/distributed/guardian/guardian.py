@@ -15,7 +15,6 @@ from finetune.distributed.guardian.faults import (
     LINGER_SECONDS,
     SECOND_HAND_SECONDS,
     TICK_SECONDS,
-    found_by_guardian,
     line_of_fault,
     lost_rank,
 )
@@ -35,7 +34,6 @@ class Guardian:
     """
 
     def __init__(self, settings: Message, link: Peer, hub: Hub | None) -> None:
-        self._rank: int = settings["rank"]
         self._worker = Worker(settings)
         self._hub = hub
         self._link = link
@@ -109,27 +107,13 @@ class Guardian:
         worker = self._worker
         if self._is_released or self._fault is not None or self._reported is not None:
             return
-        if is_gone := worker.is_gone:
-            worker.read(self._now)  # its last words may still be in the pipe
-        if worker.failure is not None:
-            fault = Fault(
-                reporter="worker",
-                rank=self._rank,
-                summary=f"rank {self._rank} failed during {worker.position}",
-                error=worker.failure,
-                is_second_hand=worker.position.waiting is not None,
-            )
-        elif worker.has_said_bye:
+        if worker.has_said_bye and worker.failure is None:
             self._release()
             return
-        elif is_gone:
-            fault = found_by_guardian(self._rank, worker.describe_end())
-        elif is_second and (trouble := worker.examine(self._now)) is not None:
-            fault = found_by_guardian(self._rank, trouble)
-        else:
-            return
-        self._reported, self._reported_at = fault, self._now
-        self._link.send({"fault": asdict(fault)})
+        self._reported = worker.find_fault(self._now, is_second=is_second)
+        if self._reported is not None:
+            self._reported_at = self._now
+            self._link.send({"fault": asdict(self._reported)})
 
     def _release(self) -> None:
         """Let the worker go in peace, once the others know it."""

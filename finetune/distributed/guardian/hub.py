@@ -10,8 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 
 from finetune.distributed.guardian.faults import (
-    CONNECT_SECONDS,
-    HELLO_SECONDS,
     SECOND_HAND_SECONDS,
     START_SECONDS,
     TICK_SECONDS,
@@ -24,6 +22,8 @@ from finetune.distributed.guardian.link import Message, Peer
 from finetune.distributed.network import open_listener
 from finetune.errors import Fault
 
+_CONNECT_SECONDS = 1.0
+_HELLO_SECONDS = 5.0
 _MOST_UNAUTHENTICATED = 64
 _TOKEN_BYTES = 32
 _HELLO_BYTES = _TOKEN_BYTES + 8
@@ -49,9 +49,9 @@ def connect(place: Message, rank: int) -> Peer:
     while time.monotonic() < end:
         for address in place["addresses"]:
             try:
-                connection = socket.create_connection((address, place["port"]), timeout=CONNECT_SECONDS)
+                connection = socket.create_connection((address, place["port"]), timeout=_CONNECT_SECONDS)
                 connection.sendall(hello(place["token"], rank))
-                connection.settimeout(HELLO_SECONDS)
+                connection.settimeout(_HELLO_SECONDS)
                 if connection.recv(1):
                     return Peer(connection)
                 raise ConnectionResetError
@@ -135,7 +135,7 @@ class Hub:
             received = b""
             with suppress(OSError):
                 received = connection.recv(_HELLO_BYTES, socket.MSG_PEEK)
-            if len(received) == _HELLO_BYTES or now - accepted_at > HELLO_SECONDS:
+            if len(received) == _HELLO_BYTES or now - accepted_at > _HELLO_SECONDS:
                 del self._unauthenticated[connection]
                 if not self._admit(connection, received, now):
                     connection.close()

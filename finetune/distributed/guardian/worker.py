@@ -13,6 +13,7 @@ import psutil
 
 from finetune.distributed.guardian.faults import STOPPED_SECONDS, Position
 from finetune.distributed.guardian.link import Link, Message
+from finetune.errors import Fault
 
 
 class Worker(Link):
@@ -24,6 +25,8 @@ class Worker(Link):
         self.failure: str | None = None
         """Its error in one line, once it has reported one."""
         self.has_said_bye = False
+        self.is_gone = False
+        self._rank: int = settings["rank"]
         self._pid: int = settings["worker_pid"]
         self._launcher_pid: int | None = settings["launcher_pid"]
         self._moved_at = 0.0
@@ -31,18 +34,15 @@ class Worker(Link):
         self._memory_kills = deque([_memory_kills()], maxlen=10)
 
     @property
-    def is_gone(self) -> bool:
-        """Whether the worker has ended: the kernel then reparents this process, even if the worker is a zombie."""
-        return os.getppid() != self._pid
-
-    @property
     def is_stopped(self) -> bool:
         """Whether the worker was stopped when it was examined last, so that it cannot leave."""
         return self._stopped_since is not None
 
     def read(self, now: float) -> None:
-        """Read what the worker has written."""
-        with suppress(EOFError):  # `is_gone` says whether it has ended
+        """Find out whether the worker has ended, and read what it has written."""
+        # The kernel then reparents this process, even if the worker is a zombie. Its last words are in the pipe.
+        self.is_gone = os.getppid() != self._pid
+        with suppress(EOFError):
             for message in self.receive():
                 if "position" in message:
                     position = Position(**message["position"])
@@ -53,13 +53,35 @@ class Worker(Link):
                 self.has_said_bye = self.has_said_bye or "bye" in message
         self.position.age = now - self._moved_at
 
-    def examine(self, now: float) -> str | None:
-        """Describe the fault if the worker is stopped or has lost its launcher; None otherwise. Call it each second."""
+    def find_fault(self, now: float, *, is_second: bool) -> Fault | None:
+        """Return the fault if the worker has failed, has ended, is stopped or has lost its launcher; None otherwise.
+
+        Args:
+            now: seconds since this guardian began to watch.
+            is_second: whether a second has passed, after which the system is asked for the worker's state.
+        """
+        if self.failure is not None:
+            summary = f"failed during {self.position}"
+        elif self.is_gone:  # nobody but its parent can see its exit code
+            place = f"process {self._pid} on {socket.gethostname()}"
+            summary = f"was killed during {self.position}: {place} ended without reporting an error"
+            if _memory_kills() > self._memory_kills[0]:
+                summary += "; the kernel's out-of-memory killer was at work on that machine just then"
+        elif is_second and (state := self._examine(now)) is not None:
+            summary = state
+        else:
+            return None
+        is_second_hand = self.failure is not None and self.position.waiting is not None
+        text = f"rank {self._rank} {summary}"
+        return Fault(rank=self._rank, summary=text, error=self.failure or "", is_second_hand=is_second_hand)
+
+    def _examine(self, now: float) -> str | None:
+        """Describe the worker if it is stopped or has lost its launcher."""
         self._memory_kills.append(_memory_kills())
         try:
             worker = psutil.Process(self._pid)
             is_stopped = worker.status() == psutil.STATUS_STOPPED
-            if self._launcher_pid is not None and not self.is_gone:
+            if self._launcher_pid is not None:
                 if worker.ppid() != self._launcher_pid:
                     return f"lost its launcher, process {self._launcher_pid}, during {self.position}"
                 # The whole job may be stopped on purpose (Ctrl-Z), to continue later.
@@ -71,19 +93,9 @@ class Worker(Link):
             return None
         return f"is stopped (SIGSTOP) during {self.position}: its process is {self._pid} on {socket.gethostname()}"
 
-    def describe_end(self) -> str:
-        """Describe how the worker ended. A guardian cannot see the exit code of its own parent."""
-        hint = ""
-        if _memory_kills() > self._memory_kills[0]:
-            hint = "; the kernel's out-of-memory killer was at work on that machine just then"
-        return (
-            f"was killed during {self.position}: process {self._pid} on {socket.gethostname()} ended without reporting "
-            f"an error{hint}"
-        )
-
     def kill(self) -> None:
         """Kill the worker. While it is the parent, its number cannot belong to another process."""
-        if not self.is_gone:
+        if os.getppid() == self._pid:
             with suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
 
