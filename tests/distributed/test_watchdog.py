@@ -274,18 +274,6 @@ def kill_the_guardian_of_one_of_two(play, victim):
 
 
 @scene(world_size=2)
-def a_killed_launcher(play):
-    commands = [play.command(rank, "wait_in_sum", launched="yes") for rank in (0, 1)]
-    play.start_process(0, [sys.executable, "-c", LAUNCHER, json.dumps(commands)])
-    play.wait_for_all()
-    kill(play.ranks[0].pid)
-    assert play.end() == [KILLED]
-    lines = set((play.folder / "stderr-0").read_text().splitlines())
-    launcher = f"lost its launcher, process {play.ranks[0].pid}, during training, step 12"
-    assert re.fullmatch(rf"finetune stops: rank [01] {launcher}", the_only(lines))
-
-
-@scene(world_size=2)
 def a_rank_may_leave_before_the_others(play):
     play.start("leave_when_told", "leave", step_timeout=1)
     play.ranks[1].wait(10)
