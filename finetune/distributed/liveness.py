@@ -130,15 +130,12 @@ class Liveness:
                     self.let_device_finish()
         except RuntimeError as error:
             fault = self.first_fault(LATE_FAULT_SECONDS)
-            if (
-                fault is None
-                and not isinstance(error, dist.DistError)
-                and not any(s in str(error) for s in _SIGNS_OF_LOSS)
-            ):
+            is_loss = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+            if fault is None and not is_loss:
                 raise
             _log.debug("%s: %s", what, error)
-            lost = str(fault) if fault is not None else f"another rank left during {what}: {error}"
-            raise RunFailedError(lost, fault=fault) from error
+            cause = str(fault) if fault is not None else f"another rank left during {what}: {error}"
+            raise RunFailedError(cause, fault=fault) from error
 
     def on_close(self, action: Callable[[BaseException | None], None]) -> None:
         """Call `action` when the run leaves this world, with the error that ends it or None."""
@@ -149,10 +146,6 @@ class Liveness:
         while self._closing:
             self._closing.pop()(error)
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error to leave with instead of this one: its cause, and a note of where this rank was."""
-        return explain(error, self.watchdog)
-
     @contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
         """Run the block that ends what was opened.
@@ -160,9 +153,9 @@ class Liveness:
         The other ranks learn of the error before the block. The watchdog ends after it.
         """
         watchdog, self.watchdog = self.watchdog, None
-        is_expected = isinstance(error, PreemptedError)
         # Where the ranks agreed on the failure, the rank that prints the error tells the world too.
-        is_expected = is_expected or (isinstance(error, FinetuneError) and error.is_reported_elsewhere)
+        is_agreed = isinstance(error, FinetuneError) and error.is_reported_elsewhere
+        is_expected = is_agreed or isinstance(error, PreemptedError)
         try:
             if watchdog is not None and error is not None and not is_expected:
                 watchdog.fail(in_a_line(error))
@@ -175,20 +168,19 @@ class Liveness:
 
 
 def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
-    """Return the error to end with: its cause if that is known, with a note of rank and phase."""
-    if any(isinstance(one, Terminated) for one in (error, error.__cause__)) and watchdog is not None:
-        fault = watchdog.first_fault(_FAULT_SECONDS)
-        if fault is not None:
-            return RunFailedError(str(fault), fault=fault)
+    """Return the error to end with: the cause of this one if it is known, with a note of rank and phase."""
+    is_terminated = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
+    if is_terminated and watchdog is not None and (fault := watchdog.first_fault(_FAULT_SECONDS)) is not None:
+        return RunFailedError(str(fault), fault=fault)
     if isinstance(error, PreemptedError):
         return error
     fault = error.fault if isinstance(error, RunFailedError) else None
     if fault is not None and fault.error == KeyboardInterrupt.__name__ and received_stop_signal() == signal.SIGINT:
         return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which waited in a collective
-    named = as_out_of_memory(error) or error
-    if watchdog is not None and fault is None and not isinstance(named, PeerFailedError):
-        named.add_note(watchdog.whereabouts)
-    return named
+    error = as_out_of_memory(error) or error
+    if watchdog is not None and fault is None and not isinstance(error, PeerFailedError):
+        error.add_note(watchdog.whereabouts)
+    return error
 
 
 def in_a_line(error: BaseException) -> str:

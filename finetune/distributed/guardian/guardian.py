@@ -72,15 +72,15 @@ class Guardian:
         seen_at = time.monotonic()
         self._now += min(seen_at - self._seen_at, 1.0)
         self._seen_at = seen_at
-        if is_second := self._now - self._beat_at >= HEARTBEAT_SECONDS:
+        if is_beat := self._now - self._beat_at >= HEARTBEAT_SECONDS:
             self._beat_at = self._now
         self._worker.read(self._now)
-        if is_second:
+        if is_beat:
             self._link.send({"position": asdict(self._worker.position)})
         if self._hub is not None:
-            self._hub.turn(self._now, is_second=is_second)
+            self._hub.turn(self._now, is_beat=is_beat)
         self._hear_hub()
-        self._watch_worker(is_second)
+        self._watch_worker(is_beat)
         self._link.send()
         self._worker.send()
         if self._fault is not None and not self._is_released and self._now - self._fault_at >= KILL_SECONDS:
@@ -103,14 +103,14 @@ class Guardian:
         if self._reported is not None and self._now - self._reported_at > patience:
             self._adopt(self._reported)
 
-    def _watch_worker(self, is_second: bool) -> None:
+    def _watch_worker(self, is_beat: bool) -> None:
         worker = self._worker
         if self._is_released or self._fault is not None or self._reported is not None:
             return
         if worker.has_said_bye and worker.failure is None:
             self._release()
             return
-        self._reported = worker.find_fault(self._now, is_second=is_second)
+        self._reported = worker.find_fault(self._now, is_beat=is_beat)
         if self._reported is not None:
             self._reported_at = self._now
             self._link.send({"fault": asdict(self._reported)})
@@ -120,7 +120,7 @@ class Guardian:
         self._is_released = True
         self._link.send({"bye": True})
         if self._hub is not None:
-            self._hub.turn(self._now, is_second=False)
+            self._hub.turn(self._now, is_beat=False)
         # The end of its pipe tells the worker. Whoever captures the worker's stderr waits for the end of all copies.
         nothing = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):

@@ -98,12 +98,12 @@ class Hub:
         self.peers[0] = Peer(far)
         return Peer(near)
 
-    def turn(self, now: float, *, is_second: bool) -> None:
+    def turn(self, now: float, *, is_beat: bool) -> None:
         """Hear all guardians, and look for faults. Once a second, send a sign of life with rank 0's position.
 
         Args:
             now: seconds since `start`.
-            is_second: whether a second has passed.
+            is_beat: whether a heartbeat is due.
         """
         if self._listener is not None:
             self._accept(self._listener, now)
@@ -111,7 +111,7 @@ class Hub:
             self._hear(rank, peer, now)
         if self.fault is None:
             self._look_for_faults(now)
-        if is_second:
+        if is_beat:
             self._tell_all({"position": asdict(self.peers[0].position)} if 0 in self.peers else {})
         for peer in self.peers.values():
             peer.send()

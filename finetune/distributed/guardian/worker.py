@@ -53,12 +53,12 @@ class Worker(Link):
                 self.has_said_bye = self.has_said_bye or "bye" in message
         self.position.age = now - self._moved_at
 
-    def find_fault(self, now: float, *, is_second: bool) -> Fault | None:
+    def find_fault(self, now: float, *, is_beat: bool) -> Fault | None:
         """Return the fault if the worker has failed, has ended, is stopped or has lost its launcher; None otherwise.
 
         Args:
             now: seconds since this guardian began to watch.
-            is_second: whether a second has passed, after which the system is asked for the worker's state.
+            is_beat: whether a heartbeat is due. Only then is the system asked for the worker's state.
         """
         if self.failure is not None:
             summary = f"failed during {self.position}"
@@ -67,7 +67,7 @@ class Worker(Link):
             summary = f"was killed during {self.position}: {place} ended without reporting an error"
             if _memory_kills() > self._memory_kills[0]:
                 summary += "; the kernel's out-of-memory killer was at work on that machine just then"
-        elif is_second and (state := self._examine(now)) is not None:
+        elif is_beat and (state := self._examine(now)) is not None:
             summary = state
         else:
             return None
