@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -32,9 +32,10 @@ from typing import Any
 import psutil
 
 from benchmarks.scale_paper import paper
-from finetune.distributed.guardian.star import Spoke
-from finetune.distributed.watchdog import Watchdog, WatchedRank
-from finetune.errors import Fault
+from finetune.distributed.guardian.faults import HEARTBEAT_SECONDS, TICK_SECONDS, Position
+from finetune.distributed.guardian.hub import hello
+from finetune.distributed.guardian.link import Peer
+from finetune.distributed.watchdog import Watchdog
 
 RANKS = (64, 256, 1024)
 ROWS = (16, 256, 4096, 16384, 65536)
@@ -155,35 +156,6 @@ _joined: list[Any] = []
 """What keeps the stores of this process open."""
 
 
-class TimedSpoke(Spoke):
-    """The guardian of a rank, as a thread that only looks after its link: it ends with the first fault.
-
-    Its worker is the process that forked it, and is not examined: a thousand guardians of one machine would each look
-    through a thousand processes.
-    """
-
-    def __init__(self, rank: int, hub: Any) -> None:
-        super().__init__({"rank": rank, "worker_pid": _NO_PROCESS, "launcher_pid": None})
-        self.worker.pid = os.getppid()
-        self.worker.hub = hub
-        self.knows_at = 0.0
-
-    def _adopt(self, fault: Fault) -> None:
-        self.knows_at = time.monotonic()
-        self.fault = fault
-        self._fault_at = self.clock.now  # long after it, a guardian kills its worker
-
-    @property
-    def _is_done(self) -> bool:
-        return self.fault is not None
-
-    def _leave(self) -> None:
-        pass
-
-
-_NO_PROCESS = 1 << 30
-
-
 def guardians(ranks: Sequence[int], seconds: float) -> None:
     """Connect a guardian for each rank with rank 0's, kill the worker of rank 1, and wait until all know."""
     rows = []
@@ -193,7 +165,7 @@ def guardians(ranks: Sequence[int], seconds: float) -> None:
         hub = first.answer()
         victim = fork(partial(watched, 1, world_size, hub))
         shares = [range(2 + part, world_size, _NUM_PROCESSES) for part in range(_NUM_PROCESSES)]
-        others = [fork(partial(spokes, share, hub)) for share in shares]
+        others = [fork(partial(links, share, hub)) for share in shares]
         victim.answer()
         connected = first.answer() - begin
         guardian = psutil.Process(first.pid).children()[0]
@@ -220,26 +192,33 @@ def watched(rank: int, world_size: int, hub: Any, send: Callable[[Any], None]) -
             send(own)
         return own if rank == 0 else hub
 
-    place = WatchedRank(rank=rank, world_size=world_size, master_addr="127.0.0.1")
-    _kept.append(Watchdog(place, broadcast, last_words=lambda _: None))
+    place = {"rank": rank, "world_size": world_size, "master_addr": "127.0.0.1"}
+    _kept.append(Watchdog(**place, broadcast=broadcast, last_words=lambda _: None))
     send(time.monotonic())
 
 
 _kept: list[Watchdog] = []
 
 
-def spokes(ranks: Sequence[int], hub: Any, send: Callable[[Any], None]) -> None:
-    """Be the guardians of these ranks until they know of a fault; send when each of them knew, and of what."""
-    reader, _ = os.pipe()
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(reader, 0)  # each guardian listens to its worker there, and writes to it at 1
-    os.set_blocking(0, False)
-    os.dup2(nowhere, 1)
+def links(ranks: Sequence[int], hub: Any, send: Callable[[Any], None]) -> None:
+    """Be the links of these ranks until they know of a fault; send when each of them knew, and of what.
+
+    These are not whole guardians: a thousand of them on one machine would each ask for the state of a process.
+    """
+    place, _ = hub
 
     def guard(rank: int) -> tuple[float, str]:
-        spoke = TimedSpoke(rank, hub)
-        spoke.run()
-        return spoke.knows_at, str(spoke.fault)
+        connection = socket.create_connection((place["addresses"][0], place["port"]))
+        connection.sendall(hello(place["token"], rank))
+        link, next_beat = Peer(connection), 0.0
+        while True:
+            for message in link.hear(0.0):
+                if "fault" in message:
+                    return time.monotonic(), str(message["fault"])
+            if time.monotonic() >= next_beat:
+                link.send({"position": asdict(Position())})
+                next_beat = time.monotonic() + HEARTBEAT_SECONDS
+            time.sleep(TICK_SECONDS)
 
     send(in_threads(ranks, guard))
 

@@ -7,7 +7,6 @@ command with its exit code and no traceback; any other exception is a bug and ke
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 LOST_IN_ROUNDING = "takes away most of what the adapter learned"
 """Words of the error that ends `finetune merge` if the type of the weights is too coarse; `rehearse` looks for them."""
@@ -17,8 +16,6 @@ LOST_IN_ROUNDING = "takes away most of what the adapter learned"
 class Fault:
     """The first fault in a world of several ranks. All ranks end with it and name it."""
 
-    reporter: Literal["worker", "guardian"]
-    """The failing process itself, or a guardian that found the fault."""
     rank: int | None
     """The rank at fault; None if it is several ranks or none."""
     summary: str

@@ -167,7 +167,7 @@ def an_exception_while_data_is_read(play):
 
 @SCENES.add
 def an_exception_in_a_data_worker(play):
-    play.start("torchrun", "worker:1:3", "training.num_workers=1")
+    play.start("accelerate", "worker:1:3", "training.num_workers=1")
     assert play.end() == [1]
     play.says(1, "data, step 3")
     play.has_failed("rank 1 failed during data, step 3: ValueError", "a row of three columns")
@@ -182,14 +182,6 @@ def an_exception_in_the_forward_pass(play):
     assert "[rank1]: Traceback" in play.text(1), "a bug keeps its traceback on its own rank"
     assert "Traceback" not in play.text(0), "and the others say in a line whose it is"
     assert "finetune: RunFailedError: rank 1 failed during training, step 3: ValueError" in play.text(0)
-
-
-@SCENES.add
-def an_exception_in_an_evaluation(play):
-    play.start("accelerate", "evaluation:1:2")
-    assert play.end() == [1]
-    play.says(1, "evaluation, step 2")
-    play.has_failed("rank 1 failed during evaluation, step 2: ValueError", newest=1)
 
 
 @SCENES.add

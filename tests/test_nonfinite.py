@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.data.batches import BatchRule
-from finetune.distributed.ending import explain
+from finetune.distributed.liveness import explain
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState

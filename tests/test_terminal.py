@@ -71,7 +71,7 @@ def test_no_part_of_a_password_in_an_address_is_shown(text, shown):
 def test_messages_tracebacks_and_logs_have_no_control_sequences(tmp_path, capsys, caplog):
     steering = "a\x1b[2Jb"
     say(steering)
-    fault = Fault(reporter="worker", rank=0, summary="rank 0 failed", error=steering)
+    fault = Fault(rank=0, summary="rank 0 failed", error=steering)
     sys.stderr.write(line_of_fault(fault))
     handler = log_to_file(tmp_path / "log.txt")
     logging.getLogger("finetune").error("a server said %s", steering)

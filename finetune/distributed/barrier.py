@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.errors import Fault, RunFailedError
 
@@ -21,17 +21,19 @@ _PATIENCE_SECONDS = 2.0
 class StoreBarrier:
     """A barrier that can be waited at many times. All ranks wait at it in the same order.
 
-    Collective: every rank makes one at the store of the rendezvous, with the same token, which only this world uses.
+    Collective: every rank makes one.
+
+    Args:
+        store: at the rendezvous, with keys of this world alone.
+        rank: this rank.
+        world_size: the number of ranks.
     """
 
-    def __init__(self, store: PrefixStore, token: str, *, rank: int, world_size: int) -> None:
+    def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
         self._store = store
-        self._token = token
-        self._left = f"{token}/left"
         self._rank = rank
         self._world_size = world_size
         self._num_waits = 0
-        self._last: str | None = None
 
     def wait(self, what: str, first_fault: Callable[[float], Fault | None]) -> None:
         """Wait until all ranks are here. Collective.
@@ -44,21 +46,19 @@ class StoreBarrier:
             RunFailedError: another rank has left or waits for something else, or the world has a fault.
         """
         self._num_waits += 1
-        here = f"{self._token}/{self._num_waits}"
         try:
-            first = self._store.compare_set(here, "", what).decode()
+            first = self._store.compare_set(str(self._num_waits), "", what).decode()
             if first != what:
                 raise _alone(what, f"another is in {first}")
-            self._store.add(f"{here}/ranks", 1)
-            while not self._have_all(f"{here}/ranks"):
+            self._count("here", 1)
+            while self._count("here", 0) < self._world_size:
                 # A rank may have come, seen that all are here, and left meanwhile.
-                if self._store.check([self._left]) and not self._have_all(f"{here}/ranks"):
-                    raise _alone(what, f"rank {self._store.get(self._left).decode()} has left")
+                if self._store.check(["left"]) and self._count("here", 0) < self._world_size:
+                    raise _alone(what, f"rank {self._store.get('left').decode()} has left")
                 fault = first_fault(_LOOK_SECONDS)
                 if fault is not None:
                     raise RunFailedError(str(fault), fault=fault)
-            self._store.add(f"{here}/seen", 1)
-            self._last = f"{here}/seen"
+            self._count("seen", 1)
         except RuntimeError as error:
             raise _alone(what, "rank 0, which keeps the store, has left") from error
 
@@ -69,12 +69,15 @@ class StoreBarrier:
         """
         patience = time.monotonic() + _PATIENCE_SECONDS
         with suppress(RuntimeError):  # rank 0 and its store are gone: no rank waits there
-            self._store.compare_set(self._left, "", str(self._rank))
-            while self._rank == 0 and self._last and not self._have_all(self._last) and time.monotonic() < patience:
+            self._store.compare_set("left", "", str(self._rank))
+            while self._rank == 0 and self._num_waits > 0 and self._count("seen", 0) < self._world_size:
+                if time.monotonic() > patience:
+                    break
                 time.sleep(_LOOK_SECONDS)
 
-    def _have_all(self, what: str) -> bool:
-        return self._store.add(what, 0) >= self._world_size
+    def _count(self, name: str, number: int) -> int:
+        """Add to a number of ranks at the current wait, and return it."""
+        return self._store.add(f"{self._num_waits}/{name}", number)
 
 
 def _alone(what: str, others: str) -> RunFailedError:

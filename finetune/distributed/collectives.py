@@ -15,14 +15,14 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.distributed.accelerate_library import broadcast_object_list, gather_object
 from finetune.distributed.barrier import StoreBarrier
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
-from finetune.distributed.ending import LATE_FAULT_SECONDS
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE
 from finetune.distributed.guardian.faults import format_ranks
-from finetune.distributed.liveness import Liveness
+from finetune.distributed.liveness import LATE_FAULT_SECONDS, Liveness
 from finetune.errors import FinetuneError, LaunchError, PeerFailedError, RunFailedError, first_line
 
 Value = TypeVar("Value")
@@ -209,7 +209,9 @@ class Collectives:
         """
         store, token = rendezvous_store(), self.broadcast_from_main(secrets.token_hex(8))
         if store is not None:
-            self._barrier = StoreBarrier(store, token, rank=self.context.rank, world_size=self.context.world_size)
+            self._barrier = StoreBarrier(
+                PrefixStore(token, store), rank=self.context.rank, world_size=self.context.world_size
+            )
 
     def synchronize(self, what: str) -> None:
         """Wait for all ranks after `start_store_barrier`, before they run a sharded model outside of a step.

@@ -40,6 +40,7 @@ from finetune.distributed.environment import (
     given_address,
     is_batch_script_body,
 )
+from finetune.distributed.liveness import explain
 from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.precision import deterministic_algorithms
 from finetune.distributed.runtime import Runtime
@@ -134,7 +135,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         except BaseException as error:
             # A launcher sends SIGTERM to the ranks that outlive another: it must not interrupt their last writes.
             signals.enter_context(ignore_stop_signals())
-            named = runtime.liveness.explain(error)
+            named = explain(error, runtime.liveness.watchdog)
             runtime.close(named)
             if was_stopped_in_set_up(named):
                 named = _stopped_in_set_up()

@@ -1,4 +1,4 @@
-"""Report this rank's state to the other ranks: its phase, its failure, and that it leaves.
+"""Report this rank's phase and failure to the other ranks, and choose the error with which this rank ends.
 
 `Liveness` owns the rank's watchdog. Everything that waits for other ranks does so in `Liveness.collective`, which names
 a rank that is gone within seconds instead of waiting for it.
@@ -6,22 +6,39 @@ a rank that is gone within seconds instead of waiting for it.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from finetune.distributed.ddp_init import ProcessContext
-from finetune.distributed.ending import as_lost_rank, explain, in_a_line
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
 from finetune.distributed.network import address_of_rank_0
-from finetune.distributed.watchdog import Watchdog, WatchedRank
-from finetune.errors import Fault, FinetuneError, PreemptedError, RunFailedError
+from finetune.distributed.watchdog import Watchdog
+from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError
+from finetune.signals import Terminated, received_stop_signal
 
 _log = logging.getLogger(__name__)
+
+_FAULT_SECONDS = 2.0
+"""torchrun ends a rank by SIGTERM as soon as another is gone, perhaps before this one learns which and why."""
+LATE_FAULT_SECONDS = 5.0
+"""A broken collective is noticed before this rank learns why."""
+# The backends have no error type for a lost rank, and the CPU has none for a lack of memory.
+_SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
+_SIGNS_OF_NO_MEMORY = (
+    *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
+
+_PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] ((data|err == 0)\. )?")
 
 
 class Liveness:
@@ -46,15 +63,12 @@ class Liveness:
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
-        watched = WatchedRank(
+        self.watchdog = Watchdog(
             rank=self.context.rank,
             world_size=self.context.world_size,
             master_addr=address_of_rank_0(environment),
             launcher_pid=launcher_pid(os.environ, environment),
             step_timeout_seconds=60 * step_timeout_minutes,
-        )
-        self.watchdog = Watchdog(
-            watched,
             broadcast=broadcast,
             last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
         )
@@ -115,11 +129,13 @@ class Liveness:
                 if waits_after:
                     self.let_device_finish()
         except RuntimeError as error:
-            lost = as_lost_rank(error, what, self.watchdog)
-            if lost is None:
+            fault = self.first_fault(LATE_FAULT_SECONDS)
+            is_loss = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
+            if fault is None and not is_loss:
                 raise
             _log.debug("%s: %s", what, error)
-            raise lost from error
+            cause = str(fault) if fault is not None else f"another rank left during {what}: {error}"
+            raise RunFailedError(cause, fault=fault) from error
 
     def on_close(self, action: Callable[[BaseException | None], None]) -> None:
         """Call `action` when the run leaves this world, with the error that ends it or None."""
@@ -130,10 +146,6 @@ class Liveness:
         while self._closing:
             self._closing.pop()(error)
 
-    def explain(self, error: BaseException) -> BaseException:
-        """Return the error to leave with instead of this one: its cause, and a note of where this rank was."""
-        return explain(error, self.watchdog)
-
     @contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
         """Run the block that ends what was opened.
@@ -141,9 +153,9 @@ class Liveness:
         The other ranks learn of the error before the block. The watchdog ends after it.
         """
         watchdog, self.watchdog = self.watchdog, None
-        is_expected = isinstance(error, PreemptedError)
         # Where the ranks agreed on the failure, the rank that prints the error tells the world too.
-        is_expected = is_expected or (isinstance(error, FinetuneError) and error.is_reported_elsewhere)
+        is_agreed = isinstance(error, FinetuneError) and error.is_reported_elsewhere
+        is_expected = is_agreed or isinstance(error, PreemptedError)
         try:
             if watchdog is not None and error is not None and not is_expected:
                 watchdog.fail(in_a_line(error))
@@ -153,3 +165,45 @@ class Liveness:
                 if isinstance(error, FinetuneError) and not is_expected:
                     error.is_reported_elsewhere = watchdog.is_reported_elsewhere
                 watchdog.close()
+
+
+def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
+    """Return the error to end with: the cause of this one if it is known, with a note of rank and phase."""
+    is_terminated = isinstance(error, Terminated) or isinstance(error.__cause__, Terminated)
+    if is_terminated and watchdog is not None and (fault := watchdog.first_fault(_FAULT_SECONDS)) is not None:
+        return RunFailedError(str(fault), fault=fault)
+    if isinstance(error, PreemptedError):
+        return error
+    fault = error.fault if isinstance(error, RunFailedError) else None
+    if fault is not None and fault.error == KeyboardInterrupt.__name__ and received_stop_signal() == signal.SIGINT:
+        return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which waited in a collective
+    error = as_out_of_memory(error) or error
+    if watchdog is not None and fault is None and not isinstance(error, PeerFailedError):
+        error.add_note(watchdog.whereabouts)
+    return error
+
+
+def in_a_line(error: BaseException) -> str:
+    """Return type and text of an error. Keep only the end of a data loader worker's traceback."""
+    text = str(error)
+    if "Traceback (most recent call last)" in text:
+        lines = text.strip().splitlines()
+        text = f"{lines[0]} {lines[-1]}"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def as_out_of_memory(error: BaseException) -> RunFailedError | None:
+    """Return the error to report if memory ran out, without the tensors that a traceback keeps; None otherwise."""
+    if not (
+        isinstance(error, (MemoryError, torch.OutOfMemoryError))
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY))
+    ):
+        return None
+    cause = _PLACE_IN_TORCH.sub("", str(error).strip().split("\n", 1)[0]).rstrip(".") or type(error).__name__
+    return RunFailedError(
+        f"out of memory: {cause}. Lower training.batch_size and keep training.global_batch_size (gradients are then "
+        "accumulated and the curve stays), set training.max_tokens_per_microbatch for long rows, or "
+        "training.gradient_checkpointing=true; in an evaluation lower its own batch_size. Committed checkpoints are "
+        "intact: resume=auto"
+    )

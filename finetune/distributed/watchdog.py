@@ -9,65 +9,49 @@ from __future__ import annotations
 
 import json
 import os
-import queue
-import secrets
 import select
 import subprocess
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.distributed.guardian.faults import (
     GRACE_SECONDS,
-    SILENT_SECONDS,
     START_SECONDS,
     Position,
     line_of_fault,
-    lost_guardian,
+    lost_rank,
 )
-from finetune.distributed.guardian.link import LineBuffer, Message, occupy_standard_streams
+from finetune.distributed.guardian.link import Message
 from finetune.distributed.network import listening_address, own_addresses
 from finetune.errors import Fault, LaunchError, RunFailedError
-from finetune.signals import after_fork_in_child
 
 _PROGRAM = str(Path(__file__).with_name("guardian") / "__main__.py")
-_ANSWER_SECONDS = 2 * START_SECONDS + 5.0
+_ANSWER_SECONDS = 3 * START_SECONDS
 _ANSWER_TO_FAILURE_SECONDS = 1.0
 _SURELY_SECONDS = 1.0
 _CLOSE_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 2.0
 _LONGEST_FAILURE = 400
 """Characters. A line is written whole or not at all up to PIPE_BUF bytes, which is 512 on macOS."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchedRank:
-    """The rank to watch, and the limits for it."""
-
-    rank: int
-    world_size: int
-    master_addr: str
-    """An address of rank 0 that every node reaches."""
-    launcher_pid: int | None = None
-    """The parent that this process must not outlive; None in a plain run, which may outlive its shell."""
-    step_timeout_seconds: float | None = None
-    """The longest time in one timed position; None: no limit."""
 
 
 class Watchdog:
     """A rank's link to its own guardian, and so to the world's first fault.
 
     Args:
-        watched: this rank.
+        rank: this rank.
+        world_size: the number of ranks.
+        master_addr: an address of rank 0 that every node reaches.
+        launcher_pid: the parent that this process must not outlive; None in a plain run, which may outlive its shell.
+        step_timeout_seconds: the longest time in one timed position; None: no limit.
         broadcast: returns rank 0's value (plain JSON) on every rank. Collective.
-        last_words: called with the fault if the main thread does not leave. It runs in a thread of its own, for two
-            seconds at most, and its exceptions are lost.
+        last_words: called with the fault, in another thread, if the main thread does not leave. The guardian kills
+            this process if it takes too long. Its exceptions are lost.
 
     Collective: every rank makes one.
 
@@ -77,30 +61,45 @@ class Watchdog:
 
     def __init__(
         self,
-        watched: WatchedRank,
+        *,
+        rank: int,
+        world_size: int,
+        master_addr: str,
+        launcher_pid: int | None = None,
+        step_timeout_seconds: float | None = None,
         broadcast: Callable[[Any], Any],
         last_words: Callable[[Fault], None],
     ) -> None:
-        self._rank = watched.rank
+        self._rank = rank
         self._pid = os.getpid()
         self._last_words = last_words
         self._position = Position()
         self._fault: Fault | None = None
         self._failure: str | None = None
         """This rank's own error, in one line."""
-        self._is_ready = False
         self._has_fault = threading.Event()
         self._closed = threading.Event()
         self._released = threading.Event()
-        self._is_guardian_staying = False
-        self._answers: queue.SimpleQueue[Message | Fault] = queue.SimpleQueue()
         self._guardian: subprocess.Popen[bytes] | None = None
-        self._listener = threading.Thread(target=self._listen, name="watchdog", daemon=True)
+        settings = {
+            "rank": rank,
+            "world_size": world_size,
+            "worker_pid": self._pid,
+            "launcher_pid": launcher_pid,
+            "step_timeout_seconds": step_timeout_seconds,
+            "listen": listening_address(master_addr) if rank == 0 else None,
+        }
         try:
-            self._connect_guardians(watched, broadcast)
+            self._connect(settings, master_addr, broadcast)
         except BaseException:
-            self.close()
+            self._closed.set()
+            if self._guardian is not None and self._guardian.stdin is not None:
+                self._guardian.stdin.close()
+                with suppress(subprocess.TimeoutExpired):  # rank 0's guardian may be telling others why
+                    self._guardian.wait(_CLOSE_SECONDS)
+                self._guardian.kill()
             raise
+        threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is, see `Liveness.enter_phase`. Takes a few microseconds."""
@@ -150,17 +149,9 @@ class Watchdog:
         if not self._is_here or self._closed.is_set():
             return
         self._closed.set()
-        if self._guardian is None:
-            return
         self._tell({"bye": True}, surely=True)
         if self._failure is None and self._fault is None:
             self._released.wait(_CLOSE_SECONDS)
-        with suppress(OSError):
-            if self._guardian.stdin is not None:
-                self._guardian.stdin.close()
-        is_leaving = self._released.is_set() and not self._is_guardian_staying
-        if is_leaving and threading.current_thread() is not self._listener:
-            self._listener.join(_CLOSE_SECONDS)
 
     @property
     def _is_here(self) -> bool:
@@ -171,50 +162,20 @@ class Watchdog:
         self._position = position
         self._tell({"position": vars(position)})
 
-    def _connect_guardians(self, watched: WatchedRank, broadcast: Callable[[Any], Any]) -> None:
+    def _connect(self, settings: Message, master_addr: str, broadcast: Callable[[Any], Any]) -> None:
         """Start the guardian and connect it with the others. Call `broadcast` even if something fails here."""
-        problem: LaunchError | None = None
-        hub: Any = None
+        place, problem = {}, ""
         try:
-            hub = self._start_guardian(watched)
+            self._guardian = _start_guardian(settings)
+            if self._rank == 0:
+                place = {"addresses": own_addresses(master_addr), **self._answer()}
         except LaunchError as error:
-            problem = error
-        hub = broadcast(hub if problem is None else {"problem": str(problem)})
-        if problem is not None:
-            raise problem
-        if "problem" in hub:
-            raise LaunchError(f"rank 0 has no guardian: {hub['problem']}")
-        self._tell({"hub": hub}, surely=True)
+            problem = str(error)
+        place, problem_of_rank_0 = broadcast([place, problem])
+        if problem or problem_of_rank_0:
+            raise LaunchError(problem or f"rank 0 has no guardian: {problem_of_rank_0}")
+        self._tell(place, surely=True)
         self._answer()  # ready
-        self._is_ready = True
-
-    def _start_guardian(self, watched: WatchedRank) -> Message | None:
-        """Start the guardian. On rank 0, return where it listens and the token that it asks for."""
-        token = secrets.token_hex(16)
-        listen = listening_address(watched.master_addr) if watched.rank == 0 else None
-        settings = {**asdict(watched), "worker_pid": self._pid, "token": token, "listen": listen}
-        occupy_standard_streams()
-        try:
-            self._guardian = subprocess.Popen(
-                [sys.executable, "-P", _PROGRAM],
-                bufsize=0,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"rank {watched.rank} could not start its guardian process with {sys.executable}: {error}."
-            ) from error
-        if self._guardian.stdin is not None:
-            os.set_blocking(self._guardian.stdin.fileno(), False)
-        _open.add(self)
-        self._listener.start()
-        self._tell(settings, surely=True)
-        if watched.rank != 0:
-            return None
-        port = self._answer()["listening"]
-        return {"addresses": own_addresses(watched.master_addr), "port": port, "token": token}
 
     def _answer(self) -> Message:
         """Return the guardian's next answer while it starts.
@@ -222,118 +183,89 @@ class Watchdog:
         Raises:
             LaunchError: it reports a fault or is silent.
         """
-        answer: Message | Fault | str
-        try:
-            answer = self._answers.get(timeout=_ANSWER_SECONDS)
-        except queue.Empty:
-            answer = f"the guardian process of rank {self._rank} gives no answer"
-        if not isinstance(answer, dict):
-            raise LaunchError(f"The ranks cannot watch over each other: {answer}")
+        stdout = self._guardian.stdout if self._guardian is not None else None
+        line = b""
+        if stdout is not None:
+            answers = select.poll()
+            answers.register(stdout, select.POLLIN)
+            line = stdout.readline() if answers.poll(1000 * _ANSWER_SECONDS) else b""
+        if not line:
+            problem = f"the guardian process of rank {self._rank} gives no answer"
+            raise LaunchError(f"The ranks cannot watch over each other: {problem}")
+        answer: Message = json.loads(line)
+        if "fault" in answer:
+            raise LaunchError(f"The ranks cannot watch over each other: {Fault(**answer['fault'])}")
         return answer
 
     def _tell(self, message: Message, *, surely: bool = False) -> None:
         """Write a line to the guardian; whole, and without waiting (a second at most if it must get through)."""
         process = self._guardian
-        if process is None or process.stdin is None or not self._is_here:
-            return
-        if self._closed.is_set() and not surely:
+        if process is None or process.stdin is None or not self._is_here or (self._closed.is_set() and not surely):
             return
         line = json.dumps(message).encode() + b"\n"
         end = time.monotonic() + _SURELY_SECONDS if surely else 0.0
-        while True:
+        while line:
             try:
                 line = line[os.write(process.stdin.fileno(), line) :]
-                if not line:
-                    return
             except BlockingIOError:  # the next position replaces one that is lost
                 if not surely or time.monotonic() > end:
                     return
                 time.sleep(0.01)
-            except (OSError, ValueError):  # the guardian is gone, which the listener notices, or this end is closed
+            except OSError:  # the guardian is gone, which the listener notices
                 return
 
     def _listen(self) -> None:
-        """The watchdog's thread: from the guardian's first line until it is gone."""
+        """Hear the guardian until it lets this worker go or is gone. Runs in the watchdog's thread."""
         process = self._guardian
-        if process is None:
+        if process is None or process.stdout is None:
             return
-        for message in self._messages():
-            if "released" in message:
-                self._is_guardian_staying = message["is_staying"]
-                self._released.set()
-            elif "fault" in message:
-                self._end_with(Fault(**message["fault"]))
-            elif "beat" not in message:
-                self._answers.put(message)
+        with process.stdout:
+            for line in process.stdout:
+                self._end_with(Fault(**json.loads(line)["fault"]))
+        self._released.set()
         if not self._closed.is_set() and self._fault is None:
-            process.kill()  # stopped, perhaps
-            self._end_with(lost_guardian(self._rank, self._position))
+            self._end_with(lost_rank(self._rank, self._position, ""))
         process.wait()
-
-    def _messages(self) -> Iterator[Message]:
-        """Read the guardian's messages until it is gone or silent for too long.
-
-        The silence is counted in waits of a second: this process may itself have been stopped, or busy in C.
-        """
-        stdout = self._guardian.stdout if self._guardian is not None else None
-        if stdout is None:
-            return
-        lines = LineBuffer()
-        poll = select.poll()
-        poll.register(stdout, select.POLLIN)
-        silent_seconds = 0
-        with stdout:
-            while silent_seconds < SILENT_SECONDS or self._released.is_set():
-                if not poll.poll(1000):
-                    silent_seconds += 1
-                    continue
-                silent_seconds = 0
-                data = os.read(stdout.fileno(), 1 << 16)
-                if not data:
-                    return
-                yield from lines.feed(data)
 
     def _end_with(self, fault: Fault) -> None:
         """Let the main thread leave because the world has a fault, or end this process."""
         self._fault = fault
         self._has_fault.set()
-        self._answers.put(fault)
-        if not self._is_ready or self._closed.wait(GRACE_SECONDS):
+        if self._closed.wait(GRACE_SECONDS):
             return
-        speaker = threading.Thread(target=self._say_last_words, args=(fault,), name="last-words", daemon=True)
-        with suppress(RuntimeError):  # no thread starts any more once the interpreter ends
-            speaker.start()
-            speaker.join(_LAST_WORDS_SECONDS)
+        with suppress(Exception):
+            self._last_words(fault)
         with suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(line_of_fault(fault))
             sys.stderr.flush()
-            self._tell({"spoken": True}, surely=True)
+            self._tell({"bye": True}, surely=True)
         os._exit(RunFailedError.exit_code)
 
-    def _say_last_words(self, fault: Fault) -> None:
-        with suppress(Exception):
-            self._last_words(fault)
 
-    def _forget(self) -> None:
-        """Close a forked child's copies of the pipes: the guardian waits for the end of the last one."""
-        process = self._guardian
-        if process is None:
-            return
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                with suppress(OSError):
-                    pipe.close()
-        process.returncode = 0  # not this process's child
+def _start_guardian(settings: Message) -> subprocess.Popen[bytes]:
+    """Start a guardian, with pipes that do not wait.
 
-
-_open: weakref.WeakSet[Watchdog] = weakref.WeakSet()
-
-
-def _forget_guardians_of_parent() -> None:
-    for watchdog in list(_open):
-        watchdog._forget()
-
-
-after_fork_in_child(_forget_guardians_of_parent)
+    Raises:
+        LaunchError: the process cannot be started.
+    """
+    # Occupy those of descriptors 0 to 2 that are closed: a pipe with such a number would be printed into.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    try:
+        guardian = subprocess.Popen(
+            [sys.executable, "-P", _PROGRAM, json.dumps(settings)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise LaunchError(
+            f"rank {settings['rank']} could not start its guardian process with {sys.executable}: {error}."
+        ) from error
+    if guardian.stdin is not None:
+        os.set_blocking(guardian.stdin.fileno(), False)
+    return guardian

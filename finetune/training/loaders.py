@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
+import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -183,6 +184,8 @@ def _prepare_for_workers() -> None:
 
 
 def _kill_workers() -> None:
+    if hasattr(signal, "SIGCHLD"):
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise that a worker was killed
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 
 from finetune.data.batches import derived_seed
-from finetune.distributed.ending import as_out_of_memory
 from finetune.distributed.gradients import LossFunction
+from finetune.distributed.liveness import as_out_of_memory
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch

@@ -26,7 +26,7 @@ def no_fault(_seconds):
 
 
 def ranks_at(store):
-    return [StoreBarrier(store, "token", rank=rank, world_size=2) for rank in range(2)]
+    return [StoreBarrier(store, rank=rank, world_size=2) for rank in range(2)]
 
 
 def test_a_rank_may_come_and_leave_while_another_looks_elsewhere():
@@ -60,4 +60,4 @@ def test_rank_0_does_not_take_the_store_away_from_those_who_still_look():
     has_left.set()
     waiting.join(10)
     assert not waiting.is_alive()
-    assert store.add("token/1/seen", 0) == 2
+    assert store.add("1/seen", 0) == 2

@@ -15,8 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-from finetune.distributed.watchdog import Watchdog, WatchedRank
+from finetune.distributed.watchdog import Watchdog
 from finetune.errors import FinetuneError
+from finetune.signals import leave_signals_to_parent
 
 FOLDER, RANK, WORLD_SIZE, PART = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 OPTIONS = dict(word.split("=", 1) for word in sys.argv[5:])
@@ -46,14 +47,12 @@ def share(value):
 def watch():
     seconds = float(OPTIONS.get("step_timeout", 0))
     return Watchdog(
-        WatchedRank(
-            rank=RANK,
-            world_size=WORLD_SIZE,
-            master_addr="127.0.0.1",
-            launcher_pid=os.getppid() if "launched" in OPTIONS else None,
-            step_timeout_seconds=seconds or None,
-        ),
-        share,
+        rank=RANK,
+        world_size=WORLD_SIZE,
+        master_addr="127.0.0.1",
+        launcher_pid=os.getppid() if "launched" in OPTIONS else None,
+        step_timeout_seconds=seconds or None,
+        broadcast=share,
         last_words=lambda fault: write(f"last-words-{RANK}", str(fault)),
     )
 
@@ -129,6 +128,7 @@ def leave_and_live_on(dog):
 def fork_a_data_loader(dog):
     """The child shares every open file of this process, and would live on when it is killed."""
     if os.fork() == 0:
+        leave_signals_to_parent()
         dog.enter_phase("nonsense", 99)
         dog.fail("nonsense")
         dog.close()
@@ -138,27 +138,6 @@ def fork_a_data_loader(dog):
     dog.enter_phase("training", 12)
     write("is-settled", True)
     time.sleep(LONG_SECONDS)
-
-
-def say_much(dog):
-    for step in range(int(OPTIONS["times"])):
-        dog.enter_phase("training", step)
-        if step % 100 == 0:
-            time.sleep(0.001)
-    dog.close()
-
-
-def measure_at(dog):
-    """The median cost of a call, in seconds, at a pace that a training keeps."""
-    costs = []
-    for step in range(2000):
-        start = time.perf_counter()
-        dog.enter_phase("training", step)
-        costs.append(time.perf_counter() - start)
-        if step % 20 == 0:
-            time.sleep(0.005)
-    write("cost", sorted(costs)[len(costs) // 2])
-    dog.close()
 
 
 def main():

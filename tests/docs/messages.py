@@ -29,9 +29,9 @@ from finetune.config.schema import Config, ModelSection
 from finetune.distributed import accelerate_settings, ddp_init, device, rendezvous
 from finetune.distributed.accelerate_library import AccelerateCommand, forget_accelerate
 from finetune.distributed.ddp_init import ProcessContext
-from finetune.distributed.ending import explain
 from finetune.distributed.environment import LaunchEnvironment, read_environment
-from finetune.distributed.guardian.faults import Position, describe_late, unreachable
+from finetune.distributed.guardian.faults import Position, describe_late, lost_rank
+from finetune.distributed.liveness import explain
 from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.distributed.runtime import Runtime
 from finetune.errors import FinetuneError
@@ -312,7 +312,7 @@ def late_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @maker
 def unreachable_rank(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return [str(unreachable(1, Position("training", 57)))]
+    return [str(lost_rank(1, Position("training", 57), None))]
 
 
 @maker

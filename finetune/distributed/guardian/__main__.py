@@ -1,4 +1,4 @@
-"""Run a guardian. Each worker (`finetune.distributed.watchdog`) starts this file, with the settings on stdin."""
+"""Run a guardian. Each worker (`finetune.distributed.watchdog`) starts this file, with the settings as JSON."""
 
 from __future__ import annotations
 
@@ -8,52 +8,44 @@ import resource
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 
-# Started by path, since the worker may have found the package through a search path that a child does not inherit.
+# Started by path, because the worker may have found the package through a search path that a child does not inherit.
 _ROOT = str(Path(__file__).resolve().parents[3])
 sys.path.insert(0, _ROOT)
 import finetune  # noqa: E402, F401
 
 sys.path.remove(_ROOT)
 
-from finetune.distributed.guardian.link import Message, occupy_standard_streams  # noqa: E402
-from finetune.distributed.guardian.star import Hub, Spoke  # noqa: E402
-
-
-def _read_settings() -> Message | None:
-    """Read the first line of stdin. It holds the token, which other users could read on a command line."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            return None
-        line += byte
-    settings: Message = json.loads(line)
-    return settings
-
-
-def _prepare_process() -> None:
-    """Ignore signals that are meant for the worker, leave its working directory, and allow many connections."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, signal.SIG_IGN)
-    occupy_standard_streams()
-    os.chdir("/")
-    with suppress(OSError, ValueError):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+from finetune.distributed.guardian.faults import found_at_start  # noqa: E402
+from finetune.distributed.guardian.guardian import Guardian  # noqa: E402
+from finetune.distributed.guardian.hub import Hub, connect  # noqa: E402
+from finetune.distributed.guardian.link import Link  # noqa: E402
 
 
 def _main() -> None:
     """Guard the worker that started this process until there is nothing left to guard."""
-    _prepare_process()
-    settings = _read_settings()
-    if settings is None:
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(name, signal.SIG_IGN)  # meant for the worker
+    os.chdir("/")
+    with suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the hub has a connection to each rank
+    settings = json.loads(sys.argv[1])
+    hub = Hub(settings) if settings["rank"] == 0 else None
+    if hub is not None:
+        os.write(1, json.dumps({"port": hub.port, "token": hub.token}).encode() + b"\n")
+    line = sys.stdin.readline()  # from rank 0's worker, by way of this worker
+    if not line:
         return
-    os.set_blocking(0, False)
-    os.set_blocking(1, False)
-    guardian = Hub(settings) if settings["rank"] == 0 else Spoke(settings)
-    guardian.run()
+    place = json.loads(line)
+    try:
+        link = connect(place, settings["rank"]) if hub is None else hub.start(place)
+    except ConnectionError as error:
+        Link(0, 1).send({"fault": asdict(found_at_start(str(error)))})
+        return
+    Guardian(settings, link, hub).run()
 
 
 if __name__ == "__main__":

@@ -9,37 +9,24 @@ from finetune.errors import Fault
 from finetune.terminal import visible
 
 # In seconds. Together they keep the promise: every rank is gone 15 s after a fault.
+TICK_SECONDS = 0.1
+"""How often a guardian looks around. A worker may write thousands of lines a second, which are then read together."""
 HEARTBEAT_SECONDS = 1.0
 LOST_SECONDS = 8.0
 """A guardian that is silent for so long is gone, or the network to it is."""
-SILENT_SECONDS = 7
-"""A worker gives up on its own guardian before the other guardians do, so that all ranks name the same cause."""
 STOPPED_SECONDS = 4.0
-"""A debugger or a short SIGSTOP is no fault; a process that is stopped for longer is."""
+"""A process that is stopped for so long is a fault; a debugger or a short SIGSTOP is none."""
 START_SECONDS = 15.0
 """For all guardians to connect, before anything is trained."""
 GRACE_SECONDS = 3.0
 """After a fault: for the worker's main thread to leave."""
 KILL_SECONDS = 6.0
 """After a fault: when its guardian kills a worker that is still there."""
-UNKILLABLE_SECONDS = 20.0
-"""After a fault: when a guardian gives up on a worker that the kernel itself holds."""
 SECOND_HAND_SECONDS = 1.5
 """For news of the cause, after an error that another rank may have caused."""
 LINGER_SECONDS = 1.0
-HELLO_SECONDS = 5.0
-CONNECT_SECONDS = 1.0
-"""Not longer: a guardian counts a turn as one second at most, and must report the port before its worker gives up."""
-MOST_OF_A_CORE = 0.005
-"""For looking through all processes of the machine for the worker's children; once a second if that is cheap."""
-LONGEST_WAIT = 0.25
-PAUSE = 0.05
-"""A worker may write thousands of lines a second. Read together, they do not cost a context switch each."""
+"""For the last messages to arrive."""
 
-REMEDY = (
-    "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
-    "network), and set MASTER_ADDR to an address that every node reaches."
-)
 _MOST_NAMED = 8
 
 
@@ -65,24 +52,28 @@ def line_of_fault(fault: Fault) -> str:
     return f"finetune stops: {visible(str(fault))}\n"
 
 
-def found_by_guardian(rank: int, what: str) -> Fault:
-    """Return the fault of one rank, found by its own guardian or by another one."""
-    return Fault(reporter="guardian", rank=rank, summary=f"rank {rank} {what}")
-
-
-def lost_guardian(rank: int, position: Position, garbage: str = "") -> Fault:
-    """Return the fault of a guardian that ended before its worker or sent garbage. Its worker reports the former."""
-    why = f"sent a message that cannot be read ({garbage})" if garbage else "was killed, alone or with its worker"
-    return found_by_guardian(rank, f"was lost during {position}: its guardian process {why}")
-
-
-def unreachable(rank: int, position: Position) -> Fault:
-    """Return the fault of a rank that is silent."""
-    return found_by_guardian(
-        rank,
-        f"cannot be reached during {position}: its process, its machine or the network between is gone (nothing heard "
-        f"for {LOST_SECONDS:g} s)",
+def found_at_start(summary: str) -> Fault:
+    """Return the fault of guardians that do not reach each other."""
+    remedy = (
+        "Let the nodes of this run connect to each other over TCP (check firewalls, and containers without the host's "
+        "network), and set MASTER_ADDR to an address that every node reaches."
     )
+    return Fault(rank=None, summary=f"{summary}. {remedy}")
+
+
+def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
+    """Return the fault of a rank whose guardian is silent or has ended.
+
+    Args:
+        rank: the rank.
+        position: where it was.
+        end: why the connection with its guardian has ended; empty: not known; None: it has not, but it is silent.
+    """
+    if end is None:
+        reason = f"its process, its machine or the network between is gone (nothing heard for {LOST_SECONDS:g} s)"
+        return Fault(rank=rank, summary=f"rank {rank} cannot be reached during {position}: {reason}")
+    reason = end or "was killed, alone or with its worker"
+    return Fault(rank=rank, summary=f"rank {rank} was lost during {position}: its guardian process {reason}")
 
 
 def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
@@ -106,7 +97,7 @@ def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
     else:
         return None
     rank = next(iter(culprits)) if len(culprits) == 1 else None
-    return Fault(reporter="guardian", rank=rank, summary=f"{text}: the step timeout is {limit:g} s")
+    return Fault(rank=rank, summary=f"{text}: the step timeout is {limit:g} s")
 
 
 def _describe(words: dict[int, str]) -> str:

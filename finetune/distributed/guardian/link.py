@@ -1,4 +1,4 @@
-"""Lines of JSON between guardians, and between a guardian and its worker."""
+"""Lines of JSON over pipes and sockets, without waiting."""
 
 from __future__ import annotations
 
@@ -6,89 +6,24 @@ import json
 import os
 import socket
 from contextlib import suppress
-from typing import Any, Literal, get_origin, get_type_hints
+from typing import Any
 
-from finetune.distributed.guardian.faults import Position
+from finetune.distributed.guardian.faults import LOST_SECONDS, Position
 from finetune.errors import Fault
 
 Message = dict[str, Any]
 
-_TYPES = {
-    kind: {name: str if get_origin(hint) is Literal else hint for name, hint in get_type_hints(kind).items()}
-    for kind in (Position, Fault)
-}
 _LONGEST_LINE = 1 << 16
-_LONGEST_HELLO = 1 << 10
-
-
-def occupy_standard_streams() -> None:
-    """Open those of descriptors 0 to 2 that are closed: the next pipe would get such a number and be printed into."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-
-
-class LineBuffer:
-    """Convert bytes to messages.
-
-    Raises:
-        ValueError: from `feed`: a line that is too long or is no JSON object.
-    """
-
-    def __init__(self, longest: int = _LONGEST_LINE) -> None:
-        self.longest = longest
-        self._rest = b""
-
-    def feed(self, data: bytes) -> list[Message]:
-        """Add bytes, and return the messages that are complete now."""
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        if any(len(line) > self.longest for line in [*lines, self._rest]):
-            raise ValueError("a line is too long")
-        try:
-            messages = [json.loads(line) for line in lines]
-        except RecursionError as error:
-            raise ValueError("a line nests too deeply") from error
-        if not all(isinstance(message, dict) for message in messages):
-            raise ValueError("a line is no object")
-        return messages
-
-
-def _read(kind: type[Any], values: Any) -> Any:
-    """Return the position or fault that a message holds.
-
-    Raises:
-        ValueError: a field is missing, is unknown or has another type.
-    """
-    try:
-        made = kind(**values)
-    except TypeError:
-        made = None
-    if any(not isinstance(getattr(made, name, None), expected) for name, expected in _TYPES[kind].items()):
-        raise ValueError(f"it holds no {kind.__name__.lower()}")
-    return made
 
 
 class Link:
-    """A connection to another guardian. No method waits."""
+    """Messages over a pair of descriptors. No method waits."""
 
-    def __init__(self, connection: socket.socket, now: float, *, rank: int | None = None) -> None:
-        connection.setblocking(False)
-        with suppress(OSError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.connection = connection
-        self.rank = rank
-        self.position = Position()
-        self.heard_at = now
-        self.has_left = False
-        self.garbage = ""
-        """Why its last message could not be read, if so."""
-        self._lines = LineBuffer(_LONGEST_LINE if rank is not None else _LONGEST_HELLO)
-        self._unsent = b""
-
-    def admit(self, rank: int) -> None:
-        """Accept longer lines from a peer that has shown its token."""
-        self.rank = rank
-        self._lines.longest = _LONGEST_LINE
+    def __init__(self, reader: int, writer: int) -> None:
+        os.set_blocking(reader, False)
+        os.set_blocking(writer, False)
+        self._reader, self._writer = reader, writer
+        self._received = self._unsent = b""
 
     def send(self, message: Message | None = None) -> None:
         """Send a message and the rest of earlier ones as far as possible. A dead connection shows in `receive`."""
@@ -96,22 +31,68 @@ class Link:
             self._unsent += json.dumps(message).encode() + b"\n"
         with suppress(OSError):
             while self._unsent:
-                self._unsent = self._unsent[self.connection.send(self._unsent) :]
+                self._unsent = self._unsent[os.write(self._writer, self._unsent) :]
 
-    def receive(self) -> tuple[list[Message], bool]:
-        """Return the messages that have arrived, and whether the connection has ended."""
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived.
+
+        Raises:
+            EOFError: the connection has ended.
+            ValueError: a line is too long or is no JSON object.
+        """
         try:
-            data = self.connection.recv(self._lines.longest)
-            messages = self._lines.feed(data)
-            for message in messages:
-                for name, kind in (("position", Position), ("fault", Fault)):
-                    if name in message:
-                        message[name] = _read(kind, message[name])
-            return messages, not data
+            data = os.read(self._reader, _LONGEST_LINE)
         except BlockingIOError:
-            return [], False
-        except OSError:
-            return [], True
-        except ValueError as error:
-            self.garbage = str(error)
-            return [], True
+            return []
+        except OSError as error:
+            raise EOFError from error
+        if not data:
+            raise EOFError
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > _LONGEST_LINE:
+            raise ValueError("a line is too long")
+        try:
+            return [dict(json.loads(line)) for line in lines]
+        except (TypeError, RecursionError) as error:
+            raise ValueError("a line is no object") from error
+
+
+class Peer(Link):
+    """A connection between a guardian and the hub, and what is known of the rank at its other end.
+
+    Attributes:
+        position: where that rank was when it was heard last.
+        end: why the connection has ended: a reason, or empty if there is none; None while it has not ended.
+    """
+
+    def __init__(self, connection: socket.socket, now: float = 0.0) -> None:
+        super().__init__(connection.fileno(), connection.fileno())
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.connection = connection
+        self.position = Position()
+        self.end: str | None = None
+        self._heard_at = now
+
+    def is_silent(self, now: float) -> bool:
+        """Return whether nothing was heard for too long."""
+        return now - self._heard_at > LOST_SECONDS
+
+    def hear(self, now: float) -> list[Message]:
+        """Return the messages that have arrived. A fault in them is a `Fault`. Note positions and the end."""
+        messages = []
+        try:
+            for message in self.receive():
+                self._heard_at = now
+                if "position" in message:
+                    position = Position(**message["position"])
+                    position.age = float(position.age)
+                    self.position = position
+                if "fault" in message:
+                    message["fault"] = Fault(**message["fault"])
+                messages.append(message)
+        except EOFError:
+            self.end = ""
+        except (ValueError, TypeError) as error:
+            self.end = f"sent a message that cannot be read ({type(error).__name__})"
+        return messages
