@@ -49,7 +49,6 @@ from finetune.engine.fused import kernels_kept_in, switch_fused
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
-from finetune.runs.default_folder import with_chosen_folder
 from finetune.runs.folder import RunFolder
 from finetune.signals import (
     ignore_stop_signals,
@@ -210,6 +209,10 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
 
 def _choose_folder(config: Config, runtime: Runtime) -> str:
     """Return the run's folder, which rank 0 chooses if the configuration names none. Collective."""
+    if config.origin("output_dir") != "default":
+        return config.output_dir
+    from finetune.runs.default_folder import with_chosen_folder
+
     chosen = ""
     with runtime.collectives.failing_together("choosing the run's folder"):
         if runtime.is_main_process:
