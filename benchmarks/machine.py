@@ -22,7 +22,7 @@ _PACKAGES = (
     "liger_kernel",
     "flash_attn",
     "triton",
-    "finetune",
+    "phi-finetune",
 )
 _LOOK_SECONDS = 1.0
 

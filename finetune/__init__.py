@@ -5,14 +5,36 @@ Recipes import their names from here. A name is loaded when it is used, so that 
 
 from __future__ import annotations
 
+import sys
+import warnings
+from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.errors import DISTRIBUTION, SUMMARY
 from finetune.threads import set_waiting
 
 __version__ = "0.2.0"
 
 set_waiting()  # before any name below loads torch
+
+
+def _warn_of_other_product() -> None:
+    """Warn if `finetune` of PyPI is installed, another product whose files and ours lie in the same folder."""
+    for folder in sys.path:
+        for about in Path(folder).glob("finetune-*.dist-info/METADATA"):  # importlib.metadata takes 10 ms to import
+            with suppress(OSError):
+                if SUMMARY not in about.read_text(encoding="utf-8", errors="replace"):
+                    warnings.warn(
+                        f"{about.parent} is another product called finetune. Its files replace files of "
+                        f"{DISTRIBUTION}, or lie among them. Run `pip uninstall finetune`, then install "
+                        f"{DISTRIBUTION} again.",
+                        stacklevel=2,
+                    )
+
+
+_warn_of_other_product()
 
 if TYPE_CHECKING:
     from finetune.cli import command as command

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+DISTRIBUTION = "phi-finetune"
+"""The name that pip knows this package by. On PyPI, `finetune` is another product."""
+SUMMARY = "Fine-tune Phi models with LoRA"
+"""The first words of our distribution's summary. By them, a checkout that was installed as `finetune` is told from the
+other product, whose metadata names neither an author nor a home page."""
 LOST_IN_ROUNDING = "takes away most of what the adapter learned"
 """Words of the error that ends `finetune merge` if the type of the weights is too coarse; `rehearse` looks for them."""
 
@@ -27,6 +32,14 @@ class Fault:
 
     def __str__(self) -> str:
         return f"{self.summary}: {self.error}" if self.error else self.summary
+
+
+def extra_command(extra: str) -> str:
+    """Return the command that adds an extra to this installation, which may be a checkout or a wheel.
+
+    pip finds this distribution installed and fetches only the packages of the extra.
+    """
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 def first_line(error: BaseException) -> str:

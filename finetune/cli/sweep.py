@@ -11,7 +11,7 @@ from finetune.cli.overrides import config_from_overrides
 from finetune.cli.report import write_report
 from finetune.cli.run_options import refuse_several_processes
 from finetune.cli.runs import STYLES
-from finetune.errors import ConfigError, FinetuneError, RunFailedError
+from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
 from finetune.runs.recorded_run import best_point
 from finetune.sweep.running import run_trials
 from finetune.sweep.space import draw_trials, read_space
@@ -151,5 +151,5 @@ def _write_page(folder: Path, runs: Sequence[Path]) -> str:
     if not runs:
         return "none, no trial has started"
     if find_spec("vl_convert") is None:
-        return "none, the extra is missing: pip install 'finetune[report]', then the same command with --report"
+        return f"none, the extra is missing: {extra_command('report')}, then the same command with --report"
     return write_report(runs, folder / "report.html", data=False)

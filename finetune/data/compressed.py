@@ -10,7 +10,7 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path, PurePath
 from typing import IO, Any
 
-from finetune.errors import DataError
+from finetune.errors import DataError, extra_command
 from finetune.runs.durable import describe_os_error
 from finetune.units import format_bytes
 
@@ -67,7 +67,7 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     except ModuleNotFoundError:
         raise DataError(
             f"{label} is compressed with Zstandard, which needs the package backports.zstd. Run "
-            "`pip install 'finetune[zstd]'`, or compress the file with gzip."
+            f"`{extra_command('zstd')}`, or compress the file with gzip."
         ) from None
     own = tuple(getattr(module, name) for name in ("LZMAError", "ZstdError") if hasattr(module, name))
     try:

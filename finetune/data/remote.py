@@ -23,7 +23,7 @@ from finetune.config.config_files import LOCAL
 from finetune.data.compressed import suffix_of, suffixes_of
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
-from finetune.errors import DataError, PreemptedError, first_line
+from finetune.errors import DataError, PreemptedError, extra_command, first_line
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error, replacing
 from finetune.runs.file_lock import file_lock
@@ -209,7 +209,7 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
             f"{_ANSWER_SECONDS:g} s. Try again later, or copy the file here."
         ) from None
     except ImportError as error:
-        fix = "Run `pip install 'finetune[http]'`" if address.startswith("http") else "Install it into this environment"
+        fix = f"Run `{extra_command('http')}`" if address.startswith("http") else "Install it into this environment"
         raise DataError(f"{what}, which needs a package that is not installed ({error}). {fix}.") from None
     except Exception as error:  # each scheme has its own errors; http names the status only in the cause
         cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error

@@ -6,7 +6,8 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from finetune.distributed.accelerate_settings import refuse_another_precision, r
 from finetune.distributed.device import _resolve_device, accelerator_type, device_of_rank
 from finetune.distributed.launch import wished_device
 from finetune.distributed.precision import best_precision, choose_precision, has_bf16
-from finetune.errors import LaunchError
+from finetune.errors import DISTRIBUTION, SUMMARY, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.threads import num_cores
 from finetune.units import format_bytes
@@ -34,11 +35,14 @@ _LEAST_SHARED_BYTES = 512 * 2**20
 def check_versions() -> Iterator[Finding]:
     """Compare the installed versions with those that finetune's own metadata requires."""
     yield ok(_VERSIONS, f"Python {platform.python_version()} ({sys.executable})")
-    try:
-        yield from judge_packages(requires("finetune") or [])
-    except PackageNotFoundError:
-        what = "finetune is not installed, so the versions it needs are not known"
-        yield warning(_VERSIONS, what, "run `pip install -e .` in its folder")
+    for name in (DISTRIBUTION, "finetune"):  # the second name: a checkout that was installed before it changed
+        with suppress(PackageNotFoundError):
+            about = metadata(name)
+            if SUMMARY in str(about["Summary"]):
+                yield from judge_packages(about.get_all("Requires-Dist") or [])
+                return
+    what = f"{DISTRIBUTION} is not installed, so the versions it needs are not known"
+    yield warning(_VERSIONS, what, "run `pip install -e .` in its folder")
 
 
 def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, extra_command
 from finetune.export.plain_reload import load_plain_model
 
 SchemeName = Literal["fp8", "w8a8", "w4a16"]
@@ -58,7 +58,7 @@ def refuse_no_compressed_tensors() -> None:
     """
     if find_spec("compressed_tensors") is None:
         raise ConfigError(
-            "a compressed model needs compressed-tensors, not installed here. Run pip install 'finetune[compress]'."
+            f"a compressed model needs compressed-tensors, not installed here. Run {extra_command('compress')}."
         )
 
 

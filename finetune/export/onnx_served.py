@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 
 from finetune.data.rendering import render_template
-from finetune.errors import ConfigError, ModelError, RunFailedError, first_line
+from finetune.errors import ConfigError, ModelError, RunFailedError, extra_command, first_line
 from finetune.export.served_comparison import Rendered, ServedModel, Turns
 
 GENAI_CONFIG = "genai_config.json"
@@ -33,7 +33,7 @@ def refuse_missing_packages(*, builds: bool) -> None:
     missing = [package for module, package in modules.items() if find_spec(module) is None]
     if missing:
         raise ConfigError(
-            f"an ONNX model needs {' and '.join(missing)}, not installed here. Run pip install 'finetune[onnx]'."
+            f"an ONNX model needs {' and '.join(missing)}, not installed here. Run {extra_command('onnx')}."
         )
 
 

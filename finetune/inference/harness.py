@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import ConfigError, RunFailedError
+from finetune.errors import ConfigError, RunFailedError, extra_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PIP_COMMAND = 'pip install "finetune[harness]"'
+PIP_COMMAND = extra_command("harness")
 
 Results = Mapping[str, Mapping[str, Any]]
 """Figures by task, as the harness names them: `acc,none`, `acc_stderr,none`."""

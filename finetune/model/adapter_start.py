@@ -87,7 +87,7 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
             f"lora.start_from: the adapter in {folder} differs from the one to train: {'; '.join(differences)}. Give "
             "the lora section it was trained with."
         )
-    set_peft_model_state_dict(model, saved, adapter_name=name)
+    set_peft_model_state_dict(model, dict(saved), adapter_name=name)  # peft 0.20 renames keys of what it is given
     loaded = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     lost = [key for key, value in saved.items() if not torch.equal(loaded[key].to(value), value)]
     if lost:

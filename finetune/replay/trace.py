@@ -78,7 +78,8 @@ def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path |
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     packages = packages_distributions()
-    modules = {name.partition(".")[0] for name in sys.modules}
+    # The record has our own version. pip may know this package by another name in another environment.
+    modules = {name.partition(".")[0] for name in sys.modules} - {"finetune"}
     versions = {package: version(package) for module in sorted(modules) for package in packages.get(module, ())}
     return Trace(steps, {**record, "versions": {**versions, **record["versions"]}}, plan, weights)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from finetune.config.keys import fields, values
 from finetune.config.schema import Config
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import CheckpointError, ConfigError, extra_command
 from finetune.report import sentences
 from finetune.report.curves import COLOURS, build_charts
 from finetune.report.data_preview import PreviewedData
@@ -60,7 +60,7 @@ def require_libraries() -> None:
     if missing:
         raise ConfigError(
             f"`finetune report` needs {' and '.join(missing)}, which this installation lacks. Install the extra: "
-            "pip install 'finetune[report]'"
+            f"{extra_command('report')}"
         )
 
 

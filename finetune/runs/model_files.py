@@ -65,7 +65,8 @@ def load_model(model: torch.nn.Module, folder: Path) -> None:
     if has_adapter(model):
         from peft import set_peft_model_state_dict
 
-        set_peft_model_state_dict(model, saved, adapter_name=_adapter_name(model))
+        # A copy, because peft 0.20 renames keys of the mapping that it is given.
+        set_peft_model_state_dict(model, dict(saved), adapter_name=_adapter_name(model))
     else:
         with torch.no_grad():
             for name, tensor in saved.items():

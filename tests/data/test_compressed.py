@@ -81,7 +81,7 @@ def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, name):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
-    with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'finetune\[zstd\]'`"):
+    with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'phi-finetune\[zstd\]'`"):
         list(file_rows(tmp_path / "a.jsonl.zst", zstd.compress(LINES)).rows())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+import warnings
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from importlib.metadata import PackageNotFoundError, requires
@@ -16,6 +17,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import finetune
+from finetune.errors import DISTRIBUTION, SUMMARY
 from tests.docs.pages import DOCS, REPOSITORY
 
 PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -64,12 +66,50 @@ def test_the_container_can_make_a_report_too():
 
 def test_the_check_installs_what_no_test_of_the_site_and_the_report_is_skipped_for():
     extras = PROJECT["optional-dependencies"]
-    assert "finetune[report]" in extras["test"]
-    assert {"finetune[test]", "finetune[docs]", "finetune[trackers]", "finetune[bench]", "finetune[harness]"} <= set(
-        extras["test-everything"]
-    )
+    assert f"{DISTRIBUTION}[report]" in extras["test"]
+    everything = {f"{DISTRIBUTION}[{extra}]" for extra in ("test", "docs", "trackers", "bench", "harness")}
+    assert everything <= set(extras["test-everything"])
     assert '".[test-everything]"' in CHECK
     assert "finetune/py.typed" in CHECK
+
+
+def test_the_distribution_is_the_one_that_the_code_names():
+    assert PROJECT["name"] == DISTRIBUTION
+    assert PROJECT["description"].startswith(SUMMARY)
+
+
+def test_no_page_or_message_installs_the_other_product_of_this_name():
+    """On PyPI, `finetune` is another product. `phi-finetune[EXTRA]` adds an extra to a checkout or a wheel."""
+    folders = ("docs", "finetune", "recipes", "configs", "notebooks", "benchmarks", "tools", "tests", ".github", ".ci")
+    files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
+    files += [*REPOSITORY.glob("*.*"), REPOSITORY / "Dockerfile", *(REPOSITORY / ".devcontainer").iterdir()]
+    texts = {
+        path: path.read_text(encoding="utf-8", errors="replace")
+        for path in files
+        if path.is_file() and path.suffix not in {".pyc", ".safetensors", ".jsonl"}
+    }
+    assert len(texts) > 500
+    other = re.compile(r"(?<![\w/-])finetune\[(?=[a-z])|(?<!-)\binstall (?:-\S+ )*['\"]?finetune\b(?!-\d)")
+    assert {f"{path}: {found[0]}" for path, text in texts.items() for found in other.finditer(text)} == set()
+    named = {found for text in texts.values() for found in re.findall(rf"{DISTRIBUTION}\[([a-z-]+)\]", text)}
+    assert named <= PROJECT["optional-dependencies"].keys()
+    assert {"report", "harness", "onnx"} <= named
+
+
+@pytest.mark.parametrize(("summary", "number"), [("UNKNOWN", 1), (PROJECT["description"], 0)])
+def test_the_first_import_tells_the_other_product_from_an_older_checkout(tmp_path, monkeypatch, summary, number):
+    """Version 0.10.0 of the other product has this metadata: no summary, author or home page."""
+    about = tmp_path / "finetune-0.10.0.dist-info" / "METADATA"
+    about.parent.mkdir()
+    about.write_text(
+        f"Metadata-Version: 2.1\nName: finetune\nVersion: 0.10.0\nSummary: {summary}\nHome-page: UNKNOWN\n"
+    )
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        finetune._warn_of_other_product()
+    assert len(caught) == number
+    assert all("is another product called finetune" in str(each.message) for each in caught)
 
 
 def test_the_licence_is_the_one_that_is_named():
@@ -95,7 +135,7 @@ def test_the_citation_is_of_this_version():
     citation = read_yaml("CITATION.cff")
     assert citation["version"] == finetune.__version__
     assert citation["license"] == PROJECT["license"]
-    assert citation["title"].startswith(PROJECT["name"])
+    assert citation["title"].startswith("finetune:")
 
 
 def test_an_issue_asks_for_what_a_report_needs():
@@ -119,7 +159,7 @@ def test_what_the_documentation_needs_is_pinned():
 def requirements() -> list[Requirement]:
     """All of pyproject.toml, without the extras' references to each other."""
     asked = [*PROJECT["dependencies"], *(it for extra in PROJECT["optional-dependencies"].values() for it in extra)]
-    return [it for it in map(Requirement, asked) if it.name != "finetune"]
+    return [it for it in map(Requirement, asked) if it.name != DISTRIBUTION]
 
 
 def test_the_ranges_are_of_the_versions_that_were_run():
@@ -141,8 +181,8 @@ def test_the_ranges_are_of_the_versions_that_were_run():
 
 
 def ask_for(name: str, extra: str) -> Iterable[str]:
-    """The requirements of a package with one extra; `finetune`'s as they stand in pyproject.toml now."""
-    if name != "finetune":
+    """The requirements of a package with one extra; ours as they stand in pyproject.toml now."""
+    if name != DISTRIBUTION:
         return requires(name) or []
     return PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
 
@@ -163,7 +203,7 @@ def installed_for(requirement: str) -> set[str]:
 @pytest.mark.slow
 def test_nothing_is_pinned_that_the_tests_do_not_install():
     try:
-        needed = installed_for("finetune[test-everything]")
+        needed = installed_for(f"{DISTRIBUTION}[test-everything]")
     except PackageNotFoundError as missing:
         pytest.skip(f'{missing.name} is not installed: pip install -c constraints.txt -e ".[test-everything]"')
     assert set(pins()) - needed == set()

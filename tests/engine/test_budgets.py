@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.metadata import version
 from math import prod
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch._inductor import config as inductor_config
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -323,6 +325,7 @@ def test_one_of_several_ranks_waits_twice(device: FakeDevice, monkeypatch: pytes
     assert exchanged[-3:] == ["cpu", KIND, KIND], "counts, gradients, sums"
 
 
+@pytest.mark.skipif(Version(version("transformers")) < Version("5.16"), reason="earlier ones read the longest position")
 def test_longrope_does_not_make_the_host_wait(device: FakeDevice) -> None:
     model = adapted("longrope")
     summed_cross_entropy(model, pack(SHARING_ROWS))  # it makes its long factors once, which the device cannot

@@ -232,7 +232,7 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(tmp_path, m
     onnx_served.refuse_missing_packages(builds=False)
     done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx")
     assert (done.returncode, "needs onnx-ir, not installed here" in done.errors) == (2, True)
-    assert "pip install 'finetune[onnx]'" in done.errors
+    assert "pip install 'phi-finetune[onnx]'" in done.errors
 
 
 def test_the_builder_is_told_which_layers_have_a_window():

@@ -355,7 +355,7 @@ def test_plain_text_has_a_loss_and_no_answers(figures, adapter_run, tmp_path):
 
 def test_without_the_harness_the_pip_command_is_told(adapter_run, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(ConfigError, match=r'pip install "finetune\[harness\]"'):
+    with pytest.raises(ConfigError, match=r"pip install 'phi-finetune\[harness\]'"):
         evaluate(adapter_run, [], harness="hellaswag")
 
 

@@ -394,7 +394,7 @@ def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, m
     assert after.pop("report.html")
     assert after == before
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    with pytest.raises(ConfigError, match=r"pip install 'finetune\[report\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'phi-finetune\[report\]'"):
         report([folder])
 
 

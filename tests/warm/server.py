@@ -67,7 +67,8 @@ _given = dict(os.environ)
 
 def main(address: str, program: str) -> None:
     for name in _IMPORTED:
-        importlib.import_module(name)
+        with suppress(ModuleNotFoundError):  # older libraries lack some of them
+            importlib.import_module(name)
     conversions = importlib.import_module("transformers.conversion_mapping")
     conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models, a fifth of a short run's time
     sys.executable = program
