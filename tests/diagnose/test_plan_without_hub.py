@@ -156,7 +156,7 @@ def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "task", "length"), [("phi4_mini", "QLoRA", 2_048), ("phi1", "LoRA", 2_048)])
+@pytest.mark.parametrize(("name", "task", "length"), [("phi4_mini", "QLoRA", 2_048), ("qwen3_0_6b", "LoRA", 2_048)])
 def test_the_table_of_gpus_is_what_the_plan_says(monkeypatch, name, task, length):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (row,) = [line for line in which_gpu.PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
