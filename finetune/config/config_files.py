@@ -116,10 +116,8 @@ def list_model_families() -> dict[str, list[tuple[str, str]]]:
 
 def other_models() -> list[str]:
     """Return a line for each family but `MADE_FOR`, with the names of its models."""
-    families = list_model_families().items()
-    return [
-        f"{family.partition(',')[0]}: {', '.join(dict(models))}" for family, models in families if family != MADE_FOR
-    ]
+    others = {family: dict(models) for family, models in list_model_families().items() if family != MADE_FOR}
+    return [f"{family.partition(',')[0]}: {', '.join(names)}" for family, names in others.items()]
 
 
 def shown_path(path: Path) -> str:
