@@ -1,4 +1,4 @@
-"""Write the table of docs/which-gpu.md with `finetune plan`: the least memory of each Phi, and a GPU that has it.
+"""Write the table of docs/which-gpu.md with `finetune plan`: the least memory of each preset, and a GPU that has it.
 
     python -m benchmarks.which_gpu
 
@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from finetune.config.compose import compose, list_configs
+from finetune.config.compose import compose
+from finetune.config.config_files import list_model_families
 from finetune.config.schema import Config
 from finetune.diagnose.plan_devices import GIB, read_device
 from finetune.diagnose.planner import make_plan
@@ -28,7 +29,8 @@ LENGTHS = (2_048, 8_192, 131_072)
 
 def presets() -> list[str]:
     """Return the names of the presets of published models."""
-    return [name for name, _ in list_configs()["model"] if published_sizes(_config(name).model) is not None]
+    names = [name for models in list_model_families().values() for name, _ in models]
+    return [name for name in names if published_sizes(_config(name).model) is not None]
 
 
 def _config(name: str, *overrides: str) -> Config:

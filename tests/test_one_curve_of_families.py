@@ -16,7 +16,7 @@ from tests.curves import (
     run_and_report,
 )
 from tests.launches import LAUNCHERS
-from tests.tiny_models import LLAMA_KIN
+from tests.tiny_models import LLAMA_KIN, tiny_gemma2_config
 from tests.tiny_runs import MODEL_VOCABULARY
 
 pytestmark = [pytest.mark.slow, pytest.mark.warm]
@@ -31,9 +31,12 @@ ALONE = (
 TWO_RANKS = (Case(2), Case(2, words=(FSDP2,)), Case(2, recipe=FULL), Case(2, recipe=FULL, words=(FSDP2,)))
 
 
+FAMILIES = {**LLAMA_KIN, "gemma2": tiny_gemma2_config()}
+
+
 def words_of(family: str) -> str:
     """The word for a random model of this family."""
-    config = LLAMA_KIN[family].to_dict() | {"vocab_size": MODEL_VOCABULARY, "initializer_range": 0.05}
+    config = FAMILIES[family].to_dict() | {"vocab_size": MODEL_VOCABULARY, "initializer_range": 0.05}
     return f"model.config={json.dumps(config)}"
 
 
@@ -52,3 +55,17 @@ def test_qwen3_on_two_ranks_has_the_curve_of_one_process(tmp_path: Path) -> None
         assert_one_curve(run, full if case.recipe == FULL else lora)
     plain, sharded = (tmp_path / "two" / case.name / "adapter" / "adapter_model.safetensors" for case in TWO_RANKS[:2])
     assert plain.read_bytes() == sharded.read_bytes()
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"qwen3"}))
+def test_every_other_family_on_two_ranks_has_the_curve_of_one_process(family: str, tmp_path: Path) -> None:
+    """The engine does not compute Gemma 2, so its runs use transformers' own forward and record this."""
+    word = words_of(family)
+    run_and_report(LAUNCHERS["python"], tmp_path / "alone", ALONE[:2], word)
+    run_and_report(LAUNCHERS["torchrun"], tmp_path / "two", TWO_RANKS[:1], word)
+    lora, own_forward = (read_run(tmp_path / "alone" / case.name) for case in ALONE[:2])
+    two = read_run(tmp_path / "two" / TWO_RANKS[0].name)
+    assert lora.losses[3] < lora.losses[0] - 0.05, "a run that learns nothing proves nothing"
+    assert [fallback["what"] for fallback in two.record["fallbacks"]] == ["training.kernels"] * (family == "gemma2")
+    assert_one_curve(own_forward, lora)
+    assert_one_curve(two, lora)

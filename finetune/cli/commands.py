@@ -314,14 +314,17 @@ def config_schema() -> None:
 def config_list(as_json: JsonOption = False) -> None:
     """List the configs to choose from: the shipped ones, and those in ./configs."""
     from finetune.config.compose import list_configs
+    from finetune.config.config_files import list_model_families
 
     if as_json:
         print_json({group: dict(entries) for group, entries in list_configs().items()}, indent=None)
         return
+    families = list_model_families()
     for group, entries in list_configs().items():
-        say(f"{group}:")
-        for name, description in entries:
-            say(f"  {name:<20} {description}", indent=" " * 23)
+        for family, listed in families.items() if group == "model" else [("", entries)]:
+            say(f"{group}: {family}".rstrip())
+            for name, description in listed:
+                say(f"  {name:<20} {description}", indent=" " * 23)
 
 
 @recipes_app.callback()

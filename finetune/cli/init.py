@@ -11,8 +11,16 @@ from pathlib import Path
 import typer
 
 from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_overrides
-from finetune.config.compose import compose, list_configs
-from finetune.config.config_files import GROUPS, is_address, is_list_or_glob, is_path
+from finetune.config.compose import compose
+from finetune.config.config_files import (
+    GROUPS,
+    MADE_FOR,
+    is_address,
+    is_list_or_glob,
+    is_path,
+    list_model_families,
+    other_models,
+)
 from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, name_files
 from finetune.config.shipped_files import resolve_shipped
@@ -113,8 +121,12 @@ def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) ->
 
 
 def _ask_model() -> str:
-    for name, description in list_configs()["model"]:
+    say(f"{MADE_FOR}:")
+    for name, description in list_model_families()[MADE_FOR]:
         say(f"  {name:<16} {description}", indent=" " * 19)
+    say("It trains these too (finetune config list describes them):")
+    for line in other_models():
+        say(f"  {line}", indent=" " * 4)
     return _prompt("Model: one of these, a folder or a hub id", _DEFAULTS["model"], partial(_existing, "model"))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from finetune.config.config_files import GROUPS, list_configs
+from finetune.config.config_files import GROUPS, MADE_FOR, list_model_families, other_models
 from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes_mapping, takes_text
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import AUTO_VALIDATION, Config, is_allowed_object, refused_object
@@ -119,7 +119,8 @@ def _missing(chosen: Settings, typed: str, *, needs_data: bool) -> list[str]:
     how = f"for example: {' '.join(filter(None, example))}"
     problems = []
     if not has_model:
-        names = "".join(f"\n  model={name:<15} {meaning}" for name, meaning in list_configs()["model"])
+        names = "".join(f"\n  model={name:<15} {meaning}" for name, meaning in list_model_families()[MADE_FOR])
+        names += "".join(f"\n  {line}" for line in other_models())
         own = "a folder or a hub id, such as model=./my-phi and model=microsoft/phi-4"
         problems.append(f"model.path: not set. Choose a model, {how}{names}\n  model={'PATH':<15} {own}")
     if not has_rows:

@@ -27,6 +27,14 @@ PATH_INSTEAD = {
 SAVED_CONFIG = "config.yaml"
 """The name of the configuration in the folder of a run."""
 
+MADE_FOR = "Phi, which finetune is made for"
+_FAMILIES = {
+    "phi": MADE_FOR,
+    **{name.lower(): f"{name}, which it trains too" for name in ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma")},
+    "": "others in ./configs",
+}
+"""The families of models, by how the names in configs/model/ begin."""
+
 LOCAL = "file://"
 """What a path may begin with."""
 _SUFFIXES = (".yaml", ".yml")
@@ -95,6 +103,21 @@ def list_configs() -> dict[str, list[tuple[str, str]]]:
         group: [(name, _description(path)) for name, path in sorted(_named_files(group).items())]
         for group in (RUN_FILES, *GROUPS)
     }
+
+
+def list_model_families() -> dict[str, list[tuple[str, str]]]:
+    """List the models of `list_configs` by family, `MADE_FOR` first."""
+    families: dict[str, list[tuple[str, str]]] = {family: [] for family in _FAMILIES.values()}
+    for name, description in list_configs()["model"]:
+        family = next(family for start, family in _FAMILIES.items() if name.startswith(start))
+        families[family].append((name, description))
+    return {family: models for family, models in families.items() if models}
+
+
+def other_models() -> list[str]:
+    """Return a line for each family but `MADE_FOR`, with the names of its models."""
+    others = {family: dict(models) for family, models in list_model_families().items() if family != MADE_FOR}
+    return [f"{family.partition(',')[0]}: {', '.join(names)}" for family, names in others.items()]
 
 
 def shown_path(path: Path) -> str:

@@ -5,16 +5,21 @@ import re
 import pytest
 
 from finetune.config.compose import compose, list_configs
+from finetune.config.config_files import list_model_families, other_models
 from finetune.config.keys import fields
 from finetune.config.shipped_files import shipped_folder
 
 SHIPPED = {
     "run": ["grpo_quickstart", "quickstart", "train_ddp"],
     "model": [
+        *("gemma2_2b", "gemma2_9b"),
+        *("llama3_1_8b", "llama3_2_1b", "llama3_2_3b", "mistral_7b"),
         *("phi1", "phi1_5", "phi2", "phi3_5_mini", "phi3_5_moe"),
         *("phi3_medium", "phi3_medium_128k", "phi3_mini", "phi3_mini_128k"),
         *("phi4", "phi4_mini", "phi4_mini_reasoning", "phi4_reasoning", "phi4_reasoning_plus", "phi_tiny"),
-        "smollm2_135m",
+        *("qwen2_5_0_5b", "qwen2_5_14b", "qwen2_5_1_5b", "qwen2_5_3b", "qwen2_5_7b"),
+        *("qwen3_0_6b", "qwen3_14b", "qwen3_1_7b", "qwen3_4b", "qwen3_8b"),
+        *("smollm2_135m", "smollm2_1_7b", "smollm2_360m", "smollm3_3b"),
     ],
     "data": ["orders", "phi4"],
     "task": [
@@ -98,6 +103,19 @@ def test_every_file_is_described():
     for entries in listed.values():
         for name, description in entries:
             assert re.fullmatch(r"[A-Z].{10,100}[.]", description), (name, description)
+
+
+def test_models_are_listed_by_family_with_phi_first_and_those_here_last(tmp_path, monkeypatch):
+    (tmp_path / "configs" / "model").mkdir(parents=True)
+    (tmp_path / "configs" / "model" / "acme.yaml").write_text("model.path: acme\n")
+    monkeypatch.chdir(tmp_path)
+    families = list_model_families()
+    assert [family.partition(",")[0] for family in families] == [
+        *("Phi", "SmolLM", "Qwen", "Llama", "Mistral", "Gemma"),
+        "others in ./configs",
+    ]
+    assert sorted(name for models in families.values() for name, _ in models) == sorted([*SHIPPED["model"], "acme"])
+    assert other_models()[-2:] == ["Gemma: gemma2_2b, gemma2_9b", "others in ./configs: acme"]
 
 
 def test_files_here_are_listed_too(tmp_path, monkeypatch):

@@ -46,7 +46,7 @@ def test_a_stand_in_is_of_the_same_family(name: str) -> None:
     assert published is not None
     real = on_meta(published.as_config())
     tiny = on_meta(shrink(real.config.to_dict()))
-    assert sum(weight.numel() for weight in tiny.parameters()) < 30e6
+    assert sum(weight.numel() for weight in tiny.parameters()) < 70e6
     assert target_names(tiny) == target_names(real)
     assert longrope_boundary(tiny) == longrope_boundary(real)
     kept = ("model_type", "vocab_size", "max_position_embeddings", "sliding_window", "tie_word_embeddings")

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import Qwen2Config
+from transformers import LlamaConfig, Qwen2Config
 
 from finetune.engine import decoder
 from finetune.engine.decoder import Decoder, layer_windows
@@ -37,6 +37,14 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 4.0],
     "original_max_position_embeddings": 64,
 }
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 FOUR_MINI = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "tie_word_embeddings": True}
 CONFIGS = {
     "phi": tiny_phi_config(),
@@ -45,6 +53,7 @@ CONFIGS = {
     ),
     "phi-4-mini": tiny_phi3_config(**FOUR_MINI, rope_parameters=PARTIAL, num_hidden_layers=3),
     "longrope": tiny_phi3_config(**FOUR_MINI, rope_parameters=LONGROPE, sliding_window=None),
+    "llama3": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=LLAMA3),
     **LLAMA_KIN,
 }
 LENGTHS = (7, 1, 12, 3)
