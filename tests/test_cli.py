@@ -131,7 +131,7 @@ def test_a_file_of_rows_without_a_model_is_answered_with_the_models(tmp_path, mo
     done = run_finetune(*command, "my chats/train.jsonl")
     assert_is_one_message(done, f"for example: finetune {command[0]} 'my chats/train.jsonl' model=phi4_mini\n")
     for path in (shipped_folder("configs") / "model").iterdir():
-        assert f"\n  model={path.stem} " in done.errors
+        assert re.search(rf"\n  model={path.stem} |\n  \w+: .*\b{path.stem}\b", done.errors)
 
 
 def test_the_task_is_finetune_lora_unless_a_word_or_a_run_file_says_something(tmp_path, monkeypatch):

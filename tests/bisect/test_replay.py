@@ -63,7 +63,7 @@ def test_without_checkpoints_the_first_steps_are_computed(trained, tmp_path):
     replay = replay_losses(copy, 10)
     assert [step.step for step in replay.steps] == [*range(1, 10)]
     assert replay.mismatches == []
-    assert replay.notes == ("10 steps were asked for, but only 9 are recorded",)
+    assert replay.notes == ("10 steps asked for, but only 9 are recorded",)
 
 
 @pytest.mark.process

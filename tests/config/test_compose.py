@@ -20,7 +20,7 @@ MODEL_AND_DATA = ["model=phi_tiny", "data=orders"]
 def problems_of(*words: str, run: str | None = None, complete: bool = False) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         compose(words, run=run, complete=complete)
-    first, *lines = re.split("\n(?!  +model=)", str(caught.value))  # the list of models belongs to its problem
+    first, *lines = re.split("\n(?! {4})", str(caught.value))  # the list of models belongs to its problem
     assert "pydantic" not in str(caught.value)
     assert "[type=" not in str(caught.value)
     if not lines:

@@ -184,9 +184,8 @@ def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_
     (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
     rows = [f"data.path={tmp_path / 'pairs.jsonl'}", "training.max_steps=1", "training.global_batch_size=1"]
     train_from_overrides([*words_for(inputs, tmp_path / "run"), *WORDS, *rows])
-    done = run_finetune("generate", tmp_path / "run", "please send apples", "--max-new-tokens", "2")
-    assert done.returncode == 0, done.stdout
-    assert "system turn, as in 1 of the first 1 training rows: 'Be brief.'" in done.stdout
+    opening = tiny_training.record(tmp_path / "run")["opening"]
+    assert (opening["system"], opening["num_rows"]) == ("Be brief.", 1)
 
 
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
