@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,7 +109,9 @@ class Translation:
             is_settled = sentence.startswith((NOTHING, MISSING, *(f"Set {key}" for key in chosen)))
             start = "" if is_settled or sentence == UNKNOWN else "DECIDE: "
             lines = [", ".join(name.partition(":")[0] for name in names)] if sentence == _EMPTY else names
-            (settled if is_settled else decide).extend([f"# {start}{sentence}", *(f"#     {line}" for line in lines)])
+            wrapped = textwrap.wrap(f"{start}{sentence}", width=98, break_on_hyphens=False)
+            comment = [*(f"# {line}" for line in wrapped), *(f"#     {line}" for line in lines)]
+            (settled if is_settled else decide).extend(comment)
         return decide, settled
 
 

@@ -50,6 +50,11 @@ class TrainResult(NamedTuple):
     on other ranks with those of the last step."""
     tokenizer: PreTrainedTokenizerBase
 
+    def __repr__(self) -> str:
+        """Name the model and the tokenizer by their classes: in full, they fill a screen."""
+        parts = f"metrics={self.metrics}, folder={str(self.folder)!r}"
+        return f"TrainResult({parts}, model={type(self.model).__name__}, tokenizer={type(self.tokenizer).__name__})"
+
 
 def train(
     config: Config | None = None,

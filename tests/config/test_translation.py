@@ -295,6 +295,7 @@ def test_no_setting_is_dropped(name):
     before_keys = "\n".join(comments)
     for line in DECIDED[name]:
         assert line in before_keys
+    assert all(len(line) <= 100 for line in comments if line.startswith("# DECIDE"))
     assert "hf_secret" not in text
 
 

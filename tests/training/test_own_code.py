@@ -87,6 +87,7 @@ def test_a_run_records_what_its_script_gave(trained):
     assert {"loss", "validation/loss", "validation/length", "base/loss", "test/length"} <= result.metrics.keys()
     assert next(result.model.parameters()).device.type == "cpu"
     assert result.tokenizer.chat_template
+    assert len(repr(result)) < 1000  # a notebook shows it
     given = record(result.folder)["script"]
     assert given["loss"] == "tests.training.own_code.smoothed"
     assert given["metrics"] == {"length": "tests.training.own_code.length"}
