@@ -130,6 +130,12 @@ def translate_file(path: Path) -> Translation:
             "--from reads their YAML files, and JSON or a dict. For a run file of finetune write run=FILE."
         )
     tool = next((tool for tool, telling in _TELLING.items() if telling & given), LIBRARIES)
+    unknown = sorted(given - {name.partition(".")[0] for name in OUR_NAME})
+    if tool == LIBRARIES and len(unknown) > len(given) / 2:
+        raise ConfigError(
+            f"{shown_path(path)}: most of its settings ({', '.join(unknown[:3])}, …) belong to none of the tools that "
+            "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
+        )
     translation = Translation(path, tool, _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings})
     found = translation.find(str(translation.first("deepspeed") or ""))
     settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []

@@ -90,7 +90,9 @@ def train(
     if config is None:
         config = _configure(model, data, task, overrides)
     elif model is not None or data is not None or overrides:
-        raise ConfigError("train was given a configuration and also model, data or overrides. Give one of the two.")
+        raise ConfigError(
+            "train was given a configuration and also model, data or overrides. Give one of the two, model= by name."
+        )
     if read_environment(os.environ).world_size == 1:  # several ranks check after they have met: none waits for another
         check_paths(config)
     with launch(config) as runtime:
