@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -44,12 +44,11 @@ def build_config(
     Raises:
         ConfigError: with every problem found, one per line.
     """
-    is_all_read = not problems
     chosen: Settings = {}
     for setting in settings:
         _put(chosen, setting, problems)
-    if complete and is_all_read:  # otherwise a key that seems to be missing may be in a part that was not read
-        problems += _missing(chosen, typed, needs_data=needs_data, others=problems) + _contradicting(chosen)
+    if complete and not problems:  # otherwise a missing key may be misspelt, or in a part that was not read
+        problems += _missing(chosen, typed, needs_data=needs_data) + _contradicting(chosen)
     config = _validated(chosen, problems)
     if config is None or problems:
         unique = list(dict.fromkeys(map(without_passwords, problems)))
@@ -110,22 +109,18 @@ def _validated(chosen: Settings, problems: list[str]) -> Config | None:
     return config
 
 
-def _missing(chosen: Settings, typed: str, *, needs_data: bool, others: Sequence[str]) -> list[str]:
-    """Ask for the model and the rows that a run cannot do without.
-
-    Complete the command and list the models, unless there are `others`: problems of the command.
-    """
+def _missing(chosen: Settings, typed: str, *, needs_data: bool) -> list[str]:
+    """Ask for the model and the rows that a run cannot do without, and complete the command that has none."""
     has_model = _value(chosen, "model.path") or _value(chosen, "model.config")
     has_rows = not needs_data or any(_value(chosen, f"data.{key}") for key in ("path", "mixture", "train"))
     rows = "data.path=chats.jsonl" if _find(chosen, "data") else "data=chats.jsonl"  # keep the group that is chosen
-    example = ["" if others else typed, "" if has_model else "model=phi4_mini", "" if has_rows else rows]
+    example = [typed, "" if has_model else "model=phi4_mini", "" if has_rows else rows]
     how = f"for example: {' '.join(filter(None, example))}"
     problems = []
     if not has_model:
         names = "".join(f"\n  model={name:<15} {meaning}" for name, meaning in list_configs()["model"])
         own = "a folder or a hub id, such as model=./my-phi and model=microsoft/phi-4"
-        choices = " (finetune config list)" if others else f"{names}\n  model={'PATH':<15} {own}"
-        problems.append(f"model.path: not set. Choose a model, {how}{choices}")
+        problems.append(f"model.path: not set. Choose a model, {how}{names}\n  model={'PATH':<15} {own}")
     if not has_rows:
         problems.append(
             f"data.path: not set. Give a file, a folder or a hub id, or data=orders, which is shipped; {how}"

@@ -80,11 +80,10 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
     assert "--from" not in run_finetune("train", "ours.yml").errors
 
 
-def test_wrong_names_do_not_fill_the_screen_with_models():
+def test_a_misspelt_model_is_not_called_missing():
     errors = run_finetune("train", "--model_name_or_path", "phi_tiny", "--max_steps", "2").errors
     assert "Did you mean model.path?" in errors
-    assert "model.path: not set" in errors
-    assert "model=phi4_reasoning" not in errors
+    assert "not set" not in errors
 
 
 @pytest.mark.parametrize(
