@@ -32,7 +32,8 @@ def _with_dashes(name: str) -> str:
 
 _MEANT = {
     **dict.fromkeys(("list", "ls"), "runs"),
-    **dict.fromkeys(("run", "fit", "sft", "dpo"), "train"),
+    **dict.fromkeys(("run", "fit", "resume"), "train"),
+    **dict.fromkeys(("models", "tasks", "presets"), "config list"),
     **dict.fromkeys(("eval", "test"), "evaluate"),
     **dict.fromkeys(("infer", "inference", "predict"), "generate"),
     **{"convert": "export", "preprocess": "preview", "estimate": "plan", "status": "watch", "upload": "push"},
@@ -47,6 +48,11 @@ class _Commands(TyperGroup):
         """Find the command that the first argument names."""
         if args[0] in _MEANT:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{_MEANT[args[0]]}'?")
+        if args[0] not in self.commands:
+            from finetune.cli.help import find_task
+
+            if task := find_task(args[0]):
+                ctx.fail(f"No such command '{args[0]}'. Did you mean 'train task={task}'?")
         return super().resolve_command(ctx, args)
 
 
@@ -142,7 +148,9 @@ def train_command(overrides: Overrides = None) -> None:
 def help_command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]", help="A command (plan, config show), a task (dpo) or a key (lora.r)."),
+        typer.Argument(
+            metavar="[NAME]", help="A command (config show), a task (dpo), a key (lora.r) or a model (phi4)."
+        ),
     ] = None,
 ) -> None:
     """Explain a command, a task or a key: `finetune help plan`, `finetune help dpo`, `finetune help lora.r`."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from finetune.cli.overrides import DEFAULT_TASK
 from finetune.config.compose import compose, list_configs
-from finetune.config.keys import expected, fields, values
+from finetune.config.keys import did_you_mean_key, expected, fields, values
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.render import inline_yaml
 from finetune.config.yaml_reader import COMMAND_LINE
+from finetune.errors import ConfigError
 from finetune.terminal import say
 
 _FREQUENT = {
@@ -39,16 +40,16 @@ def show_frequent_keys() -> None:
 
 
 def explain_topic(words: Sequence[str]) -> bool:
-    """Explain the task or the key that a single word names. Return whether there is one."""
+    """Explain the task, the key or the config file that a single word names. Return whether there is one."""
     if len(words) != 1:
         return False
     word = words[0].lstrip("-").replace("-", "_")
     if word in fields():
         say(f"{word}: {_meaning(word)}\nIt takes {expected(word)}.\nSet it with {word}=VALUE or --{word} VALUE.")
         return True
-    task = _task(word)
+    task = find_task(word)
     if task is None:
-        return False
+        return _explain_file(word)
     config = compose([f"task={task}"], complete=False)
     objective = OBJECTIVES[config.training.objective]
     paper = f" (arXiv:{objective.paper})" if objective.paper else ""
@@ -60,7 +61,18 @@ def explain_topic(words: Sequence[str]) -> bool:
     return True
 
 
-def _task(word: str) -> str | None:
+def _explain_file(word: str) -> bool:
+    """Explain a run, a model or another file of `finetune config list`."""
+    for group, choices in list_configs().items():
+        if word in dict(choices):
+            say(f"{group}={word}: {dict(choices)[word]}\nIts keys: finetune config show {group}={word}")
+            return True
+    if not {"_", "."}.isdisjoint(word) and (hint := did_you_mean_key(word)):  # other words resemble a command
+        raise ConfigError(f"{word}: there is no command, task or key of this name. {hint}")
+    return False
+
+
+def find_task(word: str) -> str | None:
     """Find a task by its name, with or without `finetune_`, or by the objective that it sets."""
     tasks = dict(list_configs()["task"])
     named = next((name for name in (word, f"finetune_{word}") if name in tasks), None)

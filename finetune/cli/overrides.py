@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 
 from finetune.config.compose import compose
-from finetune.config.config_files import is_file_of_rows
+from finetune.config.config_files import is_file_of_rows, is_run_file
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting
 
@@ -45,9 +45,10 @@ def config_from_overrides(
 def run_and_overrides(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     """Return the run file, if one is named, and the overrides.
 
-    The first argument is the run file if it has no equals sign and is not a file of rows. `run=` names one anywhere.
+    The first argument is the run file if it has no equals sign and is not a file of rows. A later argument is the run
+    file if it names an existing one or ends with .yaml. `run=` names one anywhere.
     """
     if overrides and "=" not in overrides[0] and not is_file_of_rows(overrides[0]):
         return overrides[0], list(overrides[1:])
-    named = [override.removeprefix("run=") for override in overrides if override.startswith("run=")]
+    named = [each.removeprefix("run=") for each in overrides if each.startswith("run=") or is_run_file(each)]
     return (named[0] if named else None), list(overrides)

@@ -44,11 +44,10 @@ def build_config(
     Raises:
         ConfigError: with every problem found, one per line.
     """
-    is_all_read = not problems
     chosen: Settings = {}
     for setting in settings:
         _put(chosen, setting, problems)
-    if complete and is_all_read:  # otherwise a key that seems to be missing may be in a part that was not read
+    if complete and not problems:  # otherwise a missing key may be misspelt, or in a part that was not read
         problems += _missing(chosen, typed, needs_data=needs_data) + _contradicting(chosen)
     config = _validated(chosen, problems)
     if config is None or problems:

@@ -33,6 +33,7 @@ from finetune.config.config_files import (
     find_file,
     is_file_of_rows,
     is_path,
+    is_run_file,
     list_configs,
     shown_path,
 )
@@ -43,6 +44,7 @@ from finetune.config.keys import (
     fields,
     section_class,
     takes_boolean,
+    takes_list,
     takes_text,
     values,
 )
@@ -53,6 +55,7 @@ from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
 from finetune.config.shipped_files import SHIPPED_PREFIX
 from finetune.config.untrusted import bound_to_folder, refuse_code_of_files
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_settings, read_value
+from finetune.errors import ConfigError
 
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 """Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
@@ -123,6 +126,8 @@ def compose(
     problems: list[str] = []
     asked = _read_overrides(overrides, run, problems)
     from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else list(translated))
+    if asked.run and not from_run.groups:
+        _refuse_file_of_other_tool(asked.run.name, from_run.settings)
     chosen = {name: _Choice(value, "chosen by the caller") for name, value in (defaults or {}).items()}
     chosen |= from_run.groups
     replaceable = {group: choice for group, choice in chosen.items() if group not in asked.groups}
@@ -137,6 +142,18 @@ def compose(
         name = Path(asked.run.name).stem if asked.run else _default_name(config, chosen | asked.groups)
         config = config.model_copy(update={"output_dir": f"runs/{name}"})
     return _as_recorded(refuse_code_of_files(config, uses) if complete else config)
+
+
+def _refuse_file_of_other_tool(name: str, settings: Sequence[Setting]) -> None:
+    """Refuse a run file with several names of another tool and no key of ours, and say how to translate it."""
+    if any("." in setting.dotted and _chooses_or_sets(setting.dotted) for setting in settings if not setting.older_key):
+        return
+    unknown = [setting.dotted for setting in settings if not _chooses_or_sets(setting.dotted)]
+    if len(theirs := [key for key in unknown if _is_known(key)]) >= 3:
+        raise ConfigError(
+            f"run={name}: holds settings of another tool ({', '.join(theirs[:3])}, …). Translate the file with: "
+            f"finetune init --from {name} --file FILE.yaml"
+        )
 
 
 def _default_name(config: Config, groups: Mapping[str, _Choice]) -> str:
@@ -242,7 +259,8 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
     `optim.learning_rate=1e-4`.
 
     A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
-    value, the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses.
+    value, the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses. `--no-KEY`
+    means false, and `--config FILE` names the run file.
 
     Args:
         arguments: as typed.
@@ -253,16 +271,18 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
     while rest:
         argument = rest.pop(0)
         option, equals, value = argument.partition("=")
-        key = option.removeprefix("--").replace("-", "_")
+        key = RUN_FILES if option == "--config" else option.removeprefix("--").replace("-", "_")
         dashed = f"--{key.replace('_', '-')}"
         if argument == "--":  # what follows is meant literally
             return [*overrides, argument, *rest]
         if not option.startswith("--"):
             overrides.append(argument)
-        elif dashed in own_options or (not _chooses_or_sets(key) and did_you_mean(dashed, own_options)):
+        elif dashed in own_options or (not _is_known(key) and did_you_mean(dashed, own_options)):
             overrides.append(f"{dashed}{equals}{value}")
         elif equals:
             overrides.append(f"{key}={value}")
+        elif key.startswith("no_") and takes_boolean(key.removeprefix("no_")):
+            overrides.append(f"{key.removeprefix('no_')}=false")
         elif takes_boolean(key):
             overrides.append(f"{key}={rest.pop(0) if rest and _BOOLEAN.fullmatch(rest[0]) else 'true'}")
         else:
@@ -279,13 +299,21 @@ def _chooses_or_sets(key: str) -> bool:
     return key in (RUN_FILES, *GROUPS) or key in fields() or section_class(key.partition(".")[0]) is not None
 
 
+def _is_known(key: str) -> bool:
+    """Return whether the name of a flag is ours or another tool's: no misspelt option of a command."""
+    from finetune.config.other_tools import OUR_NAME  # a long table, which only flags need
+
+    return _chooses_or_sets(key) or key in OUR_NAME
+
+
 def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[str]) -> _Asked:
     asked = _Asked(run=_Choice(run, COMMAND_LINE) if run else None)
+    before = ""
     for override in _with_keys(as_overrides(overrides), problems):
-        key, equals, value = override.partition("=")
+        key, equals, value = override.partition("=") if not is_run_file(override) else (RUN_FILES, "=", override)
         key = key.strip()
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{COMMAND_LINE}: {override}: {_how_to_write(override)}")
+            problems.append(f"{COMMAND_LINE}: {override}: {_how_to_write(override, before)}")
         elif not value.strip():
             problems.append(f"{COMMAND_LINE}: {key}: has no value. {_what_it_takes(key)}".rstrip())
         elif key == "run" and asked.run and asked.run.name != value:
@@ -296,6 +324,7 @@ def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[st
             asked.groups[key] = _Choice(value, COMMAND_LINE)
         else:
             asked.settings += read_value(key.split("."), value, problems, as_text=takes_text(key))
+        before = override if equals else f"{before},{override}"
     return asked
 
 
@@ -319,13 +348,14 @@ def _what_it_takes(key: str) -> str:
     return f"Write {key}=VALUE." + (f" It takes {expected(key)}." if key in fields() else "")
 
 
-def _how_to_write(override: str) -> str:
+def _how_to_write(override: str, before: str) -> str:
+    """Complete a message about an override without a key. `before` is the override before it."""
     if override.startswith("-"):
         name = override.lstrip("-").partition("=")[0]
         return f"there is no such option. A key is set by {name}=VALUE or --{name} VALUE."
-    hint = "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
-    names = [name for name, _ in list_configs()[RUN_FILES]]
-    return f"{hint} For the run file write run={override}." if override in names or override.endswith(".yaml") else hint
+    if takes_list(before.partition("=")[0]):
+        return f"expected key=value. Write a list with commas: {before},{override}."
+    return "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
 
 
 def _read_groups(choices: Mapping[str, _Choice], problems: list[str]) -> list[list[Setting]]:

@@ -61,9 +61,17 @@ def is_address(path: str) -> bool:
     return "://" in path and not path.startswith(LOCAL)
 
 
+def is_run_file(argument: str) -> bool:
+    """Return whether an argument without a key names a run file, or the folder of a run."""
+    if "=" in argument or argument.startswith("-"):
+        return False
+    is_named = argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES)
+    return is_named or path_exists(f"{argument}/{SAVED_CONFIG}", is_file=True)
+
+
 def is_file_of_rows(argument: str) -> bool:
     """Return whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
-    if argument.endswith(_SUFFIXES) or argument in _named_files(RUN_FILES):
+    if is_run_file(argument):
         return False
     return is_list_or_glob(argument) or (path_exists(argument) and Path(argument).expanduser().is_file())
 
@@ -82,8 +90,9 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
         return None
     files = _named_files(group)
-    if name in files:
-        return files[name]
+    for known in (name, f"finetune_{name}"):  # task=lora is task=finetune_lora
+        if known in files:
+            return files[known]
     if group == RUN_FILES and (saved := Path(name).expanduser() / SAVED_CONFIG).is_file():
         return saved
     folder = "configs" if group == RUN_FILES else f"configs/{group}"

@@ -67,6 +67,13 @@ def takes_boolean(dotted: str) -> bool:
     return field is not None and bool in (field.annotation, *get_args(field.annotation))
 
 
+def takes_list(dotted: str) -> bool:
+    """Return whether a key takes a list, perhaps among other values."""
+    field = fields().get(dotted)
+    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
+    return any(get_origin(kind) is list for kind in kinds)
+
+
 def takes_mapping(dotted: str) -> bool:
     """Return whether a key takes free keys and values of its own, as optim.args does."""
     field = fields().get(dotted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,7 +109,9 @@ class Translation:
             is_settled = sentence.startswith((NOTHING, MISSING, *(f"Set {key}" for key in chosen)))
             start = "" if is_settled or sentence == UNKNOWN else "DECIDE: "
             lines = [", ".join(name.partition(":")[0] for name in names)] if sentence == _EMPTY else names
-            (settled if is_settled else decide).extend([f"# {start}{sentence}", *(f"#     {line}" for line in lines)])
+            wrapped = textwrap.wrap(f"{start}{sentence}", width=98, break_on_hyphens=False)
+            comment = [*(f"# {line}" for line in wrapped), *(f"#     {line}" for line in lines)]
+            (settled if is_settled else decide).extend(comment)
         return decide, settled
 
 
@@ -127,6 +130,12 @@ def translate_file(path: Path) -> Translation:
             "--from reads their YAML files, and JSON or a dict. For a run file of finetune write run=FILE."
         )
     tool = next((tool for tool, telling in _TELLING.items() if telling & given), LIBRARIES)
+    unknown = sorted(given - {name.partition(".")[0] for name in OUR_NAME})
+    if tool == LIBRARIES and len(unknown) > len(given) / 2:
+        raise ConfigError(
+            f"{shown_path(path)}: most of its settings ({', '.join(unknown[:3])}, …) belong to none of the tools that "
+            "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
+        )
     translation = Translation(path, tool, _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings})
     found = translation.find(str(translation.first("deepspeed") or ""))
     settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []

@@ -36,6 +36,11 @@ def with_chosen_folder(config: Config) -> Config:
         return config.model_copy(update={"output_dir": newest.name})
     numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
     folder = next(folder for folder in chain([default], numbered) if _is_free(folder))
+    if config.resume == "auto" and folder != default:
+        where = f"{default} is another run. A new run begins in {folder}"
+        _log.warning(
+            "resume=auto: no run has this configuration; %s. output_dir names a run to resume.", visible(where)
+        )
     return config.model_copy(update={"output_dir": str(folder)})
 
 

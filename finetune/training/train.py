@@ -50,6 +50,11 @@ class TrainResult(NamedTuple):
     on other ranks with those of the last step."""
     tokenizer: PreTrainedTokenizerBase
 
+    def __repr__(self) -> str:
+        """Name the model and the tokenizer by their classes: in full, they fill a screen."""
+        parts = f"metrics={self.metrics}, folder={str(self.folder)!r}"
+        return f"TrainResult({parts}, model={type(self.model).__name__}, tokenizer={type(self.tokenizer).__name__})"
+
 
 def train(
     config: Config | None = None,
@@ -84,8 +89,9 @@ def train(
     is_given = model is not None and not isinstance(model, (str, os.PathLike))
     if config is None:
         config = _configure(model, data, task, overrides)
-    elif model is not None or data is not None or overrides:
-        raise ConfigError("train was given a configuration and also model, data or overrides. Give one of the two.")
+    elif isinstance(config, str) or model is not None or data is not None or overrides:
+        takes = "a configuration from load_config as its first argument, or model=, data= and overrides= by name"
+        raise ConfigError(f"train takes {takes}. Give one of the two.")
     if read_environment(os.environ).world_size == 1:  # several ranks check after they have met: none waits for another
         check_paths(config)
     with launch(config) as runtime:

@@ -172,7 +172,6 @@ def test_a_choice_in_a_run_file_is_named_by_its_line(write):
     ("word", "part"),
     [
         ("orders", "expected key=value"),
-        ("quickstart", "For the run file write run=quickstart."),
         ("-seed=3", "there is no such option. A key is set by seed=VALUE or --seed VALUE"),
         ("--seed", "seed: has no value. Write seed=VALUE. It takes a whole number"),
         ("--bogus", "bogus: has no value. There is no such key."),

@@ -30,6 +30,9 @@ from tests.in_process import run_finetune
         ("--retry_failed --seed -h", "--retry-failed seed= -h"),
         ("--devise 4090", "--devise 4090"),
         ("--seed 1 -- --seed 2", "seed=1 -- --seed 2"),
+        ("--config lora.yaml --config=full.yaml", "run=lora.yaml run=full.yaml"),
+        ("--no-strict --no-training.drop-last quickstart", "strict=false training.drop_last=false quickstart"),
+        ("--lr 1e-4", "lr=1e-4"),
     ],
 )
 def test_flags_are_overrides(typed, overrides):
@@ -51,6 +54,39 @@ def test_recipes_and_commands_take_flags(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "typed",
+    [
+        "mine.yaml --optim.learning-rate 1",
+        "--optim.learning-rate 1 mine.yaml",
+        "--optim.learning-rate 1 --config mine.yaml",
+    ],
+)
+def test_the_run_file_may_stand_anywhere(typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("seed: 7\ntask: full\n")
+    shown = json.loads(run_finetune("config", "show", *typed.split(), "--json").answer)["config"]
+    assert (shown["seed"], shown["optim"]["learning_rate"], shown["training"]["method"]) == (7, 1, "full")
+    assert compose(typed.split(), complete=False).seed == 7  # as a recipe reads it
+
+
+def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "peer.yml").write_text("base_model: org/model\nadapter: lora\nlora_r: 8\nnum_epochs: 1\n")
+    done = run_finetune("train", "--config", "peer.yml")
+    assert done.returncode == 2
+    assert "another tool (base_model, adapter, lora_r, …)" in done.errors
+    assert "finetune init --from peer.yml" in done.errors
+    (tmp_path / "ours.yml").write_text("base_model: x\nadapter: x\nlora_r: 8\nlora.r: 8\n")
+    assert "--from" not in run_finetune("train", "ours.yml").errors
+
+
+def test_a_misspelt_model_is_not_called_missing():
+    errors = run_finetune("train", "--model_name_or_path", "phi_tiny", "--max_steps", "2").errors
+    assert "Did you mean model.path?" in errors
+    assert "not set" not in errors
+
+
+@pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
         ("train -h", 0, ["training.num_epochs", "Default: 0.0002", "finetune config show", "finetune config list"]),
@@ -58,7 +94,12 @@ def test_recipes_and_commands_take_flags(tmp_path):
         ("help dpo", 0, ["finetune_preferences", "DPO", "preference.beta=0.1"]),
         ("help lora.r", 0, ["Rank of each update. Default: 16.", "a whole number above 0"]),
         ("help nothing", 2, ["No such command"]),
+        ("help lora_r", 2, ["Did you mean lora.r?"]),
+        ("help phi4", 0, ["model=phi4: Phi-4", "finetune config show model=phi4"]),
         ("list", 2, ["Did you mean 'runs'?"]),
+        ("models", 2, ["Did you mean 'config list'?"]),
+        ("qlora --config x.yaml", 2, ["Did you mean 'train task=finetune_qlora'?"]),
+        ("config show --lora.target-modules q k v", 2, ["with commas: lora.target_modules=q,k,v."]),
         ("train --model phi_tiny --data orders --seed", 2, ["seed: has no value", "a whole number"]),
         ("plan --devise 4090 --model phi_tiny", 2, ["--devise", "--device"]),
     ],

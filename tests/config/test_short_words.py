@@ -122,7 +122,7 @@ def test_a_word_that_is_no_file_of_rows(write):
     write("mine")
     assert "expected key=value" in problem_of("gone.jsonl")
     assert "expected key=value" in problem_of("folder")
-    assert "For the run file write run=mine." in problem_of("mine")
+    assert compose(["seed=2", "mine"], complete=False).origin("seed") == "command line"  # a run file
     assert "For rows write data=folder, for a model model=folder." in problem_of("run=folder")
 
 

@@ -295,6 +295,7 @@ def test_no_setting_is_dropped(name):
     before_keys = "\n".join(comments)
     for line in DECIDED[name]:
         assert line in before_keys
+    assert all(len(line) <= 100 for line in comments if line.startswith("# DECIDE"))
     assert "hf_secret" not in text
 
 
@@ -314,7 +315,11 @@ def test_a_decision_that_an_override_makes_is_not_asked_for():
 
 
 @pytest.mark.parametrize(
-    "text", ["training.batch_size: 2\noutput_dir: x\n", "a: 1\n", "- a\n", "learning_rate: [\n", ""]
+    "text",
+    [
+        *("training.batch_size: 2\noutput_dir: x\n", "a: 1\n", "- a\n", "learning_rate: [\n", ""),
+        "checkpoint_dir: phi-2\nout_dir: out\nprecision: bf16-true\nlora_r: 8\nseed: 1\n",  # of LitGPT
+    ],
 )
 def test_other_files_are_refused(text):
     Path("other.yaml").write_text(text, encoding="utf-8")

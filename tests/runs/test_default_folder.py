@@ -44,6 +44,14 @@ def test_a_folder_that_exists_is_numbered_unless_it_was_named():
     assert chosen("output_dir=runs/orders-phi_tiny") == "runs/orders-phi_tiny"
 
 
+def test_a_run_that_cannot_be_resumed_is_not_passed_over_in_silence(caplog):
+    assert chosen("resume=auto") == "runs/orders-phi_tiny"
+    assert not caplog.messages
+    pretend_run(Path("runs/orders-phi_tiny"), "seed=1", started="2026-01-01T00:00:00")
+    assert chosen("resume=auto") == "runs/orders-phi_tiny-2"
+    assert "runs/orders-phi_tiny is another run. A new run begins in runs/orders-phi_tiny-2." in caplog.text
+
+
 def test_resume_takes_the_newest_run_whose_curve_would_be_the_same():
     assert chosen("resume=auto") == "runs/orders-phi_tiny"
     pretend_run(Path("runs/a"), started="2026-01-01T00:00:00")

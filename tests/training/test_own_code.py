@@ -87,6 +87,7 @@ def test_a_run_records_what_its_script_gave(trained):
     assert {"loss", "validation/loss", "validation/length", "base/loss", "test/length"} <= result.metrics.keys()
     assert next(result.model.parameters()).device.type == "cpu"
     assert result.tokenizer.chat_template
+    assert len(repr(result)) < 1000  # a notebook shows it
     given = record(result.folder)["script"]
     assert given["loss"] == "tests.training.own_code.smoothed"
     assert given["metrics"] == {"length": "tests.training.own_code.length"}
@@ -215,5 +216,7 @@ def test_one_description_of_a_run_is_enough():
     config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
     with pytest.raises(ConfigError, match="Give one of the two"):
         finetune.train(config, data=ROWS)
+    with pytest.raises(ConfigError, match="train takes a configuration from load_config"):
+        finetune.train("phi_tiny", data=ROWS)
     with pytest.raises(ConfigError, match="data is given as rows, but the overrides name"):
         finetune.train(model="phi_tiny", data=ROWS, overrides=["data=orders"])
