@@ -109,8 +109,8 @@ class Placement:
             )
         self.gathered_bytes, self.received_bytes = self._sharded.gathered_bytes, self._sharded.received_bytes
         self._stop_requests.is_forward_collective = True
-        what = "all weights" if self._is_full else "the frozen weights"
-        _log.info("%s are sharded over %d processes, layer by layer", what, self.shard_size)
+        weights = "all weights" if self._is_full else "the frozen weights"
+        _log.info("%s are sharded over %d processes, layer by layer", weights, self.shard_size)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Hand an optimizer to Accelerate. The learning rate is never handed over: it is a function of the step."""
@@ -155,7 +155,7 @@ class Placement:
         """
         there = microbatch.to(self.context.device)
         with self.autocast():
-            return self.apply(lambda whole: compute(whole, there), model)
+            return self.apply(lambda full_model: compute(full_model, there), model)
 
     def apply(self, compute: Callable[[Any], Value], model: torch.nn.Module) -> Value:
         """Compute something of a model, which may run it several times.
@@ -278,7 +278,7 @@ class Placement:
         self._reducer = self._sharded = None
         self._accelerator.free_memory()
 
-    def _all_gathering(self, what: str) -> AbstractContextManager[None]:
+    def _all_gathering(self, activity: str) -> AbstractContextManager[None]:
         """Return a block in which this rank computes and all-gathers weights: without a range or a wait of its own."""
-        what = f"gathering weights ({what})"
-        return self._liveness.collective(what, is_named=False, waits_before=False, waits_after=False)
+        activity = f"gathering weights ({activity})"
+        return self._liveness.collective(activity, is_named=False, waits_before=False, waits_after=False)

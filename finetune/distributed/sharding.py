@@ -115,7 +115,7 @@ class ShardedModel:
         layers = _layers(model)
         others = _parameters_outside(layers, model)
         # FSDP2 leaves these weights full. A set of the weights that it shards would keep all of them in memory.
-        kept = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
+        unsharded = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
         size = parallel.shard_size or world_size
         copies = world_size // size
         mesh = _mesh(device.type, copies, size)
@@ -124,9 +124,9 @@ class ShardedModel:
             """Shard these weights of a module, and return their bytes. The full weights are freed on return."""
             convert_parameters(weights, precision, device)
             copy_trained_from_main(weights)
-            whole = sum(weight.nbytes for weight in weights if weight not in kept)
-            fully_shard(module, mesh=mesh, ignored_params=kept, reshard_after_forward=reshards)
-            return whole
+            num_full_bytes = sum(weight.nbytes for weight in weights if weight not in unsharded)
+            fully_shard(module, mesh=mesh, ignored_params=unsharded, reshard_after_forward=reshards)
+            return num_full_bytes
 
         num_bytes = []
         for layer in layers:

@@ -165,26 +165,26 @@ def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterat
             yield _Piece(first, last, tuple((a, b) for a, b in ranges if a < b))
 
 
-def _merge(one: _Piece, two: _Piece) -> _Piece:
+def _merge(earlier: _Piece, later: _Piece) -> _Piece:
     keys: list[Range] = []
-    for start, end in sorted(one.keys + two.keys):
+    for start, end in sorted(earlier.keys + later.keys):
         if keys and start <= keys[-1][1]:
             keys[-1] = (keys[-1][0], max(end, keys[-1][1]))
         else:
             keys.append((start, end))
-    return _Piece(one.first, two.last, tuple(keys))
+    return _Piece(earlier.first, later.last, tuple(keys))
 
 
 def _block(layout: Layout, queries: torch.Tensor, piece: _Piece, window: int | None) -> Block:
     keys = torch.cat([torch.arange(start, end) for start, end in piece.keys])
-    seen = layout.sees(queries[:, None], keys, window)
-    if seen.all():
+    visible = layout.sees(queries[:, None], keys, window)
+    if visible.all():
         return Block(*piece, bias=None, is_causal=False)
-    rows, columns = seen.shape
-    if torch.equal(seen, torch.ones_like(seen).tril(columns - rows)):
+    rows, columns = visible.shape
+    if torch.equal(visible, torch.ones_like(visible).tril(columns - rows)):
         is_causal = rows == columns  # the kernel aligns to the upper left
         return Block(*piece, bias=None if is_causal else _lower_right_bias(rows, columns), is_causal=is_causal)
-    return Block(*piece, bias=torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf), is_causal=False)
+    return Block(*piece, bias=torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf), is_causal=False)
 
 
 def _lower_right_bias(rows: int, columns: int) -> torch.Tensor:
@@ -274,8 +274,8 @@ def _group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
 def _taken(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tensor:
     """Take keys from (tokens, kv_heads, head_dim) as (groups, kv_heads, keys, head_dim)."""
     parts = [x[start:end] for start, end in keys]
-    taken = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return _wide(taken).transpose(0, 1).expand(groups, -1, -1, -1)
+    selected = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _wide(selected).transpose(0, 1).expand(groups, -1, -1, -1)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> None:

@@ -130,14 +130,14 @@ def _run(formula: Callable[..., Any], *args: Any) -> Any:
     rows = {arg.shape[0] for arg in flat if isinstance(arg, torch.Tensor) and arg.ndim > 1}
     if min(rows) < 2:  # torch.compile would make kernels for no row and for one row alone
         return formula(*args)
-    given = [_any_number_of_rows(arg) for arg in args]
+    dynamic_args = [_any_number_of_rows(arg) for arg in args]
     compiled = _compiled(formula, tuple((arg.shape[1:], arg.dtype) for arg in flat if isinstance(arg, torch.Tensor)))
     if formula in _compiled_here:
-        return compiled(*given)
+        return compiled(*dynamic_args)
     _compiled_here.add(formula)
     name, begun = formula.__name__.strip("_"), time.perf_counter()
     with waiting(f"compiling kernels: {name}"):
-        result = compiled(*given)
+        result = compiled(*dynamic_args)
     seconds = format_duration(time.perf_counter() - begun)
     _log.info(
         "kernels of %s are ready after %s; they are kept in %s", name, seconds, os.environ.get(_FOLDER_OF_KERNELS)

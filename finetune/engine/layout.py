@@ -69,8 +69,8 @@ class Layout:
 
         `window` is the number of tokens of its row that a token sees, itself included; None: all before it.
         """
-        seen = (key <= query) & (query < self.visible_until[key])
-        return seen if window is None else seen & (self.position_ids[query] - self.position_ids[key] < window)
+        visible = (key <= query) & (query < self.visible_until[key])
+        return visible if window is None else visible & (self.position_ids[query] - self.position_ids[key] < window)
 
     def prepared(
         self,
@@ -89,17 +89,17 @@ class Layout:
         for known in self._prepared:
             if known.prepare is prepare and known.queries is queries and known.window == window:
                 return known.made  # type: ignore[no-any-return]
-        made = prepare(self, self.tokens if queries is None else queries, window)
-        self._prepared.append(_Prepared(prepare, queries, window, made))
-        return made
+        value = prepare(self, self.tokens if queries is None else queries, window)
+        self._prepared.append(_Prepared(prepare, queries, window, value))
+        return value
 
     def map(self, change: Change) -> Layout:
         """Apply a function to every tensor, also to those of what is prepared, if that can move to another device."""
         changed = replace(self, position_ids=change(self.position_ids), visible_until=change(self.visible_until))
-        for prepare, queries, window, made in self._prepared:
-            if isinstance(made, Movable):
+        for prepare, queries, window, value in self._prepared:
+            if isinstance(value, Movable):
                 there = None if queries is None else change(queries)
-                changed._prepared.append(_Prepared(prepare, there, window, made.map(change)))
+                changed._prepared.append(_Prepared(prepare, there, window, value.map(change)))
         return changed
 
 

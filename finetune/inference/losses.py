@@ -61,8 +61,8 @@ class SplitLosses(NamedTuple):
         """Return the sums over all ranks, which have the same subsets. Collective: one for all sums."""
         width = len(LossSums._fields)
         values = runtime.collectives.sum([value for sums in (self.whole, *self.subsets.values()) for value in sums])
-        whole, *others = (LossSums(*values[start : start + width]) for start in range(0, len(values), width))
-        return self._replace(whole=whole, subsets=dict(zip(self.subsets, others, strict=True)))
+        total, *others = (LossSums(*values[start : start + width]) for start in range(0, len(values), width))
+        return self._replace(whole=total, subsets=dict(zip(self.subsets, others, strict=True)))
 
     def subset_metrics(self) -> dict[str, float]:
         """Return `loss/NAME`, `standard_error/NAME` and `num_targets/NAME` of each subset that has targets.

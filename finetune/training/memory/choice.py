@@ -343,8 +343,8 @@ def _row_limit(config: Config, world_size: int) -> int:
     """Return `training.batch_size`, or every rank's even share of a global batch if only tokens are to limit it."""
     if config.origin("training.batch_size") != "default":
         return config.training.batch_size
-    asked = config.parallel.world_size or world_size
-    return ceil_div(global_batch_size(config, world_size), asked)
+    num_processes = config.parallel.world_size or world_size
+    return ceil_div(global_batch_size(config, world_size), num_processes)
 
 
 def _bound(model: Any, *, rows: int, length: int) -> int:

@@ -126,15 +126,15 @@ def forecast_generation(
     Raises:
         RuntimeError: the model cannot generate without data; or one of `CANNOT_TRACE`.
     """
-    held = model if quantized is None else quantized
+    stored_model = model if quantized is None else quantized
     with evaluation_mode(model):
         merged = bytes_of_merged(model) if by_engine else 0
         if by_engine:
             peaks = trace_deep(model, lambda: _trace_engine(model, batch))
         else:
             peaks = trace_deep(model, lambda: _trace_transformers(model, batch, dtype))
-    widened = max(widened_bytes(weight) for weight in held.parameters())
-    return GenerationForecast(batch, peaks, Weights(held), merged, widened)
+    widened = max(widened_bytes(weight) for weight in stored_model.parameters())
+    return GenerationForecast(batch, peaks, Weights(stored_model), merged, widened)
 
 
 def _trace_engine(model: Any, batch: AnswerBatch) -> Phases:

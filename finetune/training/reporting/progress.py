@@ -84,8 +84,8 @@ class TrainingProgress:
             self._cell.show(self._view)
         if event["event"] == "step":
             step = self._view.step
-            done = max(step - self._first, 1)
-            self._view.seconds_left = (time.monotonic() - self._started) / done * (self._total - step)
+            num_steps = max(step - self._first, 1)
+            self._view.seconds_left = (time.monotonic() - self._started) / num_steps * (self._total - step)
             report_progress("" if self._is_live else self._view.line())
             if step % self._log_every == 0 or step == self._total:
                 _log.info("%s", self._view.line(), extra={"is_on_view": True})
