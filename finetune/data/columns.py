@@ -90,9 +90,9 @@ def _find_columns(names: Sequence[str], renamed: Sequence[tuple[str, str]]) -> M
 
 
 def propose_columns(names: Collection[str], needs: Collection[str]) -> str:
-    """Return settings of `data.columns` that read every column with a known meaning. Empty text if that is impossible.
+    """Return overrides of `data.columns` for the column names whose meaning is known, or "" if these are not enough.
 
-    `needs` are our columns that a row must have.
+    They are not enough if two names have the same meaning, or if one of the columns in `needs` has no name.
     """
     settings: dict[str, str] = {}
     for name in names:

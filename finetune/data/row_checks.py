@@ -32,14 +32,15 @@ _OR_KEEP = ", or =warn to keep them"
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A check of one row at a time.
+    """A check that looks at each row by itself.
 
     Attributes:
-        key: the key of the data section that sets it.
-        find: marks the rows to report, bool, shape (rows,), given a part and the beginning-of-sequence token, if any.
-        what: the problem of these rows; follows `3 of 1,000 rows`.
-        so: the consequence.
-        advice: the remedy, besides setting the key.
+        key: the key of the data section that chooses its action.
+        find: maps rows and the id of the beginning-of-sequence token (None if the tokenizer has no such token) to a
+            bool tensor of shape (rows,), True for rows with the problem.
+        what: the problem. In the message it follows `3 of 1,000 rows`.
+        so: its consequence.
+        advice: its remedy. The message also names the key.
     """
 
     key: str

@@ -88,7 +88,9 @@ class Liveness:
         self._phase.enter_context(self.range(phase if step is None else f"step {step}: {phase}"))
 
     def name_ranges(self, make_range: Callable[[str], AbstractContextManager[Any]]) -> None:
-        """From here on, make a range of each phase, forward and backward pass and collective, for a profiler."""
+        """Call `make_range(name)` around every phase, forward pass, backward pass and collective from here on.
+
+        A profiler shows these ranges."""
         self._phase.close()
         self._make_range = make_range
 
@@ -97,7 +99,7 @@ class Liveness:
         return self._make_range(name)
 
     def waiting(self, activity: str) -> AbstractContextManager[None]:
-        """Return a block that waits for other ranks: if it lasts too long, they are to blame and not this rank."""
+        """Return a context in which this rank waits for others. On a timeout, a rank that is not waiting is blamed."""
         return nullcontext() if self.watchdog is None else self.watchdog.waiting(activity)
 
     def first_fault(self, wait_seconds: float) -> Fault | None:

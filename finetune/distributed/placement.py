@@ -246,13 +246,12 @@ class Placement:
 
     @contextmanager
     def full_tensors(self, tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Run a block in which the main process gets full tensors for sharded ones, one after the other.
+        """Yield a function that returns the full tensor for a sharded one. Only the main process calls this function.
 
-        If the main process has not asked for some tensors, for example because its disk failed, all ranks all-gather
-        them at the end. So no rank waits for ever.
+        It calls the function once for each of `tensors`, in their order. If it leaves some out, for example because its
+        disk failed, all ranks all-gather these at the end of the block. Otherwise the other ranks would wait for ever.
 
-        Collective: every rank enters it, with the same tensors in the same order, and only the main process calls the
-        function that the block is given, with each of them in this order.
+        Collective: every rank enters the block, with the same tensors in the same order.
         """
         left = deque(tensor for tensor in tensors if is_sharded(tensor))
 

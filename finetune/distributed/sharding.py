@@ -161,9 +161,9 @@ class ShardedModel:
         bare_model(model).get_decoder().register_forward_pre_hook(self._refuse_outside)
 
     def apply(self, compute: Callable[[torch.nn.Module], Value]) -> Value:
-        """Compute something of the model.
+        """Return `compute(model)`. During the call the model all-gathers its weights as it needs them.
 
-        Collective: every rank, equally often, and inside each runs the model equally often.
+        Collective: every rank calls this equally often, and `compute` runs the model equally often on every rank.
         """
         self._is_entered = True
         if self._gathers_late:

@@ -59,10 +59,10 @@ def fused_or_not(on: bool) -> Iterator[None]:
 
 @contextmanager
 def kernels_kept_in(folder: Path) -> Iterator[None]:
-    """Keep compiled kernels in a folder inside, where later runs and other ranks find them.
+    """Within the block, torch keeps compiled kernels in this folder, where later runs and other ranks find them.
 
-    torch writes each file under another name and renames it, so ranks may write at the same time. The folder that a
-    user has set with TORCHINDUCTOR_CACHE_DIR stays.
+    torch writes each file under a temporary name and renames it, so ranks may write at the same time. If the user has
+    set TORCHINDUCTOR_CACHE_DIR, torch keeps using that folder.
     """
     before = os.environ.get(_FOLDER_OF_KERNELS)
     if before is not None and before != _torchs_own_folder():

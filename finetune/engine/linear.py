@@ -183,7 +183,10 @@ class _NormedLinears(torch.autograd.Function):
 def apply_linears(
     x: torch.Tensor, layers: Sequence[Linear], rows: slice = ALL_ROWS, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the forward pass for some rows of the input."""
+    """Return the outputs of linear layers that share the input x, side by side: (rows, sum of out_features).
+
+    `rows` are the indices of x in the whole input, which dropout masks need. `residual` is added to the outputs.
+    """
     outputs, start = [], 0
     in_fp8 = any(layer.row_scale is not None for layer in layers)
     rounded = Rounded(*rounded_to_fp8(x, None)) if in_fp8 else None  # once for all layers

@@ -121,7 +121,7 @@ def resolve_functions(
 
 
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
-    """Measure one answer.
+    """Return the metric's value for an answer: `metric(answer, expected)` as a float.
 
     Raises:
         DataError: a user's own metric failed, or did not return a finite number.

@@ -135,7 +135,9 @@ class Generator:
         return Opening(usual.system if system is None else system or None, tools or "")
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt with system turn and tools of the command line. A single turn gets the usual ones."""
+        """Encode a prompt as token ids, with the system turn and tools of the command line.
+
+        If the command line gives none, a prompt of a single turn gets the usual ones of the training rows."""
         from finetune.inference.prompts import encode_prompt
 
         has_turns = bool(prompt.messages)

@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelChart(Chart):
-    """A line for each run, through its values."""
+    """A chart of parallel axes, one for each setting or result. Each run is a line through its values on the axes."""
 
     runs: list[str]
     best: int

@@ -79,9 +79,10 @@ def after_validation(state: TrainerState, validated: Validated, criteria: Criter
 
 
 def under_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
-    """Return a resumed state without the values of a metric that changed: they cannot be compared with the new one's.
+    """Return a resumed state that fits the criteria of this run.
 
-    Metrics that older checkpoints do not record are taken to be the same.
+    If the metric of a criterion has changed, the best value of the old metric is dropped, because values of different
+    metrics cannot be compared. A checkpoint of an older version records no metric. Its metric counts as unchanged.
     """
     best, stopping = state.best_metric or criteria.best, state.stopping_metric or criteria.stopping
     if best == stopping:  # one value was kept for both

@@ -91,12 +91,14 @@ class Decision(NamedTuple):
 
 
 def decide(need: Callable[[bool], Need], room: int, *, wish: bool | None) -> Decision:
-    """Turn checkpointing on only where a step would not fit without it, or only in small micro-batches.
+    """Return whether to checkpoint gradients, and the largest micro-batch that then fits.
+
+    Without a wish, checkpointing is turned on if a micro-batch of useful size does not fit without it.
 
     Args:
-        need: the memory with or without gradient checkpointing.
+        need: returns the memory of a step, given whether gradients are checkpointed.
         room: bytes that a step may use in addition to the weights.
-        wish: whether to checkpoint gradients; None: decide.
+        wish: whether the user wants checkpointing, or None if this function is to decide.
     """
     is_on = bool(wish)
     sizes = need(is_on)

@@ -133,9 +133,9 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
 
     Args:
         folder: the run's folder.
-        prompt: a prompt from the data to ask the tuned model; None if there is none.
-        step: what `adapter/` holds; None if that is not known.
-        profile: the time of the profiled steps, if this start profiled some.
+        prompt: a prompt from the data for the command; None if the data has no prompt.
+        step: the step of the weights in `adapter/`; None if it is not known.
+        profile: a sentence on the time of the profiled steps; None if no step was profiled.
     """
     shown = shown_folder(folder)
     # A row may hold characters that steer the terminal, which quotes for the shell do not stop, or that it cannot show.
