@@ -118,6 +118,7 @@ class BatchRule:
             is_long=[self._is_long(unit[0]) for unit in units],
             share=self.share_prefixes,
         )
+        # A group holds indices of units. Replace each by the rows of its unit.
         return [RowGroup([row for index in group.rows for row in units[index]], group.num_tokens) for group in groups]
 
     def units(self, example: int) -> list[list[int]]:

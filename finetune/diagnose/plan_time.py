@@ -152,6 +152,7 @@ def _at_full_depth(model: Any, device: torch.device, measure: Callable[[], float
         setattr(decoder, layers, every)
     if few == more:
         return seconds[few]
+    # Linear in the depth: t(depth) = t(few) + (depth - few) * (t(more) - t(few)) / (more - few).
     return seconds[few] + (depth - few) * max(0.0, seconds[more] - seconds[few]) / (more - few)
 
 

@@ -220,7 +220,9 @@ def _mesh(device_type: str, copies: int, size: int) -> DeviceMesh:
 
 
 def _received_bytes(gathered: int, gradients: int, *, size: int, copies: int) -> int:
-    """Return what a rank receives: what others hold of the gathered weights, and what they add to gradients."""
+    """Return the bytes that a rank receives in a step."""
+    # With s = size and c = copies, (s - 1) / s of all weights is all-gathered and of all gradients reduce-scattered.
+    # A ring all-reduce among the copies then adds up the shards of the gradients: 2 (c - 1) / c of gradients / s.
     return (gathered + gradients) * (size - 1) // size + 2 * (copies - 1) * gradients // (copies * size)
 
 

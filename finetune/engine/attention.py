@@ -156,8 +156,10 @@ def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterat
         if low == high:
             continue
         path = [layout.segments[i] for i in layout.path(index)]
-        number = max(1, round((high - low) / BLOCK_QUERIES))
+        number = max(1, round((high - low) / BLOCK_QUERIES))  # pieces, of nearly equal length
         for first, last in pairwise(low + (high - low) * i // number for i in range(number + 1)):
+            # The first query of a piece sees positions from `oldest` on. Take the keys from there to the end of each
+            # segment on the path, in the last segment to the piece's last query.
             position = path[-1].position + int(queries[first]) - path[-1].start
             oldest = 0 if window is None else position - window + 1
             ends = [segment.end for segment in path[:-1]] + [int(queries[last - 1]) + 1]

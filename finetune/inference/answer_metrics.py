@@ -56,6 +56,7 @@ def token_f1(answer: str, expected: str) -> float:
     common = (Counter(answer_words) & Counter(expected_words)).total()
     if not answer_words or not expected_words:
         return float(answer_words == expected_words)
+    # With precision common / a and recall common / e, the harmonic mean is 2 * common / (a + e).
     return 2 * common / (len(answer_words) + len(expected_words))
 
 

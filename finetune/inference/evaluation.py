@@ -316,7 +316,7 @@ def _means(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Return sqrt(s^2 / n); 0 below two values."""
+    """Return sqrt(s^2 / n), where s^2 is the sum of (value - mean)^2 divided by n - 1; 0 below two values."""
     n = len(values)
     if n < 2:
         return 0.0

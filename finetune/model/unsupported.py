@@ -149,7 +149,11 @@ def refuse_oversized_folder(folder: Path | str) -> None:
 
 
 def estimate_parameters(keys: Mapping[str, Any]) -> float:
-    """Estimate the parameters of a decoder from the numbers in its config.json: rather too many than too few."""
+    """Estimate the parameters of a decoder from the numbers in its config.json: rather too many than too few.
+
+    Sum 2 * hidden for each vocabulary entry, hidden for each position, and for each layer q, k, v and o of the
+    attention and three matrices of the MLP for each expert.
+    """
     size = {name: next(filter(None, (_number(keys.get(key)) for key in names)), 0.0) for name, names in _SIZES.items()}
     hidden, heads = size["hidden"], size["heads"]
     head = size["head"] or (hidden / heads if heads else 0.0)

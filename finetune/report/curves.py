@@ -287,7 +287,7 @@ def _subsets(runs: Sequence[RecordedRun], unit: str) -> Iterator[Chart]:
 
 def smoothed(points: Points) -> Points:
     """Return the mean of a twentieth of the curve around each point, equally to both sides, so that it does not lag."""
-    sums = [0.0, *accumulate(value for _, value in points)]
+    sums = [0.0, *accumulate(value for _, value in points)]  # sums[b] - sums[a] is the sum of the values a to b - 1
     reach = max(1, len(points) // 40)
     means = []
     for index, (step, _) in enumerate(points):

@@ -128,6 +128,7 @@ def _axis(name: str, values: Sequence[Any]) -> Axis:
     is_log = low > 0 and high / low > LOG_FROM_RATIO
 
     def height_of(value: float) -> float:
+        """Map low to 0 and high to 1."""
         if low == high:
             return 0.5
         return math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)

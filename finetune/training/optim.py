@@ -115,7 +115,11 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
 
 
 def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
-    """Return the rate of a step, from 1 to `num_steps`. A pure function, so there is no scheduler state to save."""
+    """Return the rate of a step, from 1 to `num_steps`. A pure function, so there is no scheduler state to save.
+
+    After the warm-up, rate = height * learning_rate + (1 - height) * min_learning_rate. The height falls from 1
+    as the progress through the falling steps goes from 0 to 1.
+    """
     warmup_steps = section.warmup_in(num_steps)
     if step <= warmup_steps:
         return section.learning_rate * step / warmup_steps

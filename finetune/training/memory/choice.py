@@ -72,10 +72,11 @@ class Need(NamedTuple):
         (few, least), (many, most) = self
         if most <= room:
             return many
+        # `num_bytes` solved for the tokens.
         return few + (many - few) * (room - least) // (most - least) if least <= room else 0
 
     def num_bytes(self, tokens: int) -> int:
-        """Return the bytes that a step needs with this many tokens in a micro-batch."""
+        """Return the bytes that a step needs with this many tokens in a micro-batch, by linear interpolation."""
         (few, least), (many, most) = self
         return most if tokens >= many else least + (most - least) * (tokens - few) // (many - few)
 
@@ -313,6 +314,7 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
+        # An equal part of the free memory, and the memory that torch has reserved for this process and does not use.
         available = free // num_sharing + torch.cuda.memory_reserved(device) - allocated
         return available if fraction == 1 else min(available, int(fraction * total) // num_sharing - allocated)
     memory = psutil.virtual_memory()
@@ -350,7 +352,11 @@ def _row_limit(config: Config, world_size: int) -> int:
 
 
 def _bound(model: Any, *, rows: int, length: int) -> int:
-    """Return an upper bound of a step's memory without running it: a multiple of all products' inputs and outputs."""
+    """Return an upper bound of a step's memory in bytes, without running it.
+
+    The bound is 4 * (8 * tokens * (features + scores) + 6 * trained + 8 * square). Features are the widths of all
+    products' inputs and outputs, scores the attention scores of a token, trained the number of trained weights.
+    """
     config = bare_model(model).config
     weights = list(model.parameters())
     # A token passes through some experts of a layer, whose weights are one tensor of three dimensions.

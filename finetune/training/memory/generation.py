@@ -94,6 +94,7 @@ class GenerationForecast(NamedTuple):
         weights, total = self.weights, {part: sum(sizes.values()) for part, sizes in self.peaks.items()}
         cache = total[_BEFORE_LAST] - self.peaks[_BEFORE_LAST].get("logits", 0)
         state = optimizer.state // weights.trained_shards(shards)
+        # What a phase needs is its peak less the cache, which all phases hold.
         return Generating(
             answers=len(self.batch.prompts),
             tokens=self.batch.tokens,

@@ -362,11 +362,12 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
 
 
 def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
-    """Collect all tensors of a micro-batch and of its prepared attention."""
+    """Return the tensors of a micro-batch and of its prepared attention. Of tensors that share memory, return one."""
     if not isinstance(microbatch, PackedMicrobatch):
         return [microbatch.input_ids, microbatch.is_target]
     prepared = [known.made for known in microbatch.layout._prepared]
     values = [*vars(microbatch).values(), *vars(microbatch.layout).values()]
+    # A prepared value is a tuple of tensors, or of tuples of tensors.
     values += [
         value for fields in prepared for part in fields for value in (part if isinstance(part, tuple) else (part,))
     ]

@@ -79,9 +79,10 @@ class PreferenceMicrobatch(WithRows):
 def put_pairs_together(
     pairs: Sequence[EncodedPair], *, rows: Collate, learns_prompt: bool = False
 ) -> PreferenceMicrobatch:
-    """Make a micro-batch with the answers of each pair next to each other; `rows` packs or pads them.
+    """Return a micro-batch with the answers of each pair next to each other. `rows` packs or pads them.
 
-    `learns_prompt` adds the chosen answer again, with the loss on its prompt. Packed, it shares all its tokens.
+    With `learns_prompt`, each pair has a third row: the chosen answer again, with the loss on its prompt. If rows are
+    packed, this row costs nothing, because it shares all its tokens with the chosen answer.
     """
     of_pairs = [[*pair, *([_prompt_of(pair.chosen)] if learns_prompt else [])] for pair in pairs]
     return PreferenceMicrobatch(

@@ -85,6 +85,7 @@ class TrainingProgress:
         if event["event"] == "step":
             step = self._view.step
             num_steps = max(step - self._first, 1)
+            # The mean time of a step since the start, times the steps that are left.
             self._view.seconds_left = (time.monotonic() - self._started) / num_steps * (self._total - step)
             report_progress("" if self._is_live else self._view.line())
             if step % self._log_every == 0 or step == self._total:
