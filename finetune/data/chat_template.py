@@ -99,23 +99,23 @@ class ChatTemplate:
         return [text if ok else BadRowError(f"the chat template refuses the row: {text}") for ok, text in results]
 
 
-def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> None:
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, setting: str | None) -> None:
     """Replace the chat template of a tokenizer, in place, by `data.chat_template`. None changes nothing.
 
-    `wanted` is the name of a shipped template, or the path of a .jinja file.
+    `setting` is the name of a shipped template, or the path of a .jinja file.
 
     Raises:
         ConfigError: there is no such template.
     """
-    if wanted is None:
+    if setting is None:
         return
     shipped = {path.stem: path for path in _TEMPLATES.glob("*.jinja")}
-    path = shipped.get(wanted, Path(wanted).expanduser())
+    path = shipped.get(setting, Path(setting).expanduser())
     try:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"data.chat_template is {wanted}, which is neither a shipped template ({', '.join(sorted(shipped))}) nor "
+            f"data.chat_template is {setting}, which is neither a shipped template ({', '.join(sorted(shipped))}) nor "
             f"a file that can be read ({getattr(error, 'strerror', None) or error}). Name one of these, or the path of "
             "a .jinja file."
         ) from error

@@ -57,7 +57,7 @@ class ExampleSplits:
 class _Splits:
     """The splits at `data.path`: their names, and a function that opens one."""
 
-    what: str
+    form: str
     label: str
     names: Sequence[str]
     open_split: Callable[[str], RowSource]
@@ -248,7 +248,7 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         at_path = _find_splits(section)
     except OSError as error:
         raise DataError(f"data.path is {section.path}, which cannot be read: {describe_os_error(error)}.") from error
-    if at_path is not None and at_path.what in (_ONE_FILE, _FILES) and section.train is not None:
+    if at_path is not None and at_path.form in (_ONE_FILE, _FILES) and section.train is not None:
         raise ConfigError(
             f"data.path is {name_files(section.path)} and data.train is {name_files(section.train)}: both name the "
             "training data. Remove one of the two."
@@ -281,9 +281,9 @@ def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) 
 
 def _is_one_source(at_path: _Splits | None) -> bool:
     """Return whether the data is training rows alone. A folder with a file that is named train has splits."""
-    if at_path is None or at_path.what in (_ONE_FILE, _FILES):
+    if at_path is None or at_path.form in (_ONE_FILE, _FILES):
         return True
-    return at_path.what == _PARTS and list(at_path.names) != ["train"]
+    return at_path.form == _PARTS and list(at_path.names) != ["train"]
 
 
 def _hold_out(splits: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:
@@ -293,9 +293,9 @@ def _hold_out(splits: dict[str, Examples], sizes: dict[str, SplitSize], section:
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:
-    if at_path is None or at_path.what in (_ONE_FILE, _FILES):
-        noun = _ONE_FILE if at_path is None else at_path.what
-        return f"the data is {noun}, which is all for training; data.{split} can name another file or a fraction (0.05)"
+    if at_path is None or at_path.form in (_ONE_FILE, _FILES):
+        form = _ONE_FILE if at_path is None else at_path.form
+        return f"the data is {form}, which is all for training; data.{split} can name another file or a fraction (0.05)"
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
@@ -309,7 +309,7 @@ def _named_split(split: str, setting: str | list[str], at_path: _Splits | None, 
     if at_path is None:
         raise DataError(_not_there(split, setting))
     raise DataError(
-        f"data.{split} is {setting}, which is neither a file nor a split of {at_path.label} ({at_path.what} with "
+        f"data.{split} is {setting}, which is neither a file nor a split of {at_path.label} ({at_path.form} with "
         f"{', '.join(at_path.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
     )
 
@@ -323,7 +323,7 @@ def _default_split(split: str, at_path: _Splits | None) -> RowSource | None:
     if at_path is None:
         raise ConfigError("data.path is not set: name a file, a folder, a hub id or shipped:orders.")
     raise DataError(
-        f"data.path is {at_path.label}: {at_path.what} with {', '.join(at_path.names)}, but no train. Name the split "
+        f"data.path is {at_path.label}: {at_path.form} with {', '.join(at_path.names)}, but no train. Name the split "
         "to train on with data.train."
     )
 
@@ -444,6 +444,6 @@ def _saved_datasets(folder: Path, label: str) -> _Splits:
     )
 
 
-def _dataset(noun: str, section: DataSection, path: str) -> _Splits:
+def _dataset(form: str, section: DataSection, path: str) -> _Splits:
     names = split_names(section, path)
-    return _Splits(noun, path, names, partial(open_split, section, path), has_slices=True)
+    return _Splits(form, path, names, partial(open_split, section, path), has_slices=True)

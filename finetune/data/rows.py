@@ -110,13 +110,13 @@ class Examples(_OfRows):
     Args:
         source: reads the rows.
         format: the name of a format; `auto` looks at the columns of the first row.
-        columns: our names of columns to theirs, if they differ.
-        max_rows: use only this many rows, from the first on.
+        columns: `data.columns`, which maps our name of a column to its name in the rows.
+        max_rows: use only the first rows, at most this many.
         reads: what the objective reads of a row.
         drops: leave out rows that cannot be used, see `RowProblems`.
 
     Attributes:
-        weight: the number of times that each row comes in an epoch of a mixture.
+        weight: how often each row is read in an epoch of a mixture.
         name: of the source in a mixture, different from the names of the others; otherwise empty.
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
         choose: returns the indices of this split's rows, given the `digest_row` of each row in `whole`; None: all rows.

@@ -160,20 +160,20 @@ def most_memory(peak: Peak, generating: Generating | None, evaluating: Mapping[S
 def judge(plan: Plan, config: Config) -> Iterator[Finding]:
     """Find checkpoints or steps that do not fit, with ways out, and times that are missing."""
     if plan.disk.total > plan.disk.free:
-        what = f"the checkpoints take {format_bytes(plan.disk.total)}, but {format_bytes(plan.disk.free)} are free"
-        yield problem("Disk", what, "make room, or lower checkpoint.save_total_limit")
+        message = f"the checkpoints take {format_bytes(plan.disk.total)}, but {format_bytes(plan.disk.free)} are free"
+        yield problem("Disk", message, "make room, or lower checkpoint.save_total_limit")
     has_time = plan.seconds_per_step is not None or plan.seconds_at_limit is not None
     if plan.batches.answers_per_prompt is not None and has_time and plan.seconds_generating is None:
         where = "rollout.server takes" if config.rollout.server else "generating answers takes"
-        what = f"the time that {where} is not in this plan: --probe measures it where the engine generates, on a CPU"
-        yield warning("Time", what, "train a few steps, training.max_steps=3: metrics.jsonl has rollout_seconds")
+        message = f"the time that {where} is not in this plan: --probe measures it where the engine generates, on a CPU"
+        yield warning("Time", message, "train a few steps, training.max_steps=3: metrics.jsonl has rollout_seconds")
     if plan.fits is not False or plan.peak is None:
         return
-    for what, total, ways in _phases(plan, plan.peak.total, config):
+    for phase, total, ways in _phases(plan, plan.peak.total, config):
         if total + plan.device.reserve > plan.device.memory:
             there = f"but {plan.device.name} has {format_bytes(plan.device.memory)}"
-            what = f"{what} takes {format_bytes(total + plan.device.reserve)}, {there}"
-            yield problem("Memory", what, "; or ".join(ways))
+            message = f"{phase} takes {format_bytes(total + plan.device.reserve)}, {there}"
+            yield problem("Memory", message, "; or ".join(ways))
 
 
 def _phases(plan: Plan, step: int, config: Config) -> Iterator[tuple[str, int, Iterator[str]]]:

@@ -248,15 +248,15 @@ class Planner:
         how = replace(self._how, accumulates=largest.per_step > 1)
         return self._predict(partial(forecast_step, model, largest.microbatch, how), "", "training.batch_size")
 
-    def _predict(self, forecast: Callable[[], Forecast], what: str, batch_key: str) -> Forecast | None:
+    def _predict(self, forecast: Callable[[], Forecast], subject: str, batch_key: str) -> Forecast | None:
         try:
             return forecast()
         except CANNOT_TRACE as error:
             cause = f"{type(error).__name__}: {first_line(error)}"
-            of = f" of {what}" if what else ""
-            what = f"memory{of} cannot be predicted: the model's own forward needs data ({cause})"
+            of = f" of {subject}" if subject else ""
+            message = f"memory{of} cannot be predicted: the model's own forward needs data ({cause})"
             fix = f"start with a small {batch_key} and look at the memory that the run reports"
-            self.findings.append(warning("Memory", what, fix))
+            self.findings.append(warning("Memory", message, fix))
             return None
 
     def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:

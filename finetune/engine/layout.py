@@ -82,13 +82,13 @@ class Layout:
 
         Args:
             prepare: makes what a kernel needs, on the device of the queries.
-            queries: flat indices, the same tensor for all layers that share what is made; None: all tokens.
+            queries: flat indices, the same tensor for all layers that share the result; None: all tokens.
             window: see `sees`; one that is as long as the longest row is None to `prepare`.
         """
         window = None if window is None or window >= self.longest_row else window
         for known in self._prepared:
             if known.prepare is prepare and known.queries is queries and known.window == window:
-                return known.made  # type: ignore[no-any-return]
+                return known.value  # type: ignore[no-any-return]
         value = prepare(self, self.tokens if queries is None else queries, window)
         self._prepared.append(_Prepared(prepare, queries, window, value))
         return value
@@ -118,7 +118,7 @@ class _Prepared(NamedTuple):
     prepare: Callable[..., Any]
     queries: torch.Tensor | None
     window: int | None
-    made: Any
+    value: Any
 
 
 def dense_mask(layout: Layout, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:

@@ -123,8 +123,8 @@ def sum_losses(
             if len(subsets) and rows is not None:
                 subsets.index_add_(0, examples.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
     of_subsets = (LossSums(*sums) for sums in subsets.tolist())
-    whole = LossSums(num_cut_short=1.0) if is_cut_short else LossSums(*totals)
-    return SplitLosses(whole, dict(zip(examples.subset_names, of_subsets, strict=True)))
+    split_sums = LossSums(num_cut_short=1.0) if is_cut_short else LossSums(*totals)
+    return SplitLosses(split_sums, dict(zip(examples.subset_names, of_subsets, strict=True)))
 
 
 def _sums_of_rows(nats: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

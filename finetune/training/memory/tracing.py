@@ -82,7 +82,7 @@ def name_of_layers(decoder: torch.nn.Module) -> str:
 
 
 def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation) -> Phases:
-    """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
+    """Return the peak of memory in each phase of a pass, by purpose. Memory in use before the pass does not count.
 
     As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without
     a backward pass, nothing keeps them.
@@ -365,7 +365,7 @@ def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
     """Return the tensors of a micro-batch and of its prepared attention. Of tensors that share memory, return one."""
     if not isinstance(microbatch, PackedMicrobatch):
         return [microbatch.input_ids, microbatch.is_target]
-    prepared = [known.made for known in microbatch.layout._prepared]
+    prepared = [known.value for known in microbatch.layout._prepared]
     values = [*vars(microbatch).values(), *vars(microbatch.layout).values()]
     # A prepared value is a tuple of tensors, or of tuples of tensors.
     values += [
