@@ -132,10 +132,10 @@ def _prompt(cells: Cells, column: str) -> str | Dialogue:
         question = f"{question}\n\n{addition}" if question.strip() else addition
     if column == "instruction" and not question.strip():
         raise BadRowError(f"{name} and input are blank; expected text that says what to do")
-    return _asked(question, cells, is_text=column == "prompt")
+    return _question(question, cells, is_text=column == "prompt")
 
 
-def _asked(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
+def _question(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
     """Return a question with the earlier turns, the tools and the system turn of its row.
 
     A question is text if the row has none of these and `is_text` is true.
@@ -201,12 +201,12 @@ def _without_prompt(
         return prompt, conversation
     system, prompt_turns = _split_system(prompt)
     own_system, turns = _split_system(conversation.turns)
-    prompt_texts = [_said(turn) for turn in prompt_turns]
+    prompt_texts = [_stripped(turn) for turn in prompt_turns]
     ends = range(len(prompt_turns), len(turns) + 1)
     end = next(
-        (end for end in ends if [_said(turn) for turn in turns[end - len(prompt_turns) : end]] == prompt_texts), 0
+        (end for end in ends if [_stripped(turn) for turn in turns[end - len(prompt_turns) : end]] == prompt_texts), 0
     )
-    if not end or (system and own_system and _said(system[0]) != _said(own_system[0])):
+    if not end or (system and own_system and _stripped(system[0]) != _stripped(own_system[0])):
         first = conversation.turns[0]
         raise BadRowError(
             f"{cells.name(column)} begins with a turn of the {first['role']} ({quote(first['content'])}), which is not "
@@ -225,7 +225,7 @@ def _after(conversation: Dialogue, start: int, name: str) -> Dialogue:
     return conversation._replace(turns=turns, learnt=tuple(k - start for k in conversation.learnt if k >= start))
 
 
-def _said(turn: Turn) -> Turn:
+def _stripped(turn: Turn) -> Turn:
     return {**turn, "content": turn["content"].strip()}
 
 
@@ -279,7 +279,7 @@ def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
             return _with_system(context, cells), answers
     if not any(isinstance(answer, Dialogue) for answer in answers.values()):
         start, answers = _common_start(answers, cells)
-        return _asked(start, cells), answers
+        return _question(start, cells), answers
     prompt, answers = _common_prompt(answers, cells)
     return _with_system(prompt, cells), answers
 
@@ -409,7 +409,7 @@ def _with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
         return dialogue
     system = text_turn("system", parse_text(cells["system"], cells.name("system")))
     own, _ = _split_system(dialogue.turns)
-    if own and _said(own[0]) != _said(system):
+    if own and _stripped(own[0]) != _stripped(system):
         raise BadRowError(f"there is a column {cells.name('system')} and a system turn too; expected one of them")
     return dialogue if own else _following((system,), dialogue)
 

@@ -255,7 +255,7 @@ class Placement:
         """
         left = deque(tensor for tensor in tensors if is_sharded(tensor))
 
-        def whole(tensor: torch.Tensor) -> torch.Tensor:
+        def read_full(tensor: torch.Tensor) -> torch.Tensor:
             if not is_sharded(tensor):
                 return tensor
             assert left.popleft() is tensor, "the ranks gather in one order"
@@ -264,13 +264,13 @@ class Placement:
                 return gathered
 
         try:
-            yield whole
+            yield read_full
         except Exception:
             while left:
-                whole(left[0])
+                read_full(left[0])
             raise
         while left:
-            whole(left[0])
+            read_full(left[0])
 
     def forget_model(self) -> None:
         """Drop what refers to the model and to groups, when the run leaves."""

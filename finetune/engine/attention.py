@@ -233,8 +233,8 @@ class _BlockAttention(torch.autograd.Function):
             rows = slice(block.first, block.last)
             outs[..., rows, :], logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _wide(queries[..., rows, :]),
-                _taken(k, block.keys, len(queries)),
-                _taken(v, block.keys, len(queries)),
+                _selected_keys(k, block.keys, len(queries)),
+                _selected_keys(v, block.keys, len(queries)),
                 is_causal=block.is_causal,
                 attn_mask=_bias(block, q),
                 scale=scale,
@@ -254,8 +254,8 @@ class _BlockAttention(torch.autograd.Function):
             d_queries[..., rows, :], *d_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _wide(grads[..., rows, :]),
                 _wide(queries[..., rows, :]),
-                _taken(k, block.keys, len(queries)),
-                _taken(v, block.keys, len(queries)),
+                _selected_keys(k, block.keys, len(queries)),
+                _selected_keys(v, block.keys, len(queries)),
                 _wide(outs[..., rows, :]),
                 logsumexp,
                 0.0,
@@ -273,7 +273,7 @@ def _group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.view(len(x), kv_heads, x.shape[1] // kv_heads, x.shape[-1]).permute(2, 1, 0, 3)
 
 
-def _taken(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tensor:
+def _selected_keys(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tensor:
     """Take keys from (tokens, kv_heads, head_dim) as (groups, kv_heads, keys, head_dim)."""
     parts = [x[start:end] for start, end in keys]
     selected = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -281,7 +281,7 @@ def _taken(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tenso
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> None:
-    """Compute the backward pass of `_taken`."""
+    """Compute the backward pass of `_selected_keys`."""
     summed = (part[0] if len(part) == 1 else part.sum(0)).transpose(0, 1)
     sizes = [end - start for start, end in keys]
     for (start, end), piece in zip(keys, torch.split(summed, sizes), strict=True):

@@ -144,7 +144,7 @@ class MemoryChoice:
         """Read what `as_record` made; None if there is nothing, or the configuration now asks for something else."""
         record = {"offloads": False, **record}  # which older records lack
         is_whole = set(record) == {field.name for field in fields(cls)}
-        return cls(**record) if is_whole and record["asked"] == _asked(config) else None
+        return cls(**record) if is_whole and record["asked"] == _requested_keys(config) else None
 
     def resolve(self, config: Config) -> Config:
         """Return the configuration with the chosen values for the keys that it leaves open."""
@@ -200,7 +200,7 @@ def choose(
         max_rows=_row_limit(config, world_size) if limits_tokens else config.training.batch_size,
         max_tokens=config.training.max_tokens_per_microbatch,
         why=_AS_CONFIGURED,
-        asked=_asked(config),
+        asked=_requested_keys(config),
     )
     row_type = OBJECTIVES[config.training.objective].rows
     row_tokens = longest * (2 if row_type == "pairs" else 1)
@@ -337,7 +337,7 @@ def masks_follow_microbatches(config: Config) -> bool:
     return has_dropout or config.training.neftune_alpha > 0
 
 
-def _asked(config: Config) -> dict[str, Any]:
+def _requested_keys(config: Config) -> dict[str, Any]:
     keys = ["gradient_checkpointing", "batch_size", "max_tokens_per_microbatch"]
     keys += [key for key in ("memory", "memory_fraction") if config.origin(f"training.{key}") != "default"]
     return {key: getattr(config.training, key) for key in keys}

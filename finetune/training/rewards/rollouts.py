@@ -312,7 +312,7 @@ class RolloutLoader:
 
     def _rule_of_answers(self, rollout: Rollout, chosen: Sequence[int]) -> BatchRule:
         training = self._training
-        rows = [torch.tensor(self._whole(rollout, n), dtype=torch.int32).numpy() for n in chosen]
+        rows = [torch.tensor(self._prompt_and_answer(rollout, n), dtype=torch.int32).numpy() for n in chosen]
         return BatchRule(
             lengths=list(map(len, rows)),
             global_batch_size=max(1, len(rows)),
@@ -323,12 +323,12 @@ class RolloutLoader:
             share_prefixes=training.share_prefixes,
         )
 
-    def _whole(self, rollout: Rollout, n: int) -> list[int]:
+    def _prompt_and_answer(self, rollout: Rollout, n: int) -> list[int]:
         row = rollout.rows[n // self._config.rollout.num_generations]
         return [*self._prompts.prompts[row], *rollout.answers[n].ids]
 
     def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
-        ids = torch.tensor(self._whole(rollout, n))
+        ids = torch.tensor(self._prompt_and_answer(rollout, n))
         is_target = torch.zeros(len(ids), dtype=torch.bool)
         is_target[len(ids) - len(rollout.answers[n].ids) :] = True
         old = None if rollout.old_nats is None else rollout.old_nats[n]
