@@ -191,8 +191,8 @@ def log_python_warnings() -> None:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        said = (category.__name__, message, filename, lineno)
-        logger.warning("%s: %s (%s:%d)", *said, extra={"short": str(message)})
+        parts = (category.__name__, message, filename, lineno)
+        logger.warning("%s: %s (%s:%d)", *parts, extra={"short": str(message)})
 
     warnings.showwarning = show
 
@@ -214,7 +214,9 @@ def log_above(console: Console) -> Iterator[None]:
     """Print lines of the log above a live view on the same screen, without those that repeat the view."""
     from rich.file_proxy import FileProxy
 
-    handlers = (it for it in logging.getLogger(PACKAGE).handlers if isinstance(it, logging.StreamHandler))
+    handlers = (
+        handler for handler in logging.getLogger(PACKAGE).handlers if isinstance(handler, logging.StreamHandler)
+    )
     moved = [(handler, handler.stream) for handler in handlers if handler.stream is sys.stderr]
     for handler, stream in moved:
         handler.setStream(FileProxy(console, stream))

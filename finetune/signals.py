@@ -80,13 +80,13 @@ def stop_signals_go_to(
     """Within the block, handle the signals that the program does not handle itself. In the main thread only."""
     before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler)
-    mine = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
-    for number in mine:
+    handled = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
+    for number in handled:
         signal.signal(number, handler)
     try:
         yield
     finally:
-        for number in mine:
+        for number in handled:
             signal.signal(number, before[number])
 
 

@@ -43,9 +43,9 @@ def choose_waiting(environ: Mapping[str, str], *, is_torch_loaded: bool) -> Wait
 
     A process that finetune started has its choice in the environment. torch loads OpenMP.
     """
-    given = {name: environ[name] for name in _NAMES if environ.get(name)}
-    if given:
-        return Waiting(given, "finetune" if given == _SPIN_COUNT else "user")
+    preset = {name: environ[name] for name in _NAMES if environ.get(name)}
+    if preset:
+        return Waiting(preset, "finetune" if preset == _SPIN_COUNT else "user")
     return Waiting({}, "OpenMP") if is_torch_loaded else Waiting(_SPIN_COUNT, "finetune")
 
 

@@ -186,15 +186,15 @@ class ChatSession:
         """Print one model's answer token by token, up to its end or to Ctrl-C."""
         if self._compare:
             self._write(f"{name}: ")
-        given: list[int] = []
+        answer_ids: list[int] = []
         try:
-            self._generator.stream(name, ids, self._write, given)
+            self._generator.stream(name, ids, self._write, answer_ids)
         except KeyboardInterrupt:
             self._write("\n")
             self._note("stopped.")
         else:
-            self._write("\n" if self._generator.text(given).strip() else f"{EMPTY}\n")
-        return self._generator.read(given)
+            self._write("\n" if self._generator.text(answer_ids).strip() else f"{EMPTY}\n")
+        return self._generator.read(answer_ids)
 
     def _obey(self, command: str, text: str) -> None:
         conversation = self._conversation

@@ -118,9 +118,9 @@ def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
 
     rows = OBJECTIVES[run.config.training.objective].rows
     if rows in ("pairs", "labelled") and _keeps_data(run, "path", "mixture", "train", "validation", "test"):
-        what = "pairs of answers" if rows == "pairs" else "labelled answers"
+        row_type = "pairs of answers" if rows == "pairs" else "labelled answers"
         raise ConfigError(
-            f"{run.folder.path} was trained on {what}, and evaluate measures rows with one answer. Give such rows "
+            f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer. Give such rows "
             f"with data.path=FILE; `finetune report {run.folder.path}` shows the rewards."
         )
 

@@ -78,10 +78,10 @@ def show_plan(plan: Plan, console: Console) -> None:
 def _model(plan: Plan) -> Iterator[str]:
     share = plan.trainable_parameters / plan.parameters
     yield f"{plan.model_type}, {plan.layers} layers, {plan.parameters:,} parameters"
-    what = f"LoRA on {', '.join(plan.targets)}" if plan.targets else "full fine-tuning"
+    method = f"LoRA on {', '.join(plan.targets)}" if plan.targets else "full fine-tuning"
     learns_from = "rewards" if OBJECTIVES[plan.objective].rows == "prompts" else "preferences"
-    what += "" if plan.objective == "sft" else f", on {learns_from} ({OBJECTIVES[plan.objective].title})"
-    yield f"{plan.trainable_parameters:,} parameters train ({share:.2%}): {what}"
+    method += "" if plan.objective == "sft" else f", on {learns_from} ({OBJECTIVES[plan.objective].title})"
+    yield f"{plan.trainable_parameters:,} parameters train ({share:.2%}): {method}"
     yield f"{plan.precision} (trained weights in fp32)"
     yield f"forward: {plan.forward}"
 
@@ -119,12 +119,12 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"{name:<12} {format_bytes(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
     if plan.generating is not None:
         yield _generating(plan.generating, device)
-    for section, found in plan.evaluating.items():
-        if found.peak is not None:
-            whole = format_bytes(found.peak.total + device.reserve)
-            yield f"{section}, the loss of {counted(found.rows, 'row')} at once: {whole}"
-        if found.generating is not None:
-            yield f"{section}, {_generating(found.generating, device)}"
+    for section, evaluation in plan.evaluating.items():
+        if evaluation.peak is not None:
+            needed = format_bytes(evaluation.peak.total + device.reserve)
+            yield f"{section}, the loss of {counted(evaluation.rows, 'row')} at once: {needed}"
+        if evaluation.generating is not None:
+            yield f"{section}, {_generating(evaluation.generating, device)}"
     verdict = f"{'fits' if plan.fits else 'does not fit'} (peak: {plan.phase[0]})"
     yield f"{'at most':<12} {format_bytes(plan.needed):>8}, {plan.needed / device.memory:.1%}: {verdict}"
     if plan.checkpointing is not None:
@@ -140,14 +140,18 @@ def _memory(plan: Plan) -> Iterator[str]:
         yield f"chosen by memory: {plan.choice}"
 
 
-def _generating(made: Generating, device: Device) -> str:
-    parts = {"logits": made.logits, "the pass over the prompts": made.prompts, "the pass over a later token": made.step}
+def _generating(generating: Generating, device: Device) -> str:
+    parts = {
+        "logits": generating.logits,
+        "the pass over the prompts": generating.prompts,
+        "the pass over a later token": generating.step,
+    }
     other = max(parts, key=lambda part: parts[part])
-    answers = counted(made.answers, "answer")
-    whole = format_bytes(made.total + device.reserve)
+    answers = counted(generating.answers, "answer")
+    needed = format_bytes(generating.total + device.reserve)
     return (
-        f"generating {answers} at once: {whole}, of which keys and values take {format_bytes(made.cache)} and {other} "
-        f"{format_bytes(parts[other])}"
+        f"generating {answers} at once: {needed}, of which keys and values take {format_bytes(generating.cache)} and "
+        f"{other} {format_bytes(parts[other])}"
     )
 
 
@@ -155,15 +159,15 @@ def _time(plan: Plan) -> Iterator[str]:
     steps = plan.batches.steps
     if plan.seconds_at_limit is not None:
         limit = f"{plan.device.teraflops[plan.precision]:g} TFLOP/s in {plan.precision}"
-        whole = "" if steps is None else f", {format_duration(plan.seconds_at_limit * steps)} in all"
-        yield f"at least {plan.seconds_at_limit:.3g} s a step{whole}: matrix products alone, at the limit of {limit}"
+        duration = "" if steps is None else f", {format_duration(plan.seconds_at_limit * steps)} in all"
+        yield f"at least {plan.seconds_at_limit:.3g} s a step{duration}: matrix products alone, at the limit of {limit}"
     if plan.seconds_per_step is not None:
-        made = plan.seconds_generating
-        of_it = "" if made is None else f", {made:.3g} s of it to generate answers"
+        seconds = plan.seconds_generating
+        of_it = "" if seconds is None else f", {seconds:.3g} s of it to generate answers"
         yield f"{plan.seconds_per_step:.3g} s a step, measured on this machine{of_it}"
         if steps is not None:
-            whole = format_duration(plan.seconds_per_step * steps)
-            yield f"about {whole} in all, without validation, saves and the test phase"
+            duration = format_duration(plan.seconds_per_step * steps)
+            yield f"about {duration} in all, without validation, saves and the test phase"
     elif plan.device.is_here:
         yield "not measured: --probe runs a few steps here"
     elif plan.seconds_at_limit is None:

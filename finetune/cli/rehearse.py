@@ -63,8 +63,10 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def _show(rehearsal: Rehearsal) -> None:
     for result in rehearsal.results:
-        what = {"ok": result.what, "failed": "failed, see below", "not run": f"not run: {result.what}"}[result.outcome]
-        say(f"{result.name:<9} {result.seconds:>6.1f} s  {what}", indent=" " * 20)
+        outcome = {"ok": result.what, "failed": "failed, see below", "not run": f"not run: {result.what}"}[
+            result.outcome
+        ]
+        say(f"{result.name:<9} {result.seconds:>6.1f} s  {outcome}", indent=" " * 20)
     changes = [
         f"{change['key']}: {_format_value(change['rehearsed'])} here, {_format_value(change['real'])} in the real run"
         for change in rehearsal.as_record()["changes"]

@@ -86,8 +86,8 @@ def load_config(
             Flags are read too, see `as_overrides`.
         run: a run file, by name in configs/ or by path; `run=` may give it instead.
         model: the name, path or hub id to use if neither the overrides nor the run file choose a model.
-        data: the same for the data.
-        task: the same for the task, by name.
+        data: the name, path or hub id of the data, used under the same condition.
+        task: the name of the task, used under the same condition.
 
     Raises:
         ConfigError: with every problem found, one per line.

@@ -69,7 +69,7 @@ def find_fault(repository: Repository, *, is_cached: bool = False) -> HubFault |
 
 
 def fault_of(error: BaseException) -> HubFault | None:
-    """Find what the hub or the network did in an error of the libraries that ask it; None if neither caused it."""
+    """Return the fault of the hub or the network that caused a library's error; None if neither of them caused it."""
     from huggingface_hub import errors
 
     seen: BaseException | None = error

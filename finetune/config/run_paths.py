@@ -27,9 +27,9 @@ _log = logging.getLogger(__name__)
 
 
 def resolved_paths(config: Config) -> dict[str, str]:
-    """Return the absolute path of each file and folder that the configuration names by another path, by key.
+    """Return the absolute path, by key, of each file and folder that the configuration names by a relative path.
 
-    What is not on this machine is left out. The run's own folder is always there.
+    Paths that do not exist on this machine are left out, except `output_dir`.
     """
     paths = {"output_dir": absolute(config.output_dir)}
     for key, path in named_paths(config):

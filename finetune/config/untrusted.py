@@ -20,7 +20,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = COMMAND_LINE) -> Config:
-    """Refuse the keys marked with `RunsCode` that a file sets. Return the configuration without those not needed.
+    """Refuse the keys marked with `RunsCode` that a file sets. Return the configuration with unneeded keys reset.
 
     Args:
         config: a configuration with the origin of each value.

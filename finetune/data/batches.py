@@ -103,8 +103,8 @@ class BatchRule:
             last = rows[-1] if len(rows) > 1 else self._rows_of([order[start - 1]])[-1]
             before = dict(zip(rows, [last, *rows], strict=False))
             groups = self.split(examples)
-            ours = assign_to_ranks([group.num_tokens for group in groups], world_size)[rank]
-            yield [MicrobatchRows(n, groups[n].rows, [before[row] for row in groups[n].rows]) for n in ours]
+            microbatches = assign_to_ranks([group.num_tokens for group in groups], world_size)[rank]
+            yield [MicrobatchRows(n, groups[n].rows, [before[row] for row in groups[n].rows]) for n in microbatches]
 
     def split(self, examples: Sequence[int]) -> list[RowGroup]:
         """Split a global batch into micro-batches. The world size does not matter."""
@@ -118,6 +118,7 @@ class BatchRule:
             is_long=[self._is_long(unit[0]) for unit in units],
             share=self.share_prefixes,
         )
+        # A group holds indices of units. Replace each by the rows of its unit.
         return [RowGroup([row for index in group.rows for row in units[index]], group.num_tokens) for group in groups]
 
     def units(self, example: int) -> list[list[int]]:
@@ -134,11 +135,11 @@ class BatchRule:
 
     def computed_again(self) -> tuple[int, int, int]:
         """Count the examples in several micro-batches, the tokens that these compute again, and all other tokens."""
-        whole = replace(self, max_tokens=None, boundary=None)
+        unsplit = replace(self, max_tokens=None, boundary=None)
         num_split = again = total = 0
         for example in range(self.num_examples):
             units = self.units(example)
-            tokens = sum(len(whole._tokens_of(unit)) for unit in whole.units(example))
+            tokens = sum(len(unsplit._tokens_of(unit)) for unit in unsplit.units(example))
             total += tokens
             if len(units) > 1:
                 num_split += 1
@@ -165,7 +166,9 @@ class BatchRule:
         return order[start : start + self.global_batch_size]
 
     def _rows_of(self, examples: Sequence[int]) -> list[int]:
-        return list(examples) if self.examples is None else [row for one in examples for row in self.examples[one]]
+        return (
+            list(examples) if self.examples is None else [row for example in examples for row in self.examples[example]]
+        )
 
     def _is_long(self, row: int) -> bool:
         return self.boundary is not None and self.lengths[row] > self.boundary

@@ -48,23 +48,23 @@ def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks, what: str) -> EncodedRows:
+def load_or_encode(folder: Path, key: str, encode: Encode, fallbacks: Fallbacks, rows_name: str) -> EncodedRows:
     """Map the rows of the cache, or encode them and write them there first.
 
-    The folder is created if it is missing. For `key` see `encoding_key`; `what` names the rows in the log.
+    The folder is created if it is missing. For `key` see `encoding_key`; `rows_name` names them in the log.
 
     Raises:
         DataError: whatever `encode` raises.
         ConfigError: the cache cannot be written and the run is strict.
     """
     path = folder / f"encoded-{key[:32]}.safetensors"
-    rows = _read(path, what)
+    rows = _read(path, rows_name)
     if rows is not None:
         return rows
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(path.with_suffix(".lock"), waiting_for=f"the encoding of {what}"):
-            rows = _read(path, what)  # another process may have written it meanwhile
+        with file_lock(path.with_suffix(".lock"), waiting_for=f"the encoding of {rows_name}"):
+            rows = _read(path, rows_name)  # another process may have written it meanwhile
             if rows is None:
                 write_rows(path, encode)
                 rows = map_rows(path)
@@ -85,20 +85,25 @@ def _fall_back(fallbacks: Fallbacks, what: str, wanted: str, used: str, error: O
     fallbacks.take(Fallback(what=what, wanted=wanted, used=used, why=describe_os_error(error)))
 
 
-def _read(path: Path, what: str) -> EncodedRows | None:
+def _read(path: Path, rows_name: str) -> EncodedRows | None:
     """Map a file. Return None if it does not exist, may not be read, is damaged, or is another user's."""
     if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a folder is locked)
         return None
     owner = os.lstat(path).st_uid
     if hasattr(os, "geteuid") and owner not in (os.geteuid(), 0):
-        _log.warning("%s belongs to another user (uid %d), who could change it; %s is encoded again", path, owner, what)
+        _log.warning(
+            "%s belongs to another user (uid %d), who could change it; %s is encoded again", path, owner, rows_name
+        )
         return None
     try:
         rows = map_rows(path)
     except (ValueError, OSError) as error:
-        _log.warning("%s is damaged (%s); %s is encoded again", path, error, what)
+        _log.warning("%s is damaged (%s); %s is encoded again", path, error, rows_name)
         return None
     _log.info(
-        "%s: %s; encoded before, read from %s", what, rows.facts.read_as or ROW_TYPE_NAMES[rows.facts.row_type], path
+        "%s: %s; encoded before, read from %s",
+        rows_name,
+        rows.facts.read_as or ROW_TYPE_NAMES[rows.facts.row_type],
+        path,
     )
     return rows

@@ -44,16 +44,16 @@ class ChatTemplate:
         With `with_prompt`, each text ends with the header of the assistant's turn, for an answer to follow.
         """
         texts: list[str | BadRowError] = []
-        for tools, alike in groupby(dialogues, key=lambda dialogue: dialogue.tools):
-            given = json.loads(tools) if tools and self.renders(_TOOLS) else None
-            texts += self._call([self._as_read(one) for one in alike], given, with_prompt)
+        for tools, group in groupby(dialogues, key=lambda dialogue: dialogue.tools):
+            tool_list = json.loads(tools) if tools and self.renders(_TOOLS) else None
+            texts += self._call([self._as_read(dialogue) for dialogue in group], tool_list, with_prompt)
         return texts
 
     def renders(self, key: RowKey) -> bool:
         """Whether the template renders the values of a key."""
         if key not in self._known:
-            one, other = (self._call(*_probe(key, value), False)[0] for value in ("probe-1", "probe-2"))
-            self._known[key] = isinstance(one, str) and isinstance(other, str) and one != other
+            first, second = (self._call(*_probe(key, value), False)[0] for value in ("probe-1", "probe-2"))
+            self._known[key] = isinstance(first, str) and isinstance(second, str) and first != second
         return self._known[key]
 
     def ignored(self, dialogue: Dialogue) -> set[RowKey]:
@@ -62,18 +62,18 @@ class ChatTemplate:
 
     def unopened_header(self) -> str:
         """Return the header of an answer if no generation prompt opens it, so that the model must write it; else ''."""
-        asked = (text_turn("user", "probe-1"),)
-        answered = (*asked, text_turn("assistant", "probe-2"))
-        prompt, closed, whole = (
+        question = (text_turn("user", "probe-1"),)
+        answered = (*question, text_turn("assistant", "probe-2"))
+        prompt, closed, conversation = (
             self.render([dialogue_of(turns)], with_prompt=with_prompt)[0]
-            for turns, with_prompt in ((asked, True), (asked, False), (answered, False))
+            for turns, with_prompt in ((question, True), (question, False), (answered, False))
         )
-        if not (isinstance(prompt, str) and isinstance(closed, str) and isinstance(whole, str)):
+        if not (isinstance(prompt, str) and isinstance(closed, str) and isinstance(conversation, str)):
             return ""
-        if not (closed.startswith(prompt) and whole.startswith(prompt)):
+        if not (closed.startswith(prompt) and conversation.startswith(prompt)):
             return ""
-        header, found, _ = whole.removeprefix(prompt).partition("probe-2")
-        return header.strip() if found else ""
+        header, separator, _ = conversation.removeprefix(prompt).partition("probe-2")
+        return header.strip() if separator else ""
 
     def has_foreign_header(self, role: str, text: str) -> bool:
         """Whether the template wrote a marker like `<|developer|>` for a role, which is no token of the tokenizer."""
@@ -83,9 +83,9 @@ class ChatTemplate:
     def _as_read(self, dialogue: Dialogue) -> list[Turn]:
         """Return the turns with thinking and tools under the keys that the template reads."""
         turns = list(dialogue.turns)
-        ours, other = REASONING_KEYS
-        if any(ours in turn for turn in turns) and not self.renders(("assistant", ours)):
-            turns = [{other if key == ours else key: value for key, value in turn.items()} for turn in turns]
+        own_key, other_key = REASONING_KEYS
+        if any(own_key in turn for turn in turns) and not self.renders(("assistant", own_key)):
+            turns = [{other_key if key == own_key else key: value for key, value in turn.items()} for turn in turns]
         if dialogue.tools and not self.renders(_TOOLS) and self.renders(_TOOLS_OF_SYSTEM):
             system, rest = (turns[0], turns[1:]) if turns[0]["role"] == "system" else (text_turn("system", ""), turns)
             turns = [{**system, "tools": dialogue.tools}, *rest]
@@ -95,27 +95,27 @@ class ChatTemplate:
         self, conversations: list[list[Turn]], tools: list[dict[str, Any]] | None, with_prompt: bool
     ) -> list[str | BadRowError]:
         """Render each conversation, or say why the template refuses it."""
-        found = render_conversations(self.tokenizer, conversations, tools, with_prompt=with_prompt, name=self.name)
-        return [text if ok else BadRowError(f"the chat template refuses the row: {text}") for ok, text in found]
+        results = render_conversations(self.tokenizer, conversations, tools, with_prompt=with_prompt, name=self.name)
+        return [text if ok else BadRowError(f"the chat template refuses the row: {text}") for ok, text in results]
 
 
-def use_chat_template(tokenizer: PreTrainedTokenizerBase, wanted: str | None) -> None:
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, setting: str | None) -> None:
     """Replace the chat template of a tokenizer, in place, by `data.chat_template`. None changes nothing.
 
-    `wanted` is the name of a shipped template, or the path of a .jinja file.
+    `setting` is the name of a shipped template, or the path of a .jinja file.
 
     Raises:
         ConfigError: there is no such template.
     """
-    if wanted is None:
+    if setting is None:
         return
     shipped = {path.stem: path for path in _TEMPLATES.glob("*.jinja")}
-    path = shipped.get(wanted, Path(wanted).expanduser())
+    path = shipped.get(setting, Path(setting).expanduser())
     try:
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"data.chat_template is {wanted}, which is neither a shipped template ({', '.join(sorted(shipped))}) nor "
+            f"data.chat_template is {setting}, which is neither a shipped template ({', '.join(sorted(shipped))}) nor "
             f"a file that can be read ({getattr(error, 'strerror', None) or error}). Name one of these, or the path of "
             "a .jinja file."
         ) from error

@@ -49,55 +49,58 @@ class Cells(dict[str, Any]):
     """
 
     def __init__(self, row: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        super().__init__((ours, row[theirs]) for ours, theirs in names.items())
+        super().__init__((column, row[name]) for column, name in names.items())
         self.row, self.names = row, names
 
-    def name(self, ours: str) -> str:
+    def name(self, column: str) -> str:
         """Return the name that a column has in the row."""
-        return self.names.get(ours, ours)
+        return self.names.get(column, column)
 
-    def has(self, ours: str) -> bool:
+    def has(self, column: str) -> bool:
         """Return whether a row has something in a column: not null, and neither an empty list nor blank text."""
-        value = self.get(ours)
+        value = self.get(column)
         return bool(value.strip() if isinstance(value, str) else value)
 
 
 def find_columns(row: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, str]:
     """Return our columns that a row has, each with its name in the row. `renamed` is `data.columns`."""
-    found = dict(_find_columns(tuple(row), tuple(renamed.items())))
-    if "completion" in found and "prompt" not in found and "messages" not in found:
-        whole = row[found["completion"]]  # a conversation without a column for its prompt
-        if isinstance(whole, list) or (isinstance(whole, str) and is_transcript(whole)):
-            found["messages"] = found.pop("completion")
-    return found
+    columns = dict(_find_columns(tuple(row), tuple(renamed.items())))
+    if "completion" in columns and "prompt" not in columns and "messages" not in columns:
+        completion = row[columns["completion"]]  # a conversation without a column for its prompt
+        if isinstance(completion, list) or (isinstance(completion, str) and is_transcript(completion)):
+            columns["messages"] = columns.pop("completion")
+    return columns
 
 
 @lru_cache(maxsize=64)  # most rows of a file have the same columns
 def _find_columns(names: Sequence[str], renamed: Sequence[tuple[str, str]]) -> Mapping[str, str]:
     """Return our columns among these names, each with its name."""
-    theirs, found = dict(renamed), {}
-    for ours in ROW_COLUMNS:
-        own = (name for name in (ours, *OTHER_NAMES.get(ours, ())) if name not in theirs.values())
-        name = next((name for name in ((theirs[ours],) if ours in theirs else own) if name in names), None)
+    configured, columns = dict(renamed), {}
+    for column in ROW_COLUMNS:
+        usual_names = (name for name in (column, *OTHER_NAMES.get(column, ())) if name not in configured.values())
+        name = next(
+            (name for name in ((configured[column],) if column in configured else usual_names) if name in names), None
+        )
         if name is not None:
-            found[ours] = name
-    if "input" not in theirs and "instruction" not in found and found.get("prompt", "instruction") != "instruction":
-        found.pop("input", None)  # beside a prompt that is no instruction, it may be anything
-    return found
+            columns[column] = name
+    is_instruction = "instruction" in columns or columns.get("prompt", "instruction") == "instruction"
+    if "input" not in configured and not is_instruction:
+        columns.pop("input", None)  # beside a prompt that is no instruction, it may be anything
+    return columns
 
 
 def propose_columns(names: Collection[str], needs: Collection[str]) -> str:
-    """Return settings of `data.columns` that read every column with a known meaning. Empty text if that is impossible.
+    """Return overrides of `data.columns` for the column names whose meaning is known, or "" if these are not enough.
 
-    `needs` are our columns that a row must have.
+    They are not enough if two names have the same meaning, or if one of the columns in `needs` has no name.
     """
     settings: dict[str, str] = {}
     for name in names:
-        ours = next((ours for ours, meanings in _MEANINGS.items() if name.lower() in (ours, *meanings)), None)
-        if ours in settings:
+        column = next((column for column, meanings in _MEANINGS.items() if name.lower() in (column, *meanings)), None)
+        if column in settings:
             return ""
-        if ours is not None:
-            settings[ours] = name
+        if column is not None:
+            settings[column] = name
     if not settings.keys() >= set(needs):
         return ""
-    return " ".join(f"data.columns.{ours}={theirs}" for ours, theirs in settings.items() if ours != theirs)
+    return " ".join(f"data.columns.{column}={name}" for column, name in settings.items() if column != name)

@@ -88,7 +88,7 @@ def encode_sides(
     tokens = AnswerTokens(tokenizer, section.chat_template or "")
     digest = digest_tokenizer(tokenizer)
     encode = partial(_encode_source, tokens=tokens, tokenizer_digest=digest, section=section, fallbacks=fallbacks)
-    encoded = _in_all_sides([{whole: encode(whole) for whole in side.wholes()} for side in sides])
+    encoded = _in_all_sides([{source: encode(source) for source in side.wholes()} for side in sides])
     return [
         _split(side, rows, tokens, section, is_checked=is_checked) for side, rows in zip(sides, encoded, strict=True)
     ]
@@ -98,13 +98,13 @@ def _in_all_sides(sides: Sequence[Mapping[Examples, EncodedExamples]]) -> list[d
     """Leave out the rows that one side has and another side lacks, because it could not encode them."""
     if len(sides) == 1:
         return [dict(sides[0])]
-    kept: list[dict[Examples, EncodedExamples]] = [{} for _ in sides]
-    for wholes in zip(*sides, strict=True):
-        encoded = [side[whole] for side, whole in zip(sides, wholes, strict=True)]
+    common_rows: list[dict[Examples, EncodedExamples]] = [{} for _ in sides]
+    for sources in zip(*sides, strict=True):
+        encoded = [side[source] for side, source in zip(sides, sources, strict=True)]
         common = set.intersection(*(set(rows.numbers.tolist()) for rows in encoded))
-        for side, whole, rows in zip(kept, wholes, encoded, strict=True):
-            side[whole] = rows.select([row for row, n in enumerate(rows.numbers.tolist()) if n in common])
-    return kept
+        for side, source, rows in zip(common_rows, sources, encoded, strict=True):
+            side[source] = rows.select([row for row, n in enumerate(rows.numbers.tolist()) if n in common])
+    return common_rows
 
 
 def _split(
@@ -166,10 +166,10 @@ def encode_rows(
         DataError: a row cannot be used, or none has a target token.
         OSError: the disk refused a row.
     """
-    seen = _look_through(examples, tokens.template, section.train_on)
-    facts = seen.facts
+    scan = _look_through(examples, tokens.template, section.train_on)
+    facts = scan.facts
     train_on: TrainOn = "last" if section.train_on == "last" else "all"
-    num_processes = choose_processes(seen.num_to_encode, seen.characters, section.num_processes)
+    num_processes = choose_processes(scan.num_to_encode, scan.characters, section.num_processes)
 
     def batches() -> Iterator[list[Example]]:
         alike = (as_messages(example) if facts.row_type == "messages" else example for example in examples)
@@ -180,7 +180,7 @@ def encode_rows(
     def write(encoded: Iterable[Encoded]) -> RowProblems:
         problems = RowProblems(drops=examples.drops)
         _write_rows(encoded, writer, section.max_length, problems)
-        problems.raise_if_any(examples.label, seen.num_rows)
+        problems.raise_if_any(examples.label, scan.num_rows)
         return problems
 
     try:
@@ -197,7 +197,7 @@ def encode_rows(
         problems = write((batch, encode_batch(batch, tokens, train_on)) for batch in batches())
     if not any(writer.num_targets):
         raise DataError(
-            f"{examples.label}: none of its {seen.num_rows:,} rows has a target token within "
+            f"{examples.label}: none of its {scan.num_rows:,} rows has a target token within "
             f"data.max_length={section.max_length}; the longest row has {max(writer.full_lengths)} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
@@ -245,22 +245,22 @@ def _to_encode(row: Example, train_on: str) -> Iterable[Example]:
 
 
 def _encode_source(
-    whole: Examples, tokens: AnswerTokens, tokenizer_digest: str, section: DataSection, fallbacks: Fallbacks
+    source: Examples, tokens: AnswerTokens, tokenizer_digest: str, section: DataSection, fallbacks: Fallbacks
 ) -> EncodedExamples:
     """Encode all rows of a source, or read them from the cache."""
     rows = load_or_encode(
         Path(section.cache_dir).expanduser(),
-        encoding_key(whole, tokenizer_digest, section),
-        partial(encode_rows, whole, tokens, section, fallbacks),
+        encoding_key(source, tokenizer_digest, section),
+        partial(encode_rows, source, tokens, section, fallbacks),
         fallbacks,
-        whole.label,
+        source.label,
     )
     unread = rows.facts.unread
     if unread:
-        wanted, used = f"the columns {', '.join(unread)} of {whole.label}", "the other columns"
+        wanted, used = f"the columns {', '.join(unread)} of {source.label}", "the other columns"
         why = f"rows of this format have no place for them (data.columns.{unread[0]}=none says that this is meant)"
         fallbacks.take(Fallback(what="the prompt", wanted=wanted, used=used, why=why))
-    return EncodedExamples.of(rows, tokens.end_id_of(rows.facts.row_type), whole.source.place)
+    return EncodedExamples.of(rows, tokens.end_id_of(rows.facts.row_type), source.source.place)
 
 
 def _part_of(encoded: EncodedExamples, part: Examples) -> Part:

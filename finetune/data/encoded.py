@@ -126,6 +126,7 @@ class EncodedExamples(Dataset[EncodedExample]):
         """Join the rows of several sources, one source after the other. With names, each source is a subset."""
         if len(parts) == 1:
             return parts[0]
+        # The tokens and the row numbers of a part follow those of all parts before it.
         begins = [0, *accumulate(part._begins[-1] for part in parts)]
         numbers = [0, *accumulate(int(part.numbers.max()) + 1 for part in parts)]
         moved = [

@@ -57,7 +57,7 @@ class ExampleSplits:
 class _Splits:
     """The splits at `data.path`: their names, and a function that opens one."""
 
-    what: str
+    form: str
     label: str
     names: Sequence[str]
     open_split: Callable[[str], RowSource]
@@ -85,9 +85,9 @@ def load_examples(section: DataSection, reads: Reads = "answers") -> ExampleSpli
         splits = _load_mixture(section, reads, why_off)
     else:
         splits = ExampleSplits(**_load_source(section, reads, why_off))
-    for split, why in why_off.items():
+    for split, reason in why_off.items():
         if getattr(splits, split) is None:
-            _log.info("%s is off: %s", split, why)
+            _log.info("%s is off: %s", split, reason)
     return splits
 
 
@@ -170,8 +170,8 @@ def _is_file(path: str) -> bool:
 
 def _matching(pattern: str) -> list[str]:
     """Return the files of rows that a glob matches, in order."""
-    found = glob(str(local_path(pattern)), recursive=True) if is_list_or_glob(pattern) else []  # noqa: PTH207
-    return in_order(name for name in found if suffix_of(name) in SUFFIXES and _is_file(name))
+    matches = glob(str(local_path(pattern)), recursive=True) if is_list_or_glob(pattern) else []  # noqa: PTH207
+    return in_order(name for name in matches if suffix_of(name) in SUFFIXES and _is_file(name))
 
 
 def _not_there(key: str, path: str) -> str:
@@ -194,9 +194,9 @@ def _load_mixture(section: DataSection, reads: Reads, why_off: dict[str, str]) -
         raise ConfigError(f"data.path is {section.path} and data.mixture is set: both name the data. Keep one of them.")
     parts: dict[str, list[Examples]] = {split: [] for split in SPLIT_NAMES}
     for split in ("validation", "test"):
-        wanted = getattr(section, split)
-        if isinstance(wanted, list) or (wanted is not None and suffix_of(wanted) in SUFFIXES):
-            parts[split] = [_as_examples(_named_split(split, wanted, None, section), section, reads)]
+        files = getattr(section, split)
+        if isinstance(files, list) or (files is not None and suffix_of(files) in SUFFIXES):
+            parts[split] = [_as_examples(_named_split(split, files, None, section), section, reads)]
     named_for_all = {split for split, examples in parts.items() if examples}
     for name, source_keys in zip(names_of_sources(section.mixture), section.mixture, strict=True):
         of_source = _load_source(_section_of(section, source_keys), reads, why_off, without=named_for_all)
@@ -231,8 +231,8 @@ def _load_source(
     if at_path is not None and at_path.not_read:
         names = ", ".join(at_path.not_read)
         _log.warning("%s: in no split, and not read unless a key of data names them: %s", at_path.label, names)
-    found = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
-    return _hold_out(found, sizes, section) if sizes else found
+    splits = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
+    return _hold_out(splits, sizes, section) if sizes else splits
 
 
 class _Sources(NamedTuple):
@@ -248,18 +248,18 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         at_path = _find_splits(section)
     except OSError as error:
         raise DataError(f"data.path is {section.path}, which cannot be read: {describe_os_error(error)}.") from error
-    if at_path is not None and at_path.what in (_ONE_FILE, _FILES) and section.train is not None:
+    if at_path is not None and at_path.form in (_ONE_FILE, _FILES) and section.train is not None:
         raise ConfigError(
             f"data.path is {name_files(section.path)} and data.train is {name_files(section.train)}: both name the "
             "training data. Remove one of the two."
         )
-    wanted = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
-    sizes = {split: size for split, text in wanted.items() if (size := _size_of(split, text, at_path)) is not None}
-    if wanted.get("validation") == AUTO_VALIDATION:
-        wanted["validation"] = None  # the split of that name, unless rows are held out
+    settings = {split: getattr(section, split) for split in SPLIT_NAMES if split not in without}
+    sizes = {split: size for split, text in settings.items() if (size := _size_of(split, text, at_path)) is not None}
+    if settings.get("validation") == AUTO_VALIDATION:
+        settings["validation"] = None  # the split of that name, unless rows are held out
     sources = {
         split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section)
-        for split, text in wanted.items()
+        for split, text in settings.items()
         if split not in sizes
     }
     return _Sources(at_path, sizes, sources)
@@ -281,49 +281,49 @@ def _size_of(split: str, text: str | list[str] | None, at_path: _Splits | None) 
 
 def _is_one_source(at_path: _Splits | None) -> bool:
     """Return whether the data is training rows alone. A folder with a file that is named train has splits."""
-    if at_path is None or at_path.what in (_ONE_FILE, _FILES):
+    if at_path is None or at_path.form in (_ONE_FILE, _FILES):
         return True
-    return at_path.what == _PARTS and list(at_path.names) != ["train"]
+    return at_path.form == _PARTS and list(at_path.names) != ["train"]
 
 
-def _hold_out(found: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:
-    whole = found["train"]
-    choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=whole.label)
-    return found | {split: whole.taking(partial(choose, split=split)) for split in ("train", *sizes)}
+def _hold_out(splits: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:
+    train = splits["train"]
+    choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=train.label)
+    return splits | {split: train.taking(partial(choose, split=split)) for split in ("train", *sizes)}
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:
-    if at_path is None or at_path.what in (_ONE_FILE, _FILES):
-        what = _ONE_FILE if at_path is None else at_path.what
-        return f"the data is {what}, which is all for training; data.{split} can name another file or a fraction (0.05)"
+    if at_path is None or at_path.form in (_ONE_FILE, _FILES):
+        form = _ONE_FILE if at_path is None else at_path.form
+        return f"the data is {form}, which is all for training; data.{split} can name another file or a fraction (0.05)"
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
 
 
-def _named_split(split: str, wanted: str | list[str], at_path: _Splits | None, section: DataSection) -> RowSource:
-    if isinstance(wanted, str) and at_path is not None and at_path.has(wanted):
-        return at_path.open_split(wanted)
-    if isinstance(wanted, list) or suffix_of(wanted) in SUFFIXES or is_list_or_glob(wanted) or _is_file(wanted):
-        return _rows_at(split, wanted, section)
-    if is_address(wanted):
-        return _rows_at(split, wanted, section)
+def _named_split(split: str, setting: str | list[str], at_path: _Splits | None, section: DataSection) -> RowSource:
+    if isinstance(setting, str) and at_path is not None and at_path.has(setting):
+        return at_path.open_split(setting)
+    if isinstance(setting, list) or suffix_of(setting) in SUFFIXES or is_list_or_glob(setting) or _is_file(setting):
+        return _rows_at(split, setting, section)
+    if is_address(setting):
+        return _rows_at(split, setting, section)
     if at_path is None:
-        raise DataError(_not_there(split, wanted))
+        raise DataError(_not_there(split, setting))
     raise DataError(
-        f"data.{split} is {wanted}, which is neither a file nor a split of {at_path.label} ({at_path.what} with "
+        f"data.{split} is {setting}, which is neither a file nor a split of {at_path.label} ({at_path.form} with "
         f"{', '.join(at_path.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
     )
 
 
 def _default_split(split: str, at_path: _Splits | None) -> RowSource | None:
-    found = next((name for name in SPLIT_NAMES[split] if at_path and at_path.has(name)), None)
-    if at_path is not None and found is not None:
-        return at_path.open_split(found)
+    split_name = next((name for name in SPLIT_NAMES[split] if at_path and at_path.has(name)), None)
+    if at_path is not None and split_name is not None:
+        return at_path.open_split(split_name)
     if split != "train":
         return None
     if at_path is None:
         raise ConfigError("data.path is not set: name a file, a folder, a hub id or shipped:orders.")
     raise DataError(
-        f"data.path is {at_path.label}: {at_path.what} with {', '.join(at_path.names)}, but no train. Name the split "
+        f"data.path is {at_path.label}: {at_path.form} with {', '.join(at_path.names)}, but no train. Name the split "
         "to train on with data.train."
     )
 
@@ -351,9 +351,9 @@ def _find_splits(section: DataSection) -> _Splits | None:
     return _dataset("a hub data set", section, section.path)
 
 
-def _rows_at(key: str, wanted: str | list[str], section: DataSection) -> RowSource:
+def _rows_at(key: str, files: str | list[str], section: DataSection) -> RowSource:
     """Return the rows of a file, of the files of a list, or of those that a glob matches, or raise a DataError."""
-    names = [name for path in as_list(wanted) for name in ([path] if _is_file(path) else _matching(path) or [path])]
+    names = [name for path in as_list(files) for name in ([path] if _is_file(path) else _matching(path) or [path])]
     sources: list[FileRows | RemoteRows] = []
     for name in names:
         path = local_path(resolve_shipped(name))
@@ -366,15 +366,15 @@ def _rows_at(key: str, wanted: str | list[str], section: DataSection) -> RowSour
             raise DataError(f"{name} ends in {path.suffix or 'nothing'}; expected one of {', '.join(SUFFIXES)}.")
         else:
             sources.append(FileRows(path, name, separator=section.separator))
-    if names == [wanted]:
+    if names == [files]:
         return sources[0]
     splits = files_of_splits(names)
     if key == "path" and splits.keys() != {"train"}:
         raise DataError(
-            f"data.path is {name_files(wanted)}, which has {', '.join(splits)} files. Give their folder, or name the "
+            f"data.path is {name_files(files)}, which has {', '.join(splits)} files. Give their folder, or name the "
             "files of each split: data.train=[…] data.validation=[…]."
         )
-    return JoinedRows(sources, name_files(wanted))
+    return JoinedRows(sources, name_files(files))
 
 
 def _at_address(address: str, section: DataSection) -> _Splits:
@@ -382,11 +382,11 @@ def _at_address(address: str, section: DataSection) -> _Splits:
         source = _rows_at("path", address, section)
         return _Splits(_ONE_FILE, source.label, ["train"], lambda _: source)
     section.refuse_untrusted(address)
-    found = names_at("data.path", address)
+    addresses = names_at("data.path", address)
     return _split_folder(
         without_passwords(address),
-        list(found),
-        lambda name: RemoteRows("data.path", found[name], section.cache_dir, section.separator),
+        list(addresses),
+        lambda name: RemoteRows("data.path", addresses[name], section.cache_dir, section.separator),
     )
 
 
@@ -444,6 +444,6 @@ def _saved_datasets(folder: Path, label: str) -> _Splits:
     )
 
 
-def _dataset(what: str, section: DataSection, path: str) -> _Splits:
+def _dataset(form: str, section: DataSection, path: str) -> _Splits:
     names = split_names(section, path)
-    return _Splits(what, path, names, partial(open_split, section, path), has_slices=True)
+    return _Splits(form, path, names, partial(open_split, section, path), has_slices=True)

@@ -96,15 +96,15 @@ def parse_row(row: object, known: Format, renamed: Mapping[str, str]) -> Example
     cells = Cells(row, find_columns(row, renamed))
     for name in known.needs:
         if name not in cells:
-            found = ", ".join(map(str, row)) or "none"
-            raise BadRowError(f"no column {renamed.get(name, name)}; it has {found}")
+            columns = ", ".join(map(str, row)) or "none"
+            raise BadRowError(f"no column {renamed.get(name, name)}; it has {columns}")
     return known.parse(cells)
 
 
 def detect_format(row: Mapping[str, Any], renamed: Mapping[str, str], reads: Reads = "answers") -> Format | None:
     """Return the first format whose required columns a row has, or None."""
-    found = find_columns(row, renamed)
-    return next((known for known in FORMATS_OF[reads].values() if all(name in found for name in known.needs)), None)
+    columns = find_columns(row, renamed)
+    return next((known for known in FORMATS_OF[reads].values() if all(name in columns for name in known.needs)), None)
 
 
 def _parse_turns(column: str, cells: Cells) -> Example:
@@ -132,10 +132,10 @@ def _prompt(cells: Cells, column: str) -> str | Dialogue:
         question = f"{question}\n\n{addition}" if question.strip() else addition
     if column == "instruction" and not question.strip():
         raise BadRowError(f"{name} and input are blank; expected text that says what to do")
-    return _asked(question, cells, is_text=column == "prompt")
+    return _question(question, cells, is_text=column == "prompt")
 
 
-def _asked(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
+def _question(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
     """Return a question with the earlier turns, the tools and the system turn of its row.
 
     A question is text if the row has none of these and `is_text` is true.
@@ -180,50 +180,52 @@ def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, colu
         prompt = dialogue_of([text_turn("user", refuse_blank(prompt, cells.name("prompt")))])
     if isinstance(answer, str):
         answer = dialogue_of([text_turn("assistant", answer)])
-    given, answer = _without_prompt(prompt.turns, answer, cells, column)
+    history, answer = _without_prompt(prompt.turns, answer, cells, column)
     if prompt.tools and answer.tools and json.loads(prompt.tools) != json.loads(answer.tools):
         raise BadRowError(f"prompt and {cells.name(column)} offer tools that differ; expected them in the prompt alone")
     answer = answer._replace(tools=prompt.tools or answer.tools)
-    example = _conversation(answer, given)
+    example = _conversation(answer, history)
     # In supervised training the answers of a history are learnt too, as in LLaMA-Factory.
-    earlier = prompt.learnt if column in ("completion", "output") and given == prompt.turns else ()
+    earlier = prompt.learnt if column in ("completion", "output") and history == prompt.turns else ()
     return example._replace(is_of_texts=is_of_texts, learnt=(*earlier, *example.learnt))
 
 
 def _without_prompt(
-    prompt: tuple[Turn, ...], whole: Dialogue, cells: Cells, column: str
+    prompt: tuple[Turn, ...], conversation: Dialogue, cells: Cells, column: str
 ) -> tuple[tuple[Turn, ...], Dialogue]:
     """Return the turns before an answer, and the answer. An answer may be a whole conversation that repeats the prompt.
 
     TRL reads such rows so too (`maybe_extract_prompt`).
     """
-    if whole.turns[0]["role"] == "assistant":
-        return prompt, whole
-    system, asked = _split_system(prompt)
-    own_system, said = _split_system(whole.turns)
-    wanted = [_said(turn) for turn in asked]
-    ends = range(len(asked), len(said) + 1)
-    end = next((end for end in ends if [_said(turn) for turn in said[end - len(asked) : end]] == wanted), 0)
-    if not end or (system and own_system and _said(system[0]) != _said(own_system[0])):
-        first = whole.turns[0]
+    if conversation.turns[0]["role"] == "assistant":
+        return prompt, conversation
+    system, prompt_turns = _split_system(prompt)
+    own_system, turns = _split_system(conversation.turns)
+    prompt_texts = [_stripped(turn) for turn in prompt_turns]
+    ends = range(len(prompt_turns), len(turns) + 1)
+    end = next(
+        (end for end in ends if [_stripped(turn) for turn in turns[end - len(prompt_turns) : end]] == prompt_texts), 0
+    )
+    if not end or (system and own_system and _stripped(system[0]) != _stripped(own_system[0])):
+        first = conversation.turns[0]
         raise BadRowError(
             f"{cells.name(column)} begins with a turn of the {first['role']} ({quote(first['content'])}), which is not "
             f"the prompt ({quote(prompt[-1]['content'])}); expected the answer alone, or the same prompt and the answer"
         )
-    given = (*(own_system or system), *said[:end])
-    return given, _after(whole, len(own_system) + end, cells.name(column))
+    history = (*(own_system or system), *turns[:end])
+    return history, _after(conversation, len(own_system) + end, cells.name(column))
 
 
-def _after(whole: Dialogue, start: int, name: str) -> Dialogue:
+def _after(conversation: Dialogue, start: int, name: str) -> Dialogue:
     """Return the turns of a conversation from `start` on, which are an answer."""
-    turns = whole.turns[start:]
+    turns = conversation.turns[start:]
     if not turns or turns[0]["role"] != "assistant":
-        got = f"a turn of the {turns[0]['role']}" if turns else "nothing"
-        raise BadRowError(f"{name} has {got} after the prompt; expected an answer of the assistant")
-    return whole._replace(turns=turns, learnt=tuple(k - start for k in whole.learnt if k >= start))
+        actual = f"a turn of the {turns[0]['role']}" if turns else "nothing"
+        raise BadRowError(f"{name} has {actual} after the prompt; expected an answer of the assistant")
+    return conversation._replace(turns=turns, learnt=tuple(k - start for k in conversation.learnt if k >= start))
 
 
-def _said(turn: Turn) -> Turn:
+def _stripped(turn: Turn) -> Turn:
     return {**turn, "content": turn["content"].strip()}
 
 
@@ -255,8 +257,8 @@ def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
         if column in cells:
             return _prompt(cells, column), answers
     if isinstance(cells.get("input"), Mapping):  # OpenAI's preference format
-        asked = cells["input"]
-        return parse_turns(asked.get("messages"), f"{cells.name('input')}.messages", asked.get("tools")), answers
+        request = cells["input"]
+        return parse_turns(request.get("messages"), f"{cells.name('input')}.messages", request.get("tools")), answers
     column = next((name for name in ("conversations", "messages") if name in cells), "")
     if column:
         context = parse_turns(cells[column], cells.name(column), cells.get("tools"))
@@ -277,7 +279,7 @@ def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
             return _with_system(context, cells), answers
     if not any(isinstance(answer, Dialogue) for answer in answers.values()):
         start, answers = _common_start(answers, cells)
-        return _asked(start, cells), answers
+        return _question(start, cells), answers
     prompt, answers = _common_prompt(answers, cells)
     return _with_system(prompt, cells), answers
 
@@ -312,7 +314,7 @@ def _common_prompt(answers: Mapping[str, str | Dialogue], cells: Cells) -> tuple
     if len(sides) < 2:
         raise BadRowError(f"one of {names} is text and one is turns; expected two texts or two lists of turns")
     chosen, rejected = (side.turns for side in sides.values())
-    alike = (one == other for one, other in zip(chosen, rejected, strict=False))
+    alike = (chosen_turn == rejected_turn for chosen_turn, rejected_turn in zip(chosen, rejected, strict=False))
     count = next((k for k, is_alike in enumerate(alike) if not is_alike), min(len(chosen), len(rejected)))
     if count == len(chosen) == len(rejected):
         count = max((k for k, turn in enumerate(chosen) if turn["role"] == "assistant"), default=count)
@@ -343,23 +345,23 @@ def _parse_prompts(cells: Cells) -> Example:
         return _until_last_answer(known.parse(cells))
     column = known.name if known is not None and known.name != "text" else "prompt"
     if column not in cells:
-        found = ", ".join(map(str, cells.row)) or "none"
-        raise BadRowError(f"no column prompt or messages; it has {found}. data.columns can name them")
+        columns = ", ".join(map(str, cells.row)) or "none"
+        raise BadRowError(f"no column prompt or messages; it has {columns}. data.columns can name them")
     if column == "prompt":
         prompt = _prompt(cells, column)
         if isinstance(prompt, str):
             return Example("prompt_completion", prompt=refuse_blank(prompt, cells.name("prompt")), is_of_texts=True)
-        given = prompt
+        dialogue = prompt
     else:
-        given = _with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells)
-    if given.turns[-1]["role"] != "assistant":
-        turns = (*given.turns, text_turn("assistant", ""))
+        dialogue = _with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells)
+    if dialogue.turns[-1]["role"] != "assistant":
+        turns = (*dialogue.turns, text_turn("assistant", ""))
         is_of_texts = column == "prompt" and isinstance(cells["prompt"], str)
         return Example(
-            "messages", messages=turns, learnt=(len(given.turns),), tools=given.tools, is_of_texts=is_of_texts
+            "messages", messages=turns, learnt=(len(dialogue.turns),), tools=dialogue.tools, is_of_texts=is_of_texts
         )
     if column != "prompt":
-        return _until_last_answer(_conversation(given))
+        return _until_last_answer(_conversation(dialogue))
     raise BadRowError(
         f"{cells.name('prompt')} ends with a turn of the assistant, so there is nothing to answer; expected that turn "
         "in a column completion, or all turns in a column messages"
@@ -381,7 +383,7 @@ def as_messages(example: Example) -> Example:
     return example._replace(row_type="messages", messages=turns, learnt=(1,), prompt="", completion="")
 
 
-def _conversation(dialogue: Dialogue, given: tuple[Turn, ...] = ()) -> Example:
+def _conversation(dialogue: Dialogue, history: tuple[Turn, ...] = ()) -> Example:
     """Make an example of a conversation that follows the turns of a prompt."""
     if not dialogue.learnt:
         roles = [turn["role"] for turn in dialogue.turns]
@@ -390,14 +392,14 @@ def _conversation(dialogue: Dialogue, given: tuple[Turn, ...] = ()) -> Example:
                 "every assistant turn has weight 0, so nothing to learn; expected at least one of weight 1"
             )
         raise BadRowError(f"no assistant turn (roles: {', '.join(roles)}), so nothing to learn; expected at least one")
-    dialogue = _following(given, dialogue)
+    dialogue = _following(history, dialogue)
     return Example("messages", messages=dialogue.turns, learnt=dialogue.learnt, tools=dialogue.tools)
 
 
-def _following(given: tuple[Turn, ...], dialogue: Dialogue) -> Dialogue:
+def _following(history: tuple[Turn, ...], dialogue: Dialogue) -> Dialogue:
     """Return the conversation with these turns before it, which carry no loss."""
     return dialogue._replace(
-        turns=(*given, *dialogue.turns), learnt=tuple(index + len(given) for index in dialogue.learnt)
+        turns=(*history, *dialogue.turns), learnt=tuple(index + len(history) for index in dialogue.learnt)
     )
 
 
@@ -407,7 +409,7 @@ def _with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
         return dialogue
     system = text_turn("system", parse_text(cells["system"], cells.name("system")))
     own, _ = _split_system(dialogue.turns)
-    if own and _said(own[0]) != _said(system):
+    if own and _stripped(own[0]) != _stripped(system):
         raise BadRowError(f"there is a column {cells.name('system')} and a system turn too; expected one of them")
     return dialogue if own else _following((system,), dialogue)
 

@@ -65,10 +65,10 @@ def rows_of_split(
             counts["validation"], end = counts["validation"] + 1, end + 1
     counts["train"] = num_rows - sum(counts.values())
     if counts["train"] <= 0:
-        asked = " and ".join(f"data.{name}={size.text}" for name, size in sorted(sizes.items()))
+        settings = " and ".join(f"data.{name}={size.text}" for name, size in sorted(sizes.items()))
         leave = "leaves" if len(sizes) == 1 else "leave"
         raise DataError(
-            f"{label} has {counted(num_rows, 'row')}, and {asked} {leave} none to train on. Hold fewer out."
+            f"{label} has {counted(num_rows, 'row')}, and {settings} {leave} none to train on. Hold fewer out."
         )
     before = _HELD_OUT_IN_THIS_ORDER[: _HELD_OUT_IN_THIS_ORDER.index(split)]
     start = sum(counts.get(name, 0) for name in before)

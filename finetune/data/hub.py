@@ -39,9 +39,9 @@ def split_names(section: DataSection, path: str) -> list[str]:
         return list(datasets.get_dataset_split_names(path, section.name, revision=section.revision))
 
     fault = _hub_fault(section, path)
-    if fault is not None and (kept := _kept_rows(section, path)):
+    if fault is not None and (cached_files := _kept_rows(section, path)):
         _log.warning("%s: %s; the rows that were read before are used", path, fault.text)
-        splits = (file.stem.split("-", 2)[2].rpartition("-")[0] for file in kept)  # of hub-DIGEST-SPLIT-COMMIT
+        splits = (file.stem.split("-", 2)[2].rpartition("-")[0] for file in cached_files)  # of hub-DIGEST-SPLIT-COMMIT
         return list(dict.fromkeys(splits))
     with quiet_datasets():
         return _ask(section, path, ask)
@@ -82,10 +82,10 @@ def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with file_lock(folder / f"{prefix}.lock", waiting_for=f"the first rows of {hub_id} {split}"):
-            kept = _kept_rows(section, hub_id, split, commit if is_reachable else "*")
-            if kept:
-                _log.info("%s %s: the first rows were read before, to %s", hub_id, split, kept[-1])
-                return kept[-1]
+            cached_files = _kept_rows(section, hub_id, split, commit if is_reachable else "*")
+            if cached_files:
+                _log.info("%s %s: the first rows were read before, to %s", hub_id, split, cached_files[-1])
+                return cached_files[-1]
             file = folder / f"{prefix}-{commit}.jsonl"
             replace_file(file, _read_first_rows(section, hub_id, split, commit if is_reachable else section.revision))
             return file
@@ -127,8 +127,8 @@ def _digest(section: DataSection, hub_id: str) -> str:
 def _kept_rows(section: DataSection, hub_id: str, split: str = "*", commit: str = "*") -> list[Path]:
     """Return the files of first rows that were written before, the newest last."""
     folder = Path(section.cache_dir).expanduser()
-    found = folder.glob(f"hub-{_digest(section, hub_id)}-{split}-{commit}.jsonl")
-    return sorted(found, key=lambda file: file.stat().st_mtime)
+    files = folder.glob(f"hub-{_digest(section, hub_id)}-{split}-{commit}.jsonl")
+    return sorted(files, key=lambda file: file.stat().st_mtime)
 
 
 def _hub_fault(section: DataSection, path: str) -> HubFault | None:
@@ -164,8 +164,8 @@ def _ask(section: DataSection, path: str, question: Callable[[], _Answer]) -> _A
 def _explain_hub_error(hub_id: str, error: Exception) -> str:
     from datasets.exceptions import DatasetNotFoundError
 
-    what, advice = f"the hub's data set cannot be read ({type(error).__name__}: {error})", "See the data set's page."
+    problem, advice = f"the hub's data set cannot be read ({type(error).__name__}: {error})", "See the data set's page."
     if isinstance(error, DatasetNotFoundError):
-        what = f"the hub has no data set of that name that you may read ({error})"
+        problem = f"the hub has no data set of that name that you may read ({error})"
         advice = "Correct the path; for a private or gated data set run `hf auth login`."
-    return f"data.path is {hub_id}: there is no such file or folder here, and {what}. {advice}"
+    return f"data.path is {hub_id}: there is no such file or folder here, and {problem}. {advice}"

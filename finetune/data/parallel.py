@@ -46,11 +46,11 @@ class WorkerLostError(RuntimeError):
     """An encoding process cannot be started, or has ended."""
 
 
-def choose_processes(num_rows: int, characters: int, wanted: int | None) -> int:
+def choose_processes(num_rows: int, characters: int, requested: int | None) -> int:
     """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
     num_batches = ceil_div(num_rows, ROWS_AT_ONCE)
-    if wanted is not None:
-        return min(wanted, num_batches)
+    if requested is not None:
+        return min(requested, num_batches)
     if num_batches < 2 or num_cores() < 2 or characters < PAYS_FROM_CHARACTERS:
         return 1
     return min(int(num_cores()), num_batches, MOST_PROCESSES)

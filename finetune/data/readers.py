@@ -247,9 +247,10 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
         cells = csv.reader(_lines(text, label), delimiter=delimiter, strict=True)
         try:
             header = next(cells, [])
-            other = next((one for one in ";\t|," if separator is None and len(header) == 1 and one in header[0]), None)
-            if other is not None:
-                shown = "tab" if other == "\t" else f"'{other}'"
+            name = header[0] if separator is None and len(header) == 1 else ""
+            other_separator = next((character for character in ";\t|," if character in name), None)
+            if other_separator is not None:
+                shown = "tab" if other_separator == "\t" else f"'{other_separator}'"
                 raise DataError(f"{label} has one column, {header[0]!r}. If it is several, set data.separator={shown}.")
             columns = [name or f"(unnamed column {number})" for number, name in enumerate(header, start=1)]
             twice = [name for name, count in Counter(columns).items() if count > 1]
@@ -262,8 +263,8 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
                     yield RawRow(number, dict(zip_longest(columns, row[: len(columns)])))
         except (UnicodeDecodeError, csv.Error) as error:
             where = f" (line {cells.line_num})" if isinstance(error, csv.Error) else ""
-            what = f"{label} cannot be read as {suffix[1:]}{where}: {error}"
-            raise DataError(f"{what}. Correct the file, and save it as UTF-8.") from None
+            problem = f"{label} cannot be read as {suffix[1:]}{where}: {error}"
+            raise DataError(f"{problem}. Correct the file, and save it as UTF-8.") from None
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:

@@ -192,7 +192,7 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
     """
     import fsspec
 
-    what = f"{key} is {without_passwords(address)}"
+    subject = f"{key} is {without_passwords(address)}"
     try:
         files, path = fsspec.core.url_to_fs(address, **_http_options(address))
         return call_within(
@@ -205,20 +205,20 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
         raise PreemptedError(f"stopped as asked, while it read {without_passwords(address)}") from None
     except DeadlineExceededError:
         raise DataError(
-            f"{what}: the server has not sent an answer, or the next {format_bytes(_PIECE_BYTES)}, within "
+            f"{subject}: the server has not sent an answer, or the next {format_bytes(_PIECE_BYTES)}, within "
             f"{_ANSWER_SECONDS:g} s. Try again later, or copy the file here."
         ) from None
     except ImportError as error:
         fix = f"Run `{extra_command('http')}`" if address.startswith("http") else "Install it into this environment"
-        raise DataError(f"{what}, which needs a package that is not installed ({error}). {fix}.") from None
+        raise DataError(f"{subject}, which needs a package that is not installed ({error}). {fix}.") from None
     except Exception as error:  # each scheme has its own errors; http names the status only in the cause
         cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
         if isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404:
-            raise DataError(f"{what}, but there is no such file or folder. Correct the address.") from None
-        why = without_passwords(first_line(cause))
+            raise DataError(f"{subject}, but there is no such file or folder. Correct the address.") from None
+        reason = without_passwords(first_line(cause))
         raise DataError(
-            f"{what}, which cannot be read ({type(cause).__name__}: {why}). Check the address, and the credentials "
-            "that its scheme takes from the environment."
+            f"{subject}, which cannot be read ({type(cause).__name__}: {reason}). Check the address, and the "
+            "credentials that its scheme takes from the environment."
         ) from None
 
 

@@ -62,7 +62,7 @@ def render_conversations(
     own = type(tokenizer).apply_chat_template
     if own is not PreTrainedTokenizerBase.apply_chat_template:  # code that was allowed to run here
         call: dict[str, Any] = {"tools": tools, "tokenize": False, "add_generation_prompt": with_prompt}
-        return [_attempt(partial(own, tokenizer, one, **call)) for one in conversations]
+        return [_attempt(partial(own, tokenizer, conversation, **call)) for conversation in conversations]
     return render_template(
         tokenizer.get_chat_template(tools=tools),
         conversations,
@@ -96,12 +96,12 @@ def render_template(
     }
     answer: list[Rendered] = []
     with _Renderer.lock:
-        why = _Renderer.render(json.dumps(request, default=str).encode(), answer, len(conversations))
-    if why is None:
+        failure = _Renderer.render(json.dumps(request, default=str).encode(), answer, len(conversations))
+    if failure is None:
         return answer
     raise DataError(
-        f"the chat template of {name} {why}, so it was stopped. A row may take {ROW_SECONDS} s, {_MEMORY >> 30} GiB of "
-        f"memory and {_CHARACTERS_PER_BYTE} times its own length, beside a fixed part. Set another template: "
+        f"the chat template of {name} {failure}, so it was stopped. A row may take {ROW_SECONDS} s, {_MEMORY >> 30} "
+        f"GiB of memory and {_CHARACTERS_PER_BYTE} times its own length, beside a fixed part. Set another template: "
         "data.chat_template."
     )
 
@@ -127,18 +127,18 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[st
 def start_child(module: str, **variables: str) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
     """Start `python -m module DESCRIPTOR`, and return the process and the connection to it."""
     package = str(Path(__file__).resolve().parents[2])
-    others = os.environ.get("PYTHONPATH")
-    path = f"{package}{os.pathsep}{others}" if others else package
-    ours, theirs = Pipe()
-    with theirs:
+    inherited_path = os.environ.get("PYTHONPATH")
+    path = f"{package}{os.pathsep}{inherited_path}" if inherited_path else package
+    parent_end, child_end = Pipe()
+    with child_end:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
+            [sys.executable, "-P", "-m", module, str(child_end.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=2,  # text that a library prints must not mix with the output of the command
-            pass_fds=[theirs.fileno()],
+            pass_fds=[child_end.fileno()],
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables},
         )
-    return process, ours
+    return process, parent_end
 
 
 class _Renderer:
@@ -160,10 +160,10 @@ class _Renderer:
                 while len(answer) < count:
                     if not cls._connection.poll(_ANSWER_SECONDS):
                         return cls._end(f"did not finish within {_ANSWER_SECONDS:g} s")
-                    rendered, why = json.loads(cls._connection.recv_bytes())
+                    rendered, failure = json.loads(cls._connection.recv_bytes())
                     answer += map(tuple, rendered)
-                    if why is not None:
-                        return str(why)
+                    if failure is not None:
+                        return str(failure)
                 return None
             except (EOFError, OSError):
                 cls._end("")
@@ -189,13 +189,13 @@ class _Renderer:
         return True
 
     @classmethod
-    def _end(cls, why: str) -> str:
+    def _end(cls, reason: str) -> str:
         if cls._process is not None and cls._pid == os.getpid():
             cls._connection.close()
             cls._process.kill()
             cls._process.wait(_ENDING_SECONDS)
             cls._process = None
-        return why
+        return reason
 
 
 def _attempt(render: Callable[[], Any]) -> Rendered:
@@ -245,7 +245,7 @@ def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[.
     settings = {**request["tokens"], "tools": request["tools"], "add_generation_prompt": request["with_prompt"]}
     rendered: list[Rendered] = []
     answered = 0.0
-    why = None
+    failure = None
     for conversation in conversations:
         if time.monotonic() - answered > _ANSWER_EVERY_SECONDS:
             connection.send_bytes(json.dumps([rendered, None]).encode())
@@ -254,14 +254,14 @@ def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[.
         try:
             rendered.append(_attempt(partial(render, [conversation], chat_template=template, **settings)))
         except MemoryError:
-            why = "needs too much memory"
-        left -= len(rendered[-1][1]) if why is None else 0
+            failure = "needs too much memory"
+        left -= len(rendered[-1][1]) if failure is None else 0
         if left < 0:
-            why = "makes too much text"
-        if why is not None:
+            failure = "makes too much text"
+        if failure is not None:
             rendered = []
             break
-    connection.send_bytes(json.dumps([rendered, why]).encode())
+    connection.send_bytes(json.dumps([rendered, failure]).encode())
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -32,14 +32,15 @@ _OR_KEEP = ", or =warn to keep them"
 
 @dataclass(frozen=True)
 class RowCheck:
-    """A check of one row at a time.
+    """A check that looks at each row by itself.
 
     Attributes:
-        key: the key of the data section that sets it.
-        find: marks the rows to report, bool, shape (rows,), given a part and the beginning-of-sequence token, if any.
-        what: the problem of these rows; follows `3 of 1,000 rows`.
-        so: the consequence.
-        advice: the remedy, besides setting the key.
+        key: the key of the data section that chooses its action.
+        find: maps rows and the id of the beginning-of-sequence token (None if the tokenizer has no such token) to a
+            bool tensor of shape (rows,), True for rows with the problem.
+        what: the problem. In the message it follows `3 of 1,000 rows`.
+        so: its consequence.
+        advice: its remedy. The message also names the key.
     """
 
     key: str
@@ -133,21 +134,21 @@ def _apply(
     """Apply a check to a split. Returns its parts without the rows that are dropped."""
     action = getattr(section, check.key)
     masks = [check.find(part.examples, bos_id) for part in parts]
-    found = [
+    matching_rows = [
         (part.examples, row) for part, mask in zip(parts, masks, strict=True) for row in mask.nonzero()[:, 0].tolist()
     ]
-    if not found:
+    if not matching_rows:
         return parts
-    longest = max(int(examples.full_lengths[row]) for examples, row in found)
+    longest = max(int(examples.full_lengths[row]) for examples, row in matching_rows)
     known = {"max_length": section.max_length, "longest": longest}
     num_rows = sum(len(part.examples) for part in parts)
-    named = name_some(_name_row(*one) for one in found)
-    what = f"{split}: {len(found):,} of {num_rows:,} rows {check.what.format(**known)}: {named}"
+    named = name_some(_name_row(*row) for row in matching_rows)
+    problem = f"{split}: {len(matching_rows):,} of {num_rows:,} rows {check.what.format(**known)}: {named}"
     if action == "drop":
-        _log.warning("%s. They are left out (data.%s=drop).", what, check.key)
+        _log.warning("%s. They are left out (data.%s=drop).", problem, check.key)
         return _without(parts, [~mask for mask in masks], split, check.key, check.advice.format(**known))
     message = (
-        f"{what}: {check.so}. {check.advice.format(**known)}, or set data.{check.key}=drop to leave these rows out"
+        f"{problem}: {check.so}. {check.advice.format(**known)}, or set data.{check.key}=drop to leave these rows out"
     )
     _warn_or_refuse(action, message, refused, _OR_KEEP)
     return parts
@@ -190,14 +191,14 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
     """Look for validation and test rows with the same tokens as a training row, whatever file they are in."""
     train = parts.get("train", [])
     for split in ("validation", "test"):
-        found = _equal_rows(train, parts.get(split, []))
-        if not found:
+        overlaps = _equal_rows(train, parts.get(split, []))
+        if not overlaps:
             continue
-        pairs = name_some(f"{_name_row(*ours)} is {_name_row(*trained)}" for ours, trained in found)
+        pairs = name_some(f"{_name_row(*held_out)} is {_name_row(*trained)}" for held_out, trained in overlaps)
         num_rows = sum(len(part.examples) for part in parts[split])
-        what = f"{split}: {len(found):,} of {num_rows:,} rows are training rows too: {pairs}"
+        problem = f"{split}: {len(overlaps):,} of {num_rows:,} rows are training rows too: {pairs}"
         if section.on_overlap == "drop":
-            _log.warning("%s. They are left out of training (data.on_overlap=drop).", what)
+            _log.warning("%s. They are left out of training (data.on_overlap=drop).", problem)
             doomed = {digest for part in parts[split] for digest in part.examples.digests(with_targets=False)}
             keep = [
                 torch.tensor([digest not in doomed for digest in part.examples.digests(with_targets=False)])
@@ -207,7 +208,7 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
             parts["train"] = train = _without(train, keep, "train", "on_overlap", advice)
             continue
         message = (
-            f"{what}: results on them say nothing about new rows. Remove them from one of the two, or set "
+            f"{problem}: results on them say nothing about new rows. Remove them from one of the two, or set "
             "data.on_overlap=drop to take them out of training"
         )
         # Nobody asked to hold rows out of one file, so a row that stands in it twice does not end the run.
@@ -217,17 +218,17 @@ def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:
     """Check that at least one training row teaches the model to stop; for plain text, that one row is not cut."""
-    talking = [part for part in train if part.examples.row_type != "text"]
-    asked = talking or list(train)
-    if not asked or any(_teaches_end(part.examples) for part in asked):
+    chat_parts = [part for part in train if part.examples.row_type != "text"]
+    parts = chat_parts or list(train)
+    if not parts or any(_teaches_end(part.examples) for part in parts):
         return
-    end_id = asked[0].examples.end_id
+    end_id = parts[0].examples.end_id
     message = (
-        f"train: none of {sum(len(part.examples) for part in asked):,} rows has the token that ends "
-        f"{'an answer' if talking else 'a text'} (id {end_id}) among those that carry loss, so the model would not "
+        f"train: none of {sum(len(part.examples) for part in parts):,} rows has the token that ends "
+        f"{'an answer' if chat_parts else 'a text'} (id {end_id}) among those that carry loss, so the model would not "
         f"learn to stop. Raise data.max_length, which is {section.max_length}, until answers fit with their end"
     )
-    action = section.on_untrained_end if talking else "warn"  # plain text is often cut into pieces
+    action = section.on_untrained_end if chat_parts else "warn"  # plain text is often cut into pieces
     _warn_or_refuse(action, message, refused, ", or set data.on_untrained_end=warn to train like that")
 
 
@@ -239,11 +240,11 @@ def _equal_rows(
     train: Sequence[Part], others: Sequence[Part]
 ) -> list[tuple[tuple[EncodedExamples, int], tuple[EncodedExamples, int]]]:
     """Pair each row of a split with the first training row that has the same tokens, if there is one."""
-    wanted = {digest for part in others for digest in part.examples.digests(with_targets=False)}
+    digests_of_split = {digest for part in others for digest in part.examples.digests(with_targets=False)}
     trained: dict[bytes, tuple[EncodedExamples, int]] = {}
-    for part in train if wanted else ():
+    for part in train if digests_of_split else ():
         for row, digest in enumerate(part.examples.digests(with_targets=False)):
-            if digest in wanted:
+            if digest in digests_of_split:
                 trained.setdefault(digest, (part.examples, row))
     return [
         ((part.examples, row), trained[digest])

@@ -117,7 +117,7 @@ Encode: TypeAlias = Callable[[RowWriter], RowFacts]
 
 
 def encode_to_disk(folder: Path, encode: Encode) -> EncodedRows:
-    """Encode rows, and map their tokens from files without a name in a folder.
+    """Return encoded rows with their tokens mapped from temporary files in a folder. The files have no name.
 
     Raises:
         OSError: the disk refused.

@@ -60,9 +60,9 @@ class RowProblems:
         self.count += 1
         if self.count <= _MAX_SHOWN:
             self._shown.append(f"  {place}: {problem}")
-        found, _, expected = problem.rpartition("; ")
+        actual, _, expected = problem.rpartition("; ")
         # What was found differs from row to row, unless it is a column that is not there.
-        reason = expected if expected.startswith("expected") or not found else found
+        reason = expected if expected.startswith("expected") or not actual else actual
         self._reasons[reason] += 1
         self._first.setdefault(reason, place)
 
@@ -110,13 +110,13 @@ class Examples(_OfRows):
     Args:
         source: reads the rows.
         format: the name of a format; `auto` looks at the columns of the first row.
-        columns: our names of columns to theirs, if they differ.
-        max_rows: use only this many rows, from the first on.
+        columns: `data.columns`, which maps our name of a column to its name in the rows.
+        max_rows: use only the first rows, at most this many.
         reads: what the objective reads of a row.
         drops: leave out rows that cannot be used, see `RowProblems`.
 
     Attributes:
-        weight: the number of times that each row comes in an epoch of a mixture.
+        weight: how often each row is read in an epoch of a mixture.
         name: of the source in a mixture, different from the names of the others; otherwise empty.
         whole: all rows of the source, if this split has only some of them; otherwise this split itself.
         choose: returns the indices of this split's rows, given the `digest_row` of each row in `whole`; None: all rows.
@@ -236,12 +236,13 @@ def _refuse_pair(row: RawRow, examples: Examples) -> None:
     """Refuse rows of two answers: supervised training would learn neither of them, or turns that are no answers."""
     if examples.reads != "answers" or not isinstance(row.value, Mapping):
         return
-    found = find_columns(row.value, examples.columns)
-    if "rejected" in found and ("chosen" in found or found["rejected"] in OTHER_NAMES["rejected"]):
-        names = " and ".join(found[side] for side in ("chosen", "rejected") if side in found)
+    names_of = find_columns(row.value, examples.columns)
+    if "rejected" in names_of and ("chosen" in names_of or names_of["rejected"] in OTHER_NAMES["rejected"]):
+        names = " and ".join(names_of[side] for side in ("chosen", "rejected") if side in names_of)
         alone = (
-            f"; or set data.columns.completion={found['chosen']} data.columns.rejected=none to learn the chosen answers"
-            if {"prompt", "chosen"} <= found.keys()
+            f"; or set data.columns.completion={names_of['chosen']} data.columns.rejected=none to learn the chosen "
+            "answers"
+            if {"prompt", "chosen"} <= names_of.keys()
             else ""
         )
         raise DataError(
@@ -316,14 +317,14 @@ class _Columns:
 
     def add(self, row: Mapping[str, Any], place: str) -> None:
         """Note the columns of a row."""
-        found = find_columns(row, self._renamed)
-        self._names |= {ours: theirs for ours, theirs in found.items() if ours in self._known.columns}
+        columns = find_columns(row, self._renamed)
+        self._names |= {column: own_name for column, own_name in columns.items() if column in self._known.columns}
         for name, value in row.items():
             self._seen[name] = self._seen.get(name, False) or bool(value)
             if isinstance(value, bool):
                 self._booleans[name] = None
-        if "label" in found and "label" not in self._known.columns and self._reads != "prompts":
-            name = found["label"]
+        if "label" in columns and "label" not in self._known.columns and self._reads != "prompts":
+            name = columns["label"]
             self._labels.setdefault(name, _Labels(name)).add(row[name], place)
 
     def check(self, label: str, num_rows: int) -> str:
@@ -338,11 +339,11 @@ class _Columns:
 
     def describe(self, rows: str) -> str:
         """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
-        used = [name if ours == name else f"{name} as {ours}" for name, ours in self._used().items()]
+        used = [name if column == name else f"{name} as {column}" for name, column in self._used().items()]
         others = [name for name in self._seen if name not in self._used()]
-        what = "columns for reward functions" if self._reads == "prompts" else "columns not used"
+        heading = "columns for reward functions" if self._reads == "prompts" else "columns not used"
         described = ", ".join(map(self._describe_unused, others))
-        note = f"; {what}: {described}" if others else ""
+        note = f"; {heading}: {described}" if others else ""
         return f"{rows} (format {self._known.name}, columns {', '.join(used)}){note}"
 
     def _describe_unused(self, name: str) -> str:
@@ -351,7 +352,7 @@ class _Columns:
 
     def _used(self) -> dict[str, str]:
         """Our name of each column that is read, by its name in the rows."""
-        return {theirs: ours for ours, theirs in self._names.items()}
+        return {name: column for column, name in self._names.items()}
 
 
 class _Labels:

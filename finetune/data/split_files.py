@@ -29,8 +29,8 @@ def files_of_splits(names: Sequence[str]) -> dict[str, list[str]]:
     stems = {name: stem_of(PurePath(name)).lower() for name in names}
     words = {name: set(re.split(r"[\W_\d]+", stem)) for name, stem in stems.items()}
     splits = {name: [split for split, usual in SPLIT_NAMES.items() if words[name] & set(usual)] for name in names}
-    found = {}
+    files_of = {}
     for split, usual in SPLIT_NAMES.items():
         alone = [name for word in usual for name in names if stems[name] == word]
-        found[split] = alone[:1] or [name for name in names if splits[name] == [split]]
-    return {split: files for split, files in found.items() if files} or {"train": list(names)}
+        files_of[split] = alone[:1] or [name for name in names if splits[name] == [split]]
+    return {split: files for split, files in files_of.items() if files} or {"train": list(names)}

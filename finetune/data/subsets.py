@@ -35,7 +35,7 @@ def by_column(section: DataSection, column: str, splits: Mapping[str, EncodedExa
     """
     places = {name: list(map(rows.source, range(len(rows)))) for name, rows in splits.items()}
     values = _read_values(section, column, {place for of_split in places.values() for place in of_split})
-    found = {}
+    with_subsets = {}
     for name, of_split in places.items():
         lacking = [place for place in of_split if place not in values]
         if lacking:
@@ -52,18 +52,18 @@ def by_column(section: DataSection, column: str, splits: Mapping[str, EncodedExa
             )
         index = {value: place for place, value in enumerate(different)}
         subset = torch.tensor([index[values[place]] for place in of_split], dtype=torch.int16)
-        found[name] = replace(
+        with_subsets[name] = replace(
             splits[name], subset=subset, subset_names=tuple(unique_names([[value] for value in different]))
         )
-    return found
+    return with_subsets
 
 
 def _read_values(section: DataSection, column: str, places: Collection[str]) -> dict[str, str]:
     """Return the value of the column in each of the rows at these places that has one."""
     values: dict[str, str] = {}
-    for whole in load_examples(section).wholes():
-        for row in islice(whole.source.rows(), whole.max_rows):
-            place = whole.source.place(row.number)
+    for examples in load_examples(section).wholes():
+        for row in islice(examples.source.rows(), examples.max_rows):
+            place = examples.source.place(row.number)
             value = row.value.get(column) if place in places and isinstance(row.value, Mapping) else None
             if value is None or (isinstance(value, str) and not value.strip()):
                 continue

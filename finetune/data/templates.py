@@ -81,11 +81,11 @@ class AnswerTokens:
     def special_text_in(self, example: Example) -> BadRowError | None:
         """Return a problem if a row's text spells a special token: a turn could end or begin inside it."""
         for content in example.contents:
-            found = self._special_text.search(content)
-            if found:
-                near = quote(content[max(0, found.start() - 20) : found.end() + 20])
+            match = self._special_text.search(content)
+            if match:
+                near = quote(content[max(0, match.start() - 20) : match.end() + 20])
                 return BadRowError(
-                    f"{near} contains {found.group()}, a special token of the tokenizer; expected text without it"
+                    f"{near} contains {match.group()}, a special token of the tokenizer; expected text without it"
                 )
         return None
 
@@ -181,12 +181,14 @@ def render_examples(
 
 def render_dialogues(template: ChatTemplate, dialogues: Sequence[Dialogue]) -> list[RenderedRow | BadRowError]:
     """Render each conversation as text with the starts of the answers to learn, or say why it cannot be."""
-    prefixes = [one._replace(turns=one.turns[:answer]) for one in dialogues for answer in one.learnt]
-    wholes = template.render(dialogues)
+    prefixes = [
+        dialogue._replace(turns=dialogue.turns[:answer]) for dialogue in dialogues for answer in dialogue.learnt
+    ]
+    texts = template.render(dialogues)
     starts = iter(template.render(prefixes, with_prompt=True))
     return [
-        _place_answers(template, dialogue, whole, [next(starts) for _ in dialogue.learnt])
-        for dialogue, whole in zip(dialogues, wholes, strict=True)
+        _place_answers(template, dialogue, text, [next(starts) for _ in dialogue.learnt])
+        for dialogue, text in zip(dialogues, texts, strict=True)
     ]
 
 
@@ -232,18 +234,18 @@ def _first_token_of(encoding: Encoding, ids: list[int], start: int, end: int, sp
 
 
 def _place_answers(
-    template: ChatTemplate, dialogue: Dialogue, whole: str | BadRowError, prefixes: Iterable[str | BadRowError]
+    template: ChatTemplate, dialogue: Dialogue, rendered: str | BadRowError, prefixes: Iterable[str | BadRowError]
 ) -> RenderedRow | BadRowError:
-    if isinstance(whole, BadRowError):
-        return whole
-    missing = _find_missing(template, dialogue, whole)
+    if isinstance(rendered, BadRowError):
+        return rendered
+    missing = _find_missing(template, dialogue, rendered)
     if missing is not None:
         return missing
     starts = []
     for prefix in prefixes:
         if isinstance(prefix, BadRowError):
             return prefix
-        if not whole.startswith(prefix):
+        if not rendered.startswith(prefix):
             return BadRowError(
                 "the chat template renders turns differently once an answer follows: the turns before an answer end in "
                 f"{quote(prefix[-30:])}, but the whole conversation does not begin with them, so the answer cannot be "
@@ -251,14 +253,14 @@ def _place_answers(
                 "data.train_on=each_turn (or last) where only earlier answers are rendered differently"
             )
         starts.append(len(prefix))
-    return RenderedRow(whole, tuple(starts))
+    return RenderedRow(rendered, tuple(starts))
 
 
-def _find_missing(template: ChatTemplate, dialogue: Dialogue, whole: str) -> BadRowError | None:
+def _find_missing(template: ChatTemplate, dialogue: Dialogue, rendered: str) -> BadRowError | None:
     """Check that the rendered text has each text of the conversation, in order. Context answers may be shortened."""
     position = 0
     for number, turn in enumerate(dialogue.turns):
-        if template.has_foreign_header(turn["role"], whole):
+        if template.has_foreign_header(turn["role"], rendered):
             return BadRowError(
                 f"the chat template writes <|{turn['role']}|> for the role of messages[{number}], which is no token of "
                 "this tokenizer; expected another role (system for developer), or a template that knows it "
@@ -270,14 +272,14 @@ def _find_missing(template: ChatTemplate, dialogue: Dialogue, whole: str) -> Bad
         if problem is not None:
             return problem
         for key, text in _texts_of(template, turn):
-            found = next((at for form in _forms(turn, text) if (at := whole.find(form, position)) >= 0), None)
-            if found is None:
+            start = next((at for form in _forms(turn, text) if (at := rendered.find(form, position)) >= 0), None)
+            if start is None:
                 advice = "data.train_on=each_turn" if key != "content" else "a row without it"
                 return BadRowError(
                     f"the chat template leaves out messages[{number}].{key} (role {turn['role']}); expected a "
                     f"template that renders it (data.chat_template), or {advice}"
                 )
-            position = max(position, found + (len(text) if key == "content" else 0))
+            position = max(position, start + (len(text) if key == "content" else 0))
     return None
 
 

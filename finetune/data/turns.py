@@ -185,10 +185,10 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
 
 def _only_reasoning(present: dict[str, Any], where: str) -> str:
     """Take the thinking out of a turn's keys, under either name."""
-    found = {key: parse_text(present.pop(key), f"{where}.{key}") for key in REASONING_KEYS if key in present}
-    if len(set(found.values())) > 1:
-        raise BadRowError(f"{where} has {' and '.join(found)} that differ; expected one of them")
-    text = next(iter(found.values()), "")
+    texts = {key: parse_text(present.pop(key), f"{where}.{key}") for key in REASONING_KEYS if key in present}
+    if len(set(texts.values())) > 1:
+        raise BadRowError(f"{where} has {' and '.join(texts)} that differ; expected one of them")
+    text = next(iter(texts.values()), "")
     return text if text.strip() else ""
 
 
@@ -305,7 +305,7 @@ def _turns_of_transcript(text: str) -> list[Turn]:
     """Return the turns of a transcript. A last `Assistant:` without text only asks for the answer."""
     pieces = _TRANSCRIPT.split("\n\n" + text.strip())
     roles = {"Human": "user", "Assistant": "assistant"}
-    turns = [text_turn(roles[speaker], said) for speaker, said in zip(pieces[1::2], pieces[2::2], strict=True)]
+    turns = [text_turn(roles[speaker], content) for speaker, content in zip(pieces[1::2], pieces[2::2], strict=True)]
     return turns[:-1] if turns[-1]["role"] == "assistant" and not turns[-1]["content"].strip() else turns
 
 
@@ -326,9 +326,9 @@ def _check_links(turns: Sequence[Turn], column: str) -> None:
     known: set[str] = set()
     for number, turn in enumerate(turns):
         known |= {call["id"] for call in turn.get("tool_calls", ()) if "id" in call}
-        wanted = turn.get("tool_call_id")
-        if wanted is not None and known and wanted not in known:
+        call_id = turn.get("tool_call_id")
+        if call_id is not None and known and call_id not in known:
             raise BadRowError(
-                f"{column}[{number}].tool_call_id is {quote(wanted)}; expected the id of a call before it: "
+                f"{column}[{number}].tool_call_id is {quote(call_id)}; expected the id of a call before it: "
                 f"{', '.join(sorted(known))}"
             )

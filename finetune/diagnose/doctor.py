@@ -153,8 +153,8 @@ def _check_shared_folder(config: Config, hosts: Sequence[str]) -> list[Finding]:
     if not blind:
         return [ok(_AREA, "all ranks see rank 0's output_dir")]
     judge = problem if config.resume == "auto" else warning
-    what = f"{blind} cannot see rank 0's output_dir, which every rank reads when a run is resumed"
-    return [judge(_AREA, what, "set output_dir to a folder that all hosts mount at the same path (NFS, Lustre)")]
+    message = f"{blind} cannot see rank 0's output_dir, which every rank reads when a run is resumed"
+    return [judge(_AREA, message, "set output_dir to a folder that all hosts mount at the same path (NFS, Lustre)")]
 
 
 def _ranks_without(has_passed: bool, hosts: Sequence[str]) -> str:

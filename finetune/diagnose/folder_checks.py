@@ -140,10 +140,10 @@ def _check_model(config: Config) -> Iterator[Finding]:
     if missing_from_cache(repository, "config" if config.model.init == "random" else "weights") is None:
         yield ok(AREA, f"model.path={path} is in the hub's cache, {constants.HF_HUB_CACHE}")
         return
-    what = f"model.path={path} is not in the hub's cache, {constants.HF_HUB_CACHE}"
+    message = f"model.path={path} is not in the hub's cache, {constants.HF_HUB_CACHE}"
     fault = find_fault(repository)
     if fault is None:
-        yield warning(AREA, f"{what}: the run will download it first", f"run `hf download {path}` beforehand")
+        yield warning(AREA, f"{message}: the run will download it first", f"run `hf download {path}` beforehand")
         return
     fix = what_to_do(fault, repository, "model.path").rstrip(".")
-    yield problem(AREA, f"{what}, and {fault.text}", fix[0].lower() + fix[1:])
+    yield problem(AREA, f"{message}, and {fault.text}", fix[0].lower() + fix[1:])

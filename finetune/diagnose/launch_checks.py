@@ -40,7 +40,7 @@ _PAGE = "docs/launching.md"
 def check_launch(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Report the world that the launch variables describe, and everything that contradicts it."""
     names = dict.fromkeys((*LAUNCH_VARIABLES, *WORLD_VARIABLES))
-    given = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    variables = " ".join(f"{name}={environ[name]}" for name in names if name in environ)
     derived = " ".join(f"{name}={value}" for name, value in environment.as_variables().items() if name not in environ)
     launcher = "no launcher" if environment.launcher == "none" else environment.launcher
     yield ok(
@@ -48,9 +48,11 @@ def check_launch(environment: LaunchEnvironment, config: Config, environ: Mappin
         f"started by {launcher}: rank {environment.rank} of {environment.world_size}, local rank "
         f"{environment.local_rank} of {environment.local_world_size}, on {socket.gethostname()}",
     )
-    yield ok(AREA, f"read from the environment: {given or 'nothing'}; by default or derived: {derived or 'nothing'}")
-    for setting, why in refused_settings(environ):
-        reason, _, fix = why.partition(". ")
+    yield ok(
+        AREA, f"read from the environment: {variables or 'nothing'}; by default or derived: {derived or 'nothing'}"
+    )
+    for setting, explanation in refused_settings(environ):
+        reason, _, fix = explanation.partition(". ")
         yield problem(AREA, f"accelerate launch asks for {setting}: {reason}", fix)
     try:
         refuse_another_launch(config, environment)
@@ -61,8 +63,8 @@ def check_launch(environment: LaunchEnvironment, config: Config, environ: Mappin
         yield problem(AREA, *what_and_fix(str(error), page=_PAGE))
     yield from _check_number(environment, config)
     if is_batch_script_body(environ):
-        what = "this is the body of a Slurm batch script: one process, whatever the number of tasks asked for"
-        yield warning(AREA, what, "prefix the command with srun")
+        message = "this is the body of a Slurm batch script: one process, whatever the number of tasks asked for"
+        yield warning(AREA, message, "prefix the command with srun")
 
 
 def check_sharding(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -82,14 +84,14 @@ def check_sharding(environment: LaunchEnvironment, config: Config, environ: Mapp
         return
     if config.parallel.sharding == "none":
         return
-    asked = f"parallel.sharding is fsdp2 ({config.origin('parallel.sharding')})"
+    setting = f"parallel.sharding is fsdp2 ({config.origin('parallel.sharding')})"
     if started == 1:
-        what = f"{asked}, but one process cannot shard anything: it would be a plain run that keeps all weights"
-        yield warning(_SHARDING, what, "start several processes, or drop the key")
+        message = f"{setting}, but one process cannot shard anything: it would be a plain run that keeps all weights"
+        yield warning(_SHARDING, message, "start several processes, or drop the key")
         return
     size = config.parallel.shard_size or started
     copies = "" if size == started else f", in {started // size} copies"
-    yield ok(_SHARDING, f"{asked}: {size} processes would shard the weights{copies}")
+    yield ok(_SHARDING, f"{setting}: {size} processes would shard the weights{copies}")
 
 
 def check_address(environment: LaunchEnvironment, config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -115,8 +117,8 @@ def check_address(environment: LaunchEnvironment, config: Config, environ: Mappi
         yield _check_agent(host, port)
     elif not is_own_address(host):
         fix = "start rank 0 there, or set MASTER_ADDR or parallel.master_addr to an address of this machine"
-        what = f"rank 0 runs here on {socket.gethostname()}, but {host} is no address of this machine"
-        yield warning(_ADDRESS, what, fix)
+        message = f"rank 0 runs here on {socket.gethostname()}, but {host} is no address of this machine"
+        yield warning(_ADDRESS, message, fix)
     else:
         yield _check_port(port, is_alone=is_alone)
 
@@ -125,30 +127,30 @@ def _check_number(environment: LaunchEnvironment, config: Config) -> Iterator[Fi
     """Find launches in which another number of processes would train than was asked for."""
     num_processes = config.parallel.num_processes or 1
     if config.ddp is False and environment.world_size > 1:
-        what = f"ddp is false ({config.origin('ddp')}), but {environment.world_size} processes were started"
-        yield problem(AREA, what, "start one process, or drop ddp=False")
+        message = f"ddp is false ({config.origin('ddp')}), but {environment.world_size} processes were started"
+        yield problem(AREA, message, "start one process, or drop ddp=False")
     elif environment.launcher == "none" and num_processes > 1:
-        what = f"train would start {num_processes} processes here; this report covers one process"
+        message = f"train would start {num_processes} processes here; this report covers one process"
         fix = f"to check all of them, run torchrun --standalone --nproc_per_node {num_processes} -m finetune doctor …"
-        yield warning(AREA, what, fix)
+        yield warning(AREA, message, fix)
     elif environment.world_size == 1 and config.ddp is True:
-        what = f"ddp is true ({config.origin('ddp')}), but one process was started: it would train alone"
-        yield warning(AREA, what, "start through torchrun, accelerate launch or srun, or drop ddp=True")
+        message = f"ddp is true ({config.origin('ddp')}), but one process was started: it would train alone"
+        yield warning(AREA, message, "start through torchrun, accelerate launch or srun, or drop ddp=True")
 
 
 def _check_reach(host: str) -> Iterator[Finding]:
     """Check that the machines of a world reach each other by name."""
     if is_loopback(host):
-        what = f"on every machine {host} means that machine itself, but the world spans several machines"
+        message = f"on every machine {host} means that machine itself, but the world spans several machines"
         fix = "set MASTER_ADDR or parallel.master_addr to an address of rank 0's machine that the others reach"
-        yield warning(_ADDRESS, what, fix)
+        yield warning(_ADDRESS, message, fix)
     if own_name_is_loopback():
-        what = (
+        message = (
             f"this machine's own name, {socket.gethostname()}, resolves to 127.x here, and torchrun gives that name to "
             "the other machines"
         )
         fix = "start torchrun with --local_addr and this machine's address, or correct the name in /etc/hosts"
-        yield warning(_ADDRESS, what, fix)
+        yield warning(_ADDRESS, message, fix)
 
 
 def _check_agent(host: str, port: int) -> Finding:
@@ -168,9 +170,9 @@ def _check_port(port: int, *, is_alone: bool) -> Finding:
             trial.listen(1)
             return ok(_ADDRESS, f"port {port} is free")
         except OSError as error:
-            what = f"port {port} of {socket.gethostname()} is not free to listen on: {error}"
+            message = f"port {port} of {socket.gethostname()} is not free to listen on: {error}"
     fix = (
         f"`ss -ltnp 'sport = :{port}'` names the process that holds it; end that process, or set MASTER_PORT or "
         "parallel.master_port to another port"
     )
-    return (warning if is_alone else problem)(_ADDRESS, what, fix)
+    return (warning if is_alone else problem)(_ADDRESS, message, fix)

@@ -41,8 +41,8 @@ def check_versions() -> Iterator[Finding]:
             if SUMMARY in str(about["Summary"]):
                 yield from judge_packages(about.get_all("Requires-Dist") or [])
                 return
-    what = f"{DISTRIBUTION} is not installed, so the versions it needs are not known"
-    yield warning(_VERSIONS, what, "run `pip install -e .` in its folder")
+    message = f"{DISTRIBUTION} is not installed, so the versions it needs are not known"
+    yield warning(_VERSIONS, message, "run `pip install -e .` in its folder")
 
 
 def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:
@@ -61,8 +61,8 @@ def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:
             suitable.append(f"{requirement.name} {installed}")
         else:
             needed = f"{requirement.name}{requirement.specifier}"
-            what = f"{requirement.name} {installed or 'is not installed'}, but finetune needs {needed}"
-            yield problem(_VERSIONS, what, f"pip install '{needed}'")
+            message = f"{requirement.name} {installed or 'is not installed'}, but finetune needs {needed}"
+            yield problem(_VERSIONS, message, f"pip install '{needed}'")
     yield ok(_VERSIONS, ", ".join(suitable))
 
 
@@ -103,7 +103,7 @@ def _judge_device(device: torch.device, wish: str | None) -> Finding:
     if torch.device(best).type == device.type:
         return ok(_DEVICES, f"training uses {device}")
     build = "the CPU" if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
-    seen = f"torch {torch.__version__}, built for {build}, sees {torch.cuda.device_count()} GPU(s)"
+    torch_sees = f"torch {torch.__version__}, built for {build}, sees {torch.cuda.device_count()} GPU(s)"
     fix = "set training.device=cpu if that is what you want"
     if torch.device(best).type == "cuda":
         fix = (
@@ -114,7 +114,9 @@ def _judge_device(device: torch.device, wish: str | None) -> Finding:
         fix = f"start one process, because several cannot train on an Apple GPU; or {fix}"
     judge = warning if wish is None else problem
     return judge(
-        _DEVICES, f"training uses {device}, but {best} {'is here' if wish is None else 'was asked for'}: {seen}", fix
+        _DEVICES,
+        f"training uses {device}, but {best} {'is here' if wish is None else 'was asked for'}: {torch_sees}",
+        fix,
     )
 
 

@@ -109,7 +109,9 @@ class Plan:
         """In words: the engine's own forward, or another with the reason."""
         if self.why_not_engine is not None:
             return f"transformers' own on padded rows: {self.why_not_engine}"
-        called = [f"{number} linear layers as PEFT made them ({why})" for why, number in self.called_layers.items()]
+        called = [
+            f"{number} linear layers as PEFT made them ({reason})" for reason, number in self.called_layers.items()
+        ]
         return f"the engine's own{', which calls ' * bool(called)}{', '.join(called)}"
 
     @property
@@ -158,36 +160,40 @@ def most_memory(peak: Peak, generating: Generating | None, evaluating: Mapping[S
 def judge(plan: Plan, config: Config) -> Iterator[Finding]:
     """Find checkpoints or steps that do not fit, with ways out, and times that are missing."""
     if plan.disk.total > plan.disk.free:
-        what = f"the checkpoints take {format_bytes(plan.disk.total)}, but {format_bytes(plan.disk.free)} are free"
-        yield problem("Disk", what, "make room, or lower checkpoint.save_total_limit")
+        message = f"the checkpoints take {format_bytes(plan.disk.total)}, but {format_bytes(plan.disk.free)} are free"
+        yield problem("Disk", message, "make room, or lower checkpoint.save_total_limit")
     has_time = plan.seconds_per_step is not None or plan.seconds_at_limit is not None
     if plan.batches.answers_per_prompt is not None and has_time and plan.seconds_generating is None:
         where = "rollout.server takes" if config.rollout.server else "generating answers takes"
-        what = f"the time that {where} is not in this plan: --probe measures it where the engine generates, on a CPU"
-        yield warning("Time", what, "train a few steps, training.max_steps=3: metrics.jsonl has rollout_seconds")
+        message = f"the time that {where} is not in this plan: --probe measures it where the engine generates, on a CPU"
+        yield warning("Time", message, "train a few steps, training.max_steps=3: metrics.jsonl has rollout_seconds")
     if plan.fits is not False or plan.peak is None:
         return
-    for what, total, ways in _phases(plan, plan.peak.total, config):
+    for phase, total, ways in _phases(plan, plan.peak.total, config):
         if total + plan.device.reserve > plan.device.memory:
             there = f"but {plan.device.name} has {format_bytes(plan.device.memory)}"
-            what = f"{what} takes {format_bytes(total + plan.device.reserve)}, {there}"
-            yield problem("Memory", what, "; or ".join(ways))
+            message = f"{phase} takes {format_bytes(total + plan.device.reserve)}, {there}"
+            yield problem("Memory", message, "; or ".join(ways))
 
 
 def _phases(plan: Plan, step: int, config: Config) -> Iterator[tuple[str, int, Iterator[str]]]:
     """Yield the phases of a run, with the bytes of each and what takes less."""
     yield "a step", step, _ways_out(plan, config)
-    if (made := plan.generating) is not None:
+    if (generation := plan.generating) is not None:
         keys = "rollout.batch_size", "rollout.max_completion_length"
-        yield f"generating {made.answers} answers at once", made.total, _ways_to_generate(plan, made, *keys, config)
-    for section, found in plan.evaluating.items():
-        if found.peak is not None:
+        yield (
+            f"generating {generation.answers} answers at once",
+            generation.total,
+            _ways_to_generate(plan, generation, *keys, config),
+        )
+    for section, evaluation in plan.evaluating.items():
+        if evaluation.peak is not None:
             size = getattr(config, section).batch_size
             ways = [f"a lower {section}.batch_size (it is {size})", *_shards_out(plan), "a smaller model"]
-            yield f"the loss of {found.rows} rows at once in {section}", found.peak.total, iter(ways)
-        if (made := found.generating) is not None:
-            what, keys = f"generating {made.answers} answers at once in {section}", answer_keys(config, section)
-            yield what, made.total, _ways_to_generate(plan, made, *keys, config)
+            yield f"the loss of {evaluation.rows} rows at once in {section}", evaluation.peak.total, iter(ways)
+        if (generation := evaluation.generating) is not None:
+            phase, keys = f"generating {generation.answers} answers at once in {section}", answer_keys(config, section)
+            yield phase, generation.total, _ways_to_generate(plan, generation, *keys, config)
 
 
 def _ways_to_generate(

@@ -117,9 +117,9 @@ def read_device(name: str) -> Device:
         return replace(_cuda(known[0], round(spec.gib * GIB), precision=spec.precision), has_fp8=spec.has_fp8)
     size = re.search(r"(\d+(?:\.\d+)?)\s*Gi?B$", name.strip(), re.IGNORECASE)  # the G of A10G is no unit
     if size is None:
-        what = f"this device is not known. Known are {', '.join(_KNOWN)}. Give one of them, or a size"
-        what = f"the name fits several devices: {', '.join(known)}. Give one of them" if known else what
-        raise ConfigError(f"--device {name}: {what}, for example --device '{known[0] if known else 'MyGPU 24GB'}'.")
+        message = f"this device is not known. Known are {', '.join(_KNOWN)}. Give one of them, or a size"
+        message = f"the name fits several devices: {', '.join(known)}. Give one of them" if known else message
+        raise ConfigError(f"--device {name}: {message}, for example --device '{known[0] if known else 'MyGPU 24GB'}'.")
     # Makers count in GiB, and torch reports some percent less.
     return _cuda(name.strip(), round(0.97 * float(size[1]) * GIB), precision="bf16")
 
@@ -129,16 +129,16 @@ def find_device(wish: str) -> Device:
     device = _resolve_device(wish if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found = _cuda(properties.name, properties.total_memory, precision=best_precision(device))
-        return replace(found, is_here=True)
-    taken = psutil.Process().memory_info().rss  # Python, torch and transformers: a run has them too
+        gpu = _cuda(properties.name, properties.total_memory, precision=best_precision(device))
+        return replace(gpu, is_here=True)
+    resident = psutil.Process().memory_info().rss  # Python, torch and transformers: a run has them too
     free = psutil.virtual_memory().available
     is_apple = wish in ("auto", "mps") and accelerator_type() == "mps"
     return Device(
         name="this machine's CPU, for want of figures for its Apple GPU" if is_apple else "this machine's CPU",
         type="cpu",
-        memory=free + taken,
-        reserve=taken + _CPU_RESERVE,
+        memory=free + resident,
+        reserve=resident + _CPU_RESERVE,
         precision="fp32",
         is_here=True,
     )

@@ -36,25 +36,27 @@ class PlannedModel:
         self._config = config
         self._precision = precision
         self.findings: list[Finding] = []
-        self.sizes, why = with_sizes_here(config.model)
-        if why is not None:
+        self.sizes, reason = with_sizes_here(config.model)
+        if reason is not None:
             fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
-            self.findings.append(warning("Model", why, fix))
+            self.findings.append(warning("Model", reason, fix))
         self.is_in_4_bits = self._is_in_fp8 = False
         self.model = self.build()
         self.findings += _other_sizes(self.sizes, self.model)
         self.forward = choose_forward(config.training, self.model)
         is_computed = self.forward.why_not_engine is None and not self.forward.called_layers
         if config.training.kernels != "reference" and not is_computed:
-            what = "the engine does not compute all of this model, so steps take longer: `forward` says why"
+            message = "the engine does not compute all of this model, so steps take longer: `forward` says why"
             fix = "none needed; a run with strict=true refuses it, unless training.kernels=reference asks for it"
-            self.findings.append(warning("Engine", what, fix))
+            self.findings.append(warning("Engine", message, fix))
         if is_quantized(config):
             self.is_in_4_bits = is_computed
             if not is_computed:
-                what = "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts"
+                message = (
+                    "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts"
+                )
                 fix = "the run takes less than the plan says: see `forward`"
-                self.findings.append(warning("Memory", f"{what} 16 bits", fix))
+                self.findings.append(warning("Memory", f"{message} 16 bits", fix))
         if wants_fp8(config):
             refuse_fp8_without_engine(config, self.forward.why_not_engine)
             self._is_in_fp8 = True
@@ -85,8 +87,8 @@ def _other_sizes(section: ModelSection, model: Any) -> Iterator[Finding]:
     """Yield a finding for each size of the model that differs from the shipped one."""
     published = published_sizes(section)
     for difference in () if published is None else published.differences(model.config):
-        what = f"{section.path}: {difference}; this plan takes the former"
-        yield warning("Model", what, "without the hub a plan would differ: update finetune")
+        message = f"{section.path}: {difference}; this plan takes the former"
+        yield warning("Model", message, "without the hub a plan would differ: update finetune")
 
 
 def is_quantized(config: Config) -> bool:

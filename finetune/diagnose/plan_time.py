@@ -141,18 +141,19 @@ def _at_full_depth(model: Any, device: torch.device, measure: Callable[[], float
     every = getattr(decoder, layers)
     depth = len(every)
     few, more = min(_FEW, depth), min(_MORE, depth)
-    taken = {}
+    seconds = {}
     try:
         setattr(decoder, layers, every[:more])
         _give_weights(model, device)
         for number in {more, few}:
             setattr(decoder, layers, every[:number])
-            taken[number] = measure()
+            seconds[number] = measure()
     finally:
         setattr(decoder, layers, every)
     if few == more:
-        return taken[few]
-    return taken[few] + (depth - few) * max(0.0, taken[more] - taken[few]) / (more - few)
+        return seconds[few]
+    # Linear in the depth: t(depth) = t(few) + (depth - few) * (t(more) - t(few)) / (more - few).
+    return seconds[few] + (depth - few) * max(0.0, seconds[more] - seconds[few]) / (more - few)
 
 
 def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
@@ -175,15 +176,15 @@ def _measure(model: Any, microbatch: Any, how: Computation, section: OptimSectio
 
 def _give_weights(model: Any, device: torch.device) -> None:
     """Fill what is on the meta device with small random numbers; tied weights stay tied."""
-    made: dict[int, torch.Tensor] = {}
+    filled: dict[int, torch.Tensor] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():
             if weight is None or not weight.is_meta:
                 continue
-            if id(weight) not in made:
+            if id(weight) not in filled:
                 values = torch.empty(weight.shape, dtype=weight.dtype, device=device).normal_(0, 0.02)
-                made[id(weight)] = torch.nn.Parameter(values, weight.requires_grad)
-            module._parameters[name] = made[id(weight)]
+                filled[id(weight)] = torch.nn.Parameter(values, weight.requires_grad)
+            module._parameters[name] = filled[id(weight)]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.ones(buffer.shape, dtype=buffer.dtype, device=device)

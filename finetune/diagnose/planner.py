@@ -112,7 +112,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         objective=config.training.objective,
         precision=planner.precision,
         why_not_engine=planner.forward.why_not_engine,
-        called_layers={why: len(names) for why, names in planner.forward.called_layers.items()},
+        called_layers={reason: len(names) for reason, names in planner.forward.called_layers.items()},
         batches=planner.batching.describe(),
         device=device,
         peak=peak,
@@ -198,8 +198,8 @@ class Planner:
         self._optimizer = self._need or OptimizerNeed(0, 0)
         self._generations: dict[tuple[str, bool], GenerationForecast | None] = {}
         if self._need is None:
-            what = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
-            self.findings.append(warning("Memory", what, "leave room for it"))
+            message = f"the memory of {config.optim.optimizer} is not counted: it cannot take a step without data"
+            self.findings.append(warning("Memory", message, "leave room for it"))
 
     def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
@@ -228,7 +228,7 @@ class Planner:
 
     def _choose_by_memory(self, collate: Collate) -> MemoryChoice:
         weights = Weights(self.model)
-        held = weights.adapter + weights.held(self._shards) + weights.gathered(self._shards)
+        resident = weights.adapter + weights.held(self._shards) + weights.gathered(self._shards)
         longest = self._config.data.max_length if self._answers is None else int(self._answers.lengths.max())
         if self._splits is not None:
             longest = self._objective.longest_row(self._config, self._splits)
@@ -238,7 +238,7 @@ class Planner:
             self._how,
             longest=longest,
             collate=collate,
-            room=self._device.memory - self._device.reserve - held,
+            room=self._device.memory - self._device.reserve - resident,
             world_size=self._world_size,
         )
 
@@ -248,15 +248,15 @@ class Planner:
         how = replace(self._how, accumulates=largest.per_step > 1)
         return self._predict(partial(forecast_step, model, largest.microbatch, how), "", "training.batch_size")
 
-    def _predict(self, forecast: Callable[[], Forecast], what: str, batch_key: str) -> Forecast | None:
+    def _predict(self, forecast: Callable[[], Forecast], subject: str, batch_key: str) -> Forecast | None:
         try:
             return forecast()
         except CANNOT_TRACE as error:
             cause = f"{type(error).__name__}: {first_line(error)}"
-            of = f" of {what}" if what else ""
-            what = f"memory{of} cannot be predicted: the model's own forward needs data ({cause})"
+            of = f" of {subject}" if subject else ""
+            message = f"memory{of} cannot be predicted: the model's own forward needs data ({cause})"
             fix = f"start with a small {batch_key} and look at the memory that the run reports"
-            self.findings.append(warning("Memory", what, fix))
+            self.findings.append(warning("Memory", message, fix))
             return None
 
     def peak_of(self, forecast: StepForecast, shards: Shards | None = None) -> Peak:
@@ -328,13 +328,13 @@ class Planner:
             refuse_what_is_not_sharded(sharded, trains=True)
         except ConfigError:
             return []
-        found = []
+        needs = []
         for number in SHARDS:
             shards = Shards(number, sharded.parallel.reshard_after_forward)
             peaks = self.peak_of(forecast, shards), self.generating(shards), self.evaluating(shards)
             needed = most_memory(*peaks)[1] + self._device.reserve
-            found.append(ShardedNeed(number, needed, fits=needed <= self._device.memory))
-        return found
+            needs.append(ShardedNeed(number, needed, fits=needed <= self._device.memory))
+        return needs
 
     def trade(self, peak: Peak) -> Trade | None:
         """Predict the same step with gradient checkpointing turned off, or on."""

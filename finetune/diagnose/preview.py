@@ -277,12 +277,12 @@ def _judge_fit(
         longest = int(rows.lengths.max())
         largest = max(int(ids.max()) for side in rows.sides for ids, _ in side.pieces())
         if context is not None and longest > context:
-            what = f"{name}: the longest row has {longest:,} tokens, but the model's context ends at {context:,}"
-            yield problem("Data", what, f"data.max_length={context}")
+            message = f"{name}: the longest row has {longest:,} tokens, but the model's context ends at {context:,}"
+            yield problem("Data", message, f"data.max_length={context}")
         if num_rows is not None and largest >= num_rows:
             token = on_one_line(str(tokenizer.convert_ids_to_tokens(largest)))
-            what = f"{name}: the token {token} has the id {largest}, but the model has {num_rows:,} embeddings"
-            yield problem("Data", what, "use the model's own tokenizer (model.tokenizer)")
+            message = f"{name}: the token {token} has the id {largest}, but the model has {num_rows:,} embeddings"
+            yield problem("Data", message, "use the model's own tokenizer (model.tokenizer)")
 
 
 def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
@@ -291,9 +291,9 @@ def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenize
     header = ChatTemplate(tokenizer).unopened_header() if is_chat else ""
     if header:
         shown = on_one_line(header)
-        what = f"the chat template has no generation prompt: {shown} carries loss, and no prompt will end with it"
+        message = f"the chat template has no generation prompt: {shown} carries loss, and no prompt will end with it"
         fix = "give a template that renders it if add_generation_prompt is true (data.chat_template)"
-        yield problem("Data", what, fix)
+        yield problem("Data", message, fix)
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
@@ -301,9 +301,9 @@ def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding
     for name, split in splits.items():
         if split.duplicates.count:
             share = split.duplicates.count / split.rows
-            what = f"{name}: {split.duplicates.count:,} rows ({share:.1%}) repeat an earlier row of the split"
+            message = f"{name}: {split.duplicates.count:,} rows ({share:.1%}) repeat an earlier row of the split"
             where = f"token for token: {_describe_group(split.duplicates)}"
-            yield warning("Data", f"{what}, {where}", "remove them, unless they are meant")
+            yield warning("Data", f"{message}, {where}", "remove them, unless they are meant")
 
 
 def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
@@ -314,5 +314,5 @@ def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
             equal = [row for row, (chosen, rejected) in enumerate(zip(*sides, strict=True)) if chosen == rejected]
             if equal:
                 group = _describe_group(NamedRows.of(rows, equal))
-                what = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {group}"
-                yield warning("Data", what, "remove them: nothing can be preferred")
+                message = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {group}"
+                yield warning("Data", message, "remove them: nothing can be preferred")

@@ -98,13 +98,13 @@ class Rehearsal:
             log, begun, exit_code = self.folder / "logs" / f"{name}.log", time.monotonic(), 0
             try:
                 with waiting(f"rehearsing: {name}"):
-                    what = stage(self, log)
+                    detail = stage(self, log)
             except FinetuneError as error:
-                what, exit_code = str(error), error.exit_code
+                detail, exit_code = str(error), error.exit_code
                 missing = "" if name in _NOT_NEEDED else name
             seconds, log_file = time.monotonic() - begun, str(log) if log.is_file() else None
             outcome: Literal["ok", "failed"] = "failed" if exit_code else "ok"
-            self.results.append(StageResult(name, outcome, visible(what), seconds, exit_code, log_file))
+            self.results.append(StageResult(name, outcome, visible(detail), seconds, exit_code, log_file))
 
     def clean(self) -> None:
         """Remove the folder of the rehearsal. If a stage has failed, leave the logs."""
@@ -228,9 +228,9 @@ def _kill(rehearsal: Rehearsal, log: Path) -> str:
     folder = RunFolder(rehearsal.folder / "killed")
     if rehearsal.train(log, "killed", resume="never", kill_when=lambda: bool(folder.checkpoint_steps())):
         return f"SIGKILL to all processes once the checkpoint of step {folder.checkpoint_steps()[-1]} was committed"
-    what = "the run ended before it could be killed"
-    rehearsal.limits.append(f"a kill in mid-run: {what} (try more --steps)")
-    return what
+    reason = "the run ended before it could be killed"
+    rehearsal.limits.append(f"a kill in mid-run: {reason} (try more --steps)")
+    return reason
 
 
 def _resume(rehearsal: Rehearsal, log: Path) -> str:
@@ -240,11 +240,13 @@ def _resume(rehearsal: Rehearsal, log: Path) -> str:
     differing = [file for file in uninterrupted if resumed.get(file) != uninterrupted[file]]
     if not differing:
         return f"the same bytes as the run that was not killed: {', '.join(uninterrupted)}"
-    what = f"{', '.join(differing)} differ from the files of the run that was not killed"
+    difference = f"{', '.join(differing)} differ from the files of the run that was not killed"
     training = rehearsal.config.training
     if training.deterministic or training.device == "cpu" or accelerator_type() is None:
-        raise StageError(f"{what}. docs/checkpoints.md has the limits of an exact resume.", RunFailedError.exit_code)
-    return f"{what}, as a GPU's kernels may: training.deterministic=true repeats them exactly"
+        raise StageError(
+            f"{difference}. docs/checkpoints.md has the limits of an exact resume.", RunFailedError.exit_code
+        )
+    return f"{difference}, as a GPU's kernels may: training.deterministic=true repeats them exactly"
 
 
 def _merge(rehearsal: Rehearsal, log: Path) -> str:

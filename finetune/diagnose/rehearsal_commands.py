@@ -22,8 +22,8 @@ _OUR_ERROR = re.compile(r"^finetune: ")
 class StageError(FinetuneError):
     """Say that a stage failed, with the exit code of its command."""
 
-    def __init__(self, what: str, exit_code: int) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
         self.exit_code = exit_code
 
 
@@ -56,9 +56,9 @@ def run_command(
     try:
         while process.poll() is None and not kill_when():
             if time.monotonic() >= until:
-                what = f"finetune {arguments[0]} had not ended when the time of the rehearsal was over"
+                message = f"finetune {arguments[0]} had not ended when the time of the rehearsal was over"
                 fix = "Give it more with --minutes, or set a smaller training.global_batch_size."
-                raise StageError(f"{what}: it hangs, or is slow. {fix}", RunFailedError.exit_code)
+                raise StageError(f"{message}: it hangs, or is slow. {fix}", RunFailedError.exit_code)
             time.sleep(_POLL_SECONDS)
         code = process.poll()
     finally:

@@ -46,11 +46,13 @@ def read_launch_arguments(arguments: Sequence[str], folder: Path) -> AccelerateC
         # It may be no file, or not one of accelerate's.
         with suppress(OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
             config = load_config_from_file(str(folder / options.config_file) if options.config_file else None)
-    asked = options.num_processes or getattr(config, "num_processes", None)
+    num_processes = options.num_processes or getattr(config, "num_processes", None)
     # accelerate itself refuses an option for an engine beside --cpu, but not a config file.
     engine = str(getattr(config, "distributed_type", "NO")).rpartition(".")[2].upper()
     is_engine = engine in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
-    return AccelerateCommand(asked if asked and asked > 0 else None, engine if is_engine else None)
+    return AccelerateCommand(
+        num_processes if num_processes and num_processes > 0 else None, engine if is_engine else None
+    )
 
 
 def forget_accelerate() -> None:

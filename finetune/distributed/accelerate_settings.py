@@ -113,12 +113,12 @@ def refuse_another_precision(precision: str, wish: str, environ: Mapping[str, st
     Raises:
         LaunchError: names both sides.
     """
-    asked = environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
-    if asked not in (*_FALSE, precision):
+    requested = environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
+    if requested not in (*_FALSE, precision):
         raise LaunchError(
-            f"accelerate launch asks for mixed precision {asked} (ACCELERATE_MIXED_PRECISION), but training.precision "
-            f"{wish} means {precision} here. Set training.precision, or remove mixed_precision from accelerate's "
-            "config file."
+            f"accelerate launch asks for mixed precision {requested} (ACCELERATE_MIXED_PRECISION), but "
+            f"training.precision {wish} means {precision} here. Set training.precision, or remove mixed_precision from "
+            "accelerate's config file."
         )
 
 
@@ -143,37 +143,37 @@ def settings_of_accelerate(
     """
     refused = refused_settings(environ)
     if refused:
-        listed = "; ".join(f"{setting}: {why}" for setting, why in refused)
+        listed = "; ".join(f"{setting}: {reason}" for setting, reason in refused)
         raise LaunchError(f"accelerate launch asks for something that finetune does not support. {listed}")
     if not _is_fsdp2(environ):
         return {}
-    asked: dict[str, tuple[object, str]] = {"parallel.sharding": ("fsdp2", "FSDP_VERSION")}
+    requested: dict[str, tuple[object, str]] = {"parallel.sharding": ("fsdp2", "FSDP_VERSION")}
     if environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() in _FALSE:
-        asked["parallel.reshard_after_forward"] = (False, "FSDP_RESHARD_AFTER_FORWARD")
+        requested["parallel.reshard_after_forward"] = (False, "FSDP_RESHARD_AFTER_FORWARD")
     if environ.get("FSDP_ACTIVATION_CHECKPOINTING", "").lower() in _TRUE:
-        asked["training.gradient_checkpointing"] = (True, "FSDP_ACTIVATION_CHECKPOINTING")
+        requested["training.gradient_checkpointing"] = (True, "FSDP_ACTIVATION_CHECKPOINTING")
     if _uses_sizes(environ):
         shard_size = int(environ.get(_SHARD, 1))
-        asked["parallel.shard_size"] = (shard_size, _SHARD)
+        requested["parallel.shard_size"] = (shard_size, _SHARD)
         size = int(environ.get(_REPLICATE, 1)) * shard_size
         if size != world_size:
             raise LaunchError(
                 f"parallelism_config of accelerate launch is made for {size} processes (dp_replicate_size x "
                 f"dp_shard_size), but {world_size} were started. Change num_processes, or one of the two."
             )
-    given = {}
-    for key, (value, variable) in asked.items():
+    accepted = {}
+    for key, (value, variable) in requested.items():
         section, _, name = key.partition(".")
-        ours = getattr(getattr(config, section), name)
+        configured = getattr(getattr(config, section), name)
         is_asked = config.origin(key) != "default" if trains else config.origin(key).startswith(COMMAND_LINE)
         setting = f"{variable}={environ.get(variable, '')}"
-        if is_asked and ours not in (value, "auto", None):
+        if is_asked and configured not in (value, "auto", None):
             raise LaunchError(
-                f"accelerate launch asks for {key}={_yaml(value)} ({setting}), but {key} is {_yaml(ours)} "
+                f"accelerate launch asks for {key}={_yaml(value)} ({setting}), but {key} is {_yaml(configured)} "
                 f"({config.origin(key)}). Remove one of them."
             )
-        given[key] = (value, f"accelerate's {setting}")
-    return given
+        accepted[key] = (value, f"accelerate's {setting}")
+    return accepted
 
 
 @contextmanager
@@ -209,15 +209,15 @@ def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -
             f"accelerate launch was asked for {command.engine}, and with --cpu it silently dropped it and started one "
             f"process. {instead}"
         )
-    asked = command.num_processes
-    if asked is None or asked <= environment.world_size:
+    requested = command.num_processes
+    if requested is None or requested <= environment.world_size:
         return None
     why = (
-        f"accelerate launch was asked for {asked} processes on the CPU and started one. Use torchrun "
-        f"--nproc_per_node {asked}, parallel.num_processes={asked}, or accelerate launch --multi_gpu "
-        f"--num_processes {asked}, which starts {asked} without any GPU too"
+        f"accelerate launch was asked for {requested} processes on the CPU and started one. Use torchrun "
+        f"--nproc_per_node {requested}, parallel.num_processes={requested}, or accelerate launch --multi_gpu "
+        f"--num_processes {requested}, which starts {requested} without any GPU too"
     )
-    return Fallback(what="accelerate launch", wanted=f"{asked} processes", used="one process", why=why)
+    return Fallback(what="accelerate launch", wanted=f"{requested} processes", used="one process", why=why)
 
 
 def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:

@@ -35,11 +35,11 @@ class StoreBarrier:
         self._world_size = world_size
         self._num_waits = 0
 
-    def wait(self, what: str, first_fault: Callable[[float], Fault | None]) -> None:
+    def wait(self, activity: str, first_fault: Callable[[float], Fault | None]) -> None:
         """Wait until all ranks are here. Collective.
 
         Args:
-            what: what the ranks are about to do; the same on all.
+            activity: what the ranks are about to do; the same on all.
             first_fault: waits for so many seconds, and returns the world's first fault if there is one.
 
         Raises:
@@ -47,20 +47,20 @@ class StoreBarrier:
         """
         self._num_waits += 1
         try:
-            first = self._store.compare_set(str(self._num_waits), "", what).decode()
-            if first != what:
-                raise _alone(what, f"another is in {first}")
+            first = self._store.compare_set(str(self._num_waits), "", activity).decode()
+            if first != activity:
+                raise _alone(activity, f"another is in {first}")
             self._count("here", 1)
             while self._count("here", 0) < self._world_size:
                 # A rank may have come, seen that all are here, and left meanwhile.
                 if self._store.check(["left"]) and self._count("here", 0) < self._world_size:
-                    raise _alone(what, f"rank {self._store.get('left').decode()} has left")
+                    raise _alone(activity, f"rank {self._store.get('left').decode()} has left")
                 fault = first_fault(_LOOK_SECONDS)
                 if fault is not None:
                     raise RunFailedError(str(fault), fault=fault)
             self._count("seen", 1)
         except RuntimeError as error:
-            raise _alone(what, "rank 0, which keeps the store, has left") from error
+            raise _alone(activity, "rank 0, which keeps the store, has left") from error
 
     def leave(self) -> None:
         """Mark this rank as one that does not come to the barrier again. Not a collective.
@@ -80,8 +80,9 @@ class StoreBarrier:
         return self._store.add(f"{self._num_waits}/{name}", number)
 
 
-def _alone(what: str, others: str) -> RunFailedError:
+def _alone(activity: str, reason: str) -> RunFailedError:
     return RunFailedError(
-        f"this rank is in {what}, but {others}. With parallel.sharding=fsdp2 each rank holds a shard of the weights, "
-        "so all of them must compute: call run_test and whatever runs the model on every rank, not on rank 0 alone."
+        f"this rank is in {activity}, but {reason}. With parallel.sharding=fsdp2 each rank holds a shard of the "
+        "weights, so all of them must compute: call run_test and whatever runs the model on every rank, not on rank 0 "
+        "alone."
     )

@@ -132,16 +132,16 @@ class Collectives:
                 raise error
             return
         code = error.exit_code if isinstance(error, FinetuneError) else 1
-        mine = (self.context.rank, code, f"{type(error).__name__}: {error}")
+        own_failure = (self.context.rank, code, f"{type(error).__name__}: {error}")
         with self._liveness.collective(f"agree on {during}"):
-            failed = [entry for entry in gather_object([None if error is None else mine]) if entry is not None]
+            failed = [entry for entry in gather_object([None if error is None else own_failure]) if entry is not None]
         if not failed:
             return
         rank, code, text = failed[0]
         if error is None:
             raise PeerFailedError(f"rank {rank} failed during {during}: {text}", exit_code=code)
         if isinstance(error, FinetuneError):
-            error.is_reported_elsewhere = mine != failed[0] and mine[2] == text
+            error.is_reported_elsewhere = own_failure != failed[0] and own_failure[2] == text
         raise error
 
     @contextmanager
@@ -174,11 +174,11 @@ class Collectives:
             self._is_set_up = True
             self.agree(None, during="set-up")
 
-    def refuse_differences(self, what: str, digest: str, *, remedy: str = _SAME_COMMAND) -> None:
+    def refuse_differences(self, subject: str, digest: str, *, remedy: str = _SAME_COMMAND) -> None:
         """Refuse to train if the ranks have different inputs, because a sum over them would mean nothing. Collective.
 
         Args:
-            what: for the message, for example ``the training rows``.
+            subject: for the message, for example ``the training rows``.
             digest: of this rank's input; must be equal on all ranks.
             remedy: a sentence for the message that says how to make them equal.
 
@@ -187,11 +187,11 @@ class Collectives:
         """
         if not self.context.distributed:
             return
-        with self._liveness.collective(f"comparing {what}"):
+        with self._liveness.collective(f"comparing {subject}"):
             digests = gather_object([digest])
         different = [rank for rank, other in enumerate(digests) if other != digests[0]]
         if different:
-            raise LaunchError(f"{what} of {format_ranks(different)} differs from rank 0's. {remedy}")
+            raise LaunchError(f"{subject} of {format_ranks(different)} differs from rank 0's. {remedy}")
 
     def barrier(self) -> None:
         """Wait for all ranks. Collective."""
@@ -213,7 +213,7 @@ class Collectives:
                 PrefixStore(token, store), rank=self.context.rank, world_size=self.context.world_size
             )
 
-    def synchronize(self, what: str) -> None:
+    def synchronize(self, activity: str) -> None:
         """Wait for all ranks after `start_store_barrier`, before they run a sharded model outside of a step.
 
         Collective then, with the same text on all ranks. Before `start_store_barrier`, and in a group that others made,
@@ -223,8 +223,8 @@ class Collectives:
             RunFailedError: another rank has left or waits elsewhere, so that this one would wait for ever.
         """
         if self._barrier is not None:
-            with self._liveness.waiting(what):
-                self._barrier.wait(what, self._liveness.first_fault)
+            with self._liveness.waiting(activity):
+                self._barrier.wait(activity, self._liveness.first_fault)
 
     def leave(self) -> None:
         """Show the ranks that wait at the store barrier that this rank does not come. Not a collective."""

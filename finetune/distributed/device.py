@@ -86,8 +86,8 @@ def device_of_rank(local_rank: int, wish: str | torch.device | None, *, shares_g
 
 def accelerator_type() -> str | None:
     """Return the type of accelerator that torch sees here: `cuda`, `mps`, or one that finetune cannot use."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return None if found is None else found.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None else accelerator.type
 
 
 def device_identity(device: torch.device) -> str | None:
@@ -114,9 +114,9 @@ def refuse_different_devices(device_types: Mapping[int, str]) -> None:
     for rank, device_type in device_types.items():
         ranks.setdefault(device_type, []).append(rank)
     if len(ranks) > 1:
-        found = ", ".join(f"{device_type} ({format_ranks(them)})" for device_type, them in ranks.items())
+        groups = ", ".join(f"{device_type} ({format_ranks(members)})" for device_type, members in ranks.items())
         raise LaunchError(
-            f"The ranks compute on different types of device, or with different backends: {found}. All need the same. "
+            f"The ranks compute on different types of device, or with different backends: {groups}. All need the same. "
             "If a node should have GPUs, run `finetune doctor` there: its driver may be broken, or "
             "CUDA_VISIBLE_DEVICES hides them. Otherwise give all ranks the same training.device and parallel.backend."
         )

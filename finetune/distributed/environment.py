@@ -149,15 +149,15 @@ def with_place(environ: Mapping[str, str], rank: int | None, worldsize: int | No
         return environ
     if rank is None or worldsize is None:
         raise LaunchError(f"rank={rank} and worldsize={worldsize} belong together: give both or neither.")
-    given = {"RANK": str(rank), "WORLD_SIZE": str(worldsize)}
-    other = [f"{name}={environ[name]}" for name in given if environ.get(name, given[name]) != given[name]]
-    if other:
+    place = {"RANK": str(rank), "WORLD_SIZE": str(worldsize)}
+    contradictions = [f"{name}={environ[name]}" for name in place if environ.get(name, place[name]) != place[name]]
+    if contradictions:
         raise LaunchError(
-            f"rank={rank} and worldsize={worldsize} were given, but the environment says {', '.join(other)}. "
+            f"rank={rank} and worldsize={worldsize} were given, but the environment says {', '.join(contradictions)}. "
             "Give neither if a launcher started the process, or unset these variables."
         )
     beside = {name: environ[name] for name in LAUNCH_VARIABLES if name in environ}
-    return {"LOCAL_RANK": str(rank), **beside, **given}
+    return {"LOCAL_RANK": str(rank), **beside, **place}
 
 
 def variables_of_spawn(rank: int, world_size: int, address: str, port: int, run_id: str) -> dict[str, str]:
@@ -274,12 +274,12 @@ def _read_place(environ: Mapping[str, str], family: _Family, here: int | None) -
     local_rank = read_number(environ, family.local_rank)
     if local_rank is None and world_size == 1:
         local_rank = 0
-    given = ", ".join(f"{name}={environ[name]}" for name in family.names if name in environ) or "none of them"
+    variables = ", ".join(f"{name}={environ[name]}" for name in family.names if name in environ) or "none of them"
     if rank is None or world_size is None or local_rank is None:
         needed = (family.rank, family.world_size, family.local_rank)
         missing = [names.replace(" ", " or ") for names in needed if not any(name in environ for name in names.split())]
         raise LaunchError(
-            f"The environment is incomplete for a launch through {family.name} variables: found {given}; missing "
+            f"The environment is incomplete for a launch through {family.name} variables: found {variables}; missing "
             f"{', '.join(missing)}. Start through torchrun, accelerate launch, srun or mpirun, which set them all, or "
             "unset them to train in one process."
         )
@@ -287,9 +287,9 @@ def _read_place(environ: Mapping[str, str], family: _Family, here: int | None) -
         here = world_size if local_rank == rank else local_rank + 1
     if not (rank < world_size and local_rank < here <= world_size):
         raise LaunchError(
-            f"The launch variables contradict each other: {given}, {here} processes on this node. Expected 0 <= rank < "
-            "world size and 0 <= local rank < processes on this node <= world size. Unset them, or start again through "
-            "the launcher."
+            f"The launch variables contradict each other: {variables}, {here} processes on this node. Expected 0 <= "
+            "rank < world size and 0 <= local rank < processes on this node <= world size. Unset them, or start again "
+            "through the launcher."
         )
     return {"rank": rank, "local_rank": local_rank, "world_size": world_size, "local_world_size": here}
 

@@ -128,5 +128,5 @@ class _LossOf(torch.nn.Module):
 def _summed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     assert work is not None
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda future: future.value()[0])
     return summed

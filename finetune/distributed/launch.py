@@ -98,8 +98,8 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         outlive_readers()
     configure_logs(environment.rank, level=level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
-    given = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
-    config = config.with_values(given)
+    launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
+    config = config.with_values(launcher_settings)
     refuse_what_is_not_sharded(config, trains=trains)
     _compare_with_launch(config, environment, fallbacks)
     environment = replace(
@@ -108,8 +108,10 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         master_port=config.parallel.master_port or environment.master_port,
     )
     if is_to_spawn:
-        asked = config.parallel
-        raise SystemExit(run_as_processes(num_processes, master_addr=asked.master_addr, master_port=asked.master_port))
+        parallel = config.parallel
+        raise SystemExit(
+            run_as_processes(num_processes, master_addr=parallel.master_addr, master_port=parallel.master_port)
+        )
     torch.manual_seed(config.seed)
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
@@ -126,7 +128,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         if config.training.deterministic:
             leaving.enter_context(deterministic_algorithms())
         _refuse_what_mps_lacks(config, context.device)
-        runtime = Runtime(context, environment, fallbacks, config, given)
+        runtime = Runtime(context, environment, fallbacks, config, launcher_settings)
         try:
             _log.info("Process %d/%d started", environment.rank, environment.world_size)
             _check_world(config, runtime, trains=trains)
@@ -237,17 +239,17 @@ def _check_sharding(config: Config, runtime: Runtime) -> None:
 
 def _record_other_device(wish: str | None, runtime: Runtime) -> None:
     """Record that the run computes on another type of device than it should, or than the best one of this machine."""
-    wanted = wish or accelerator_type()
-    if wanted is None or torch.device(wanted).type == runtime.device.type:
+    preferred = wish or accelerator_type()
+    if preferred is None or torch.device(preferred).type == runtime.device.type:
         return
     if wish is not None:
-        seen = f"this process sees {torch.cuda.device_count()} CUDA devices"
-        why = "torch sees no Apple GPU" if wish == "mps" else seen
-    elif wanted == "mps":
+        visible_devices = f"this process sees {torch.cuda.device_count()} CUDA devices"
+        why = "torch sees no Apple GPU" if wish == "mps" else visible_devices
+    elif preferred == "mps":
         why = "an Apple GPU computes for one process alone; with training.device=cpu, the CPU is what you ask for"
     else:
-        why = f"finetune does not compute on {wanted}; with training.device=cpu, the CPU is what you ask for"
-    runtime.fallbacks.take(Fallback(what="training.device", wanted=wanted, used=str(runtime.device), why=why))
+        why = f"finetune does not compute on {preferred}; with training.device=cpu, the CPU is what you ask for"
+    runtime.fallbacks.take(Fallback(what="training.device", wanted=preferred, used=str(runtime.device), why=why))
 
 
 def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
@@ -317,15 +319,15 @@ def refuse_another_launch(config: Config, environment: LaunchEnvironment) -> Non
     started = {"world_size": environment.world_size, "rank": environment.rank}
     place = f"RANK={environment.rank}, WORLD_SIZE={environment.world_size}"
     if environment.launcher == "none":
-        found = f"this process was started without a launcher, as {place}"
+        actual_launch = f"this process was started without a launcher, as {place}"
     else:
-        found = f"{environment.launcher} started this process with {place}"
+        actual_launch = f"{environment.launcher} started this process with {place}"
         started["num_processes"] = environment.world_size
     for key, actual in started.items():
-        asked = getattr(config.parallel, key)
-        if asked is not None and asked != actual:
+        configured = getattr(config.parallel, key)
+        if configured is not None and configured != actual:
             raise LaunchError(
-                f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {found}. "
+                f"parallel.{key} is {configured} ({config.origin(f'parallel.{key}')}) but {actual_launch}. "
                 "Remove the key, or launch to match it."
             )
     _refuse_another_address(config, environment)
@@ -340,10 +342,10 @@ def _refuse_another_address(config: Config, environment: LaunchEnvironment) -> N
     """Refuse another address than the launcher's: its agent may hold the store there already."""
     given_addr, given_port = given_address(os.environ)
     for key, value in {"master_addr": given_addr, "master_port": given_port}.items():
-        asked = getattr(config.parallel, key)
-        if None not in (asked, value) and environment.world_size > 1 and asked != value:
+        configured = getattr(config.parallel, key)
+        if None not in (configured, value) and environment.world_size > 1 and configured != value:
             raise LaunchError(
-                f"parallel.{key} is {asked} ({config.origin(f'parallel.{key}')}) but {environment.launcher} set "
+                f"parallel.{key} is {configured} ({config.origin(f'parallel.{key}')}) but {environment.launcher} set "
                 f"{key.upper()}={value}. Remove the key, or tell the launcher."
             )
     if environment.is_address_missing and config.parallel.master_addr is None:

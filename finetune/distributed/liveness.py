@@ -88,7 +88,9 @@ class Liveness:
         self._phase.enter_context(self.range(phase if step is None else f"step {step}: {phase}"))
 
     def name_ranges(self, make_range: Callable[[str], AbstractContextManager[Any]]) -> None:
-        """From here on, make a range of each phase, forward and backward pass and collective, for a profiler."""
+        """Call `make_range(name)` around every phase, forward pass, backward pass and collective from here on.
+
+        A profiler shows these ranges."""
         self._phase.close()
         self._make_range = make_range
 
@@ -96,9 +98,9 @@ class Liveness:
         """Return a block that a profiler shows under this name."""
         return self._make_range(name)
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Return a block that waits for other ranks: if it lasts too long, they are to blame and not this rank."""
-        return nullcontext() if self.watchdog is None else self.watchdog.waiting(what)
+    def waiting(self, activity: str) -> AbstractContextManager[None]:
+        """Return a context in which this rank waits for others. On a timeout, a rank that is not waiting is blamed."""
+        return nullcontext() if self.watchdog is None else self.watchdog.waiting(activity)
 
     def first_fault(self, wait_seconds: float) -> Fault | None:
         """Return the world's first fault, or None if this rank does not learn of one in time."""
@@ -111,12 +113,12 @@ class Liveness:
 
     @contextmanager
     def collective(
-        self, what: str, *, waits_before: bool = True, waits_after: bool = True, is_named: bool = True
+        self, activity: str, *, waits_before: bool = True, waits_after: bool = True, is_named: bool = True
     ) -> Iterator[None]:
         """Run a block that waits for the other ranks. If one of them is gone, a RunFailedError says which and where.
 
         Args:
-            what: as a fault names it.
+            activity: as a fault names it.
             waits_before: let the device finish first: a rank that still computes does not count as waiting.
             waits_after: let it finish in the block too: nccl's calls return before the other ranks have come.
             is_named: a profiler shows it as a range.
@@ -124,7 +126,7 @@ class Liveness:
         if waits_before:
             self.let_device_finish()
         try:
-            with self.range(f"collective: {what}") if is_named else nullcontext(), self.waiting(what):
+            with self.range(f"collective: {activity}") if is_named else nullcontext(), self.waiting(activity):
                 yield
                 if waits_after:
                     self.let_device_finish()
@@ -133,8 +135,8 @@ class Liveness:
             is_loss = isinstance(error, dist.DistError) or any(sign in str(error) for sign in _SIGNS_OF_LOSS)
             if fault is None and not is_loss:
                 raise
-            _log.debug("%s: %s", what, error)
-            cause = str(fault) if fault is not None else f"another rank left during {what}: {error}"
+            _log.debug("%s: %s", activity, error)
+            cause = str(fault) if fault is not None else f"another rank left during {activity}: {error}"
             raise RunFailedError(cause, fault=fault) from error
 
     def on_close(self, action: Callable[[BaseException | None], None]) -> None:

@@ -109,8 +109,8 @@ class Placement:
             )
         self.gathered_bytes, self.received_bytes = self._sharded.gathered_bytes, self._sharded.received_bytes
         self._stop_requests.is_forward_collective = True
-        what = "all weights" if self._is_full else "the frozen weights"
-        _log.info("%s are sharded over %d processes, layer by layer", what, self.shard_size)
+        weights = "all weights" if self._is_full else "the frozen weights"
+        _log.info("%s are sharded over %d processes, layer by layer", weights, self.shard_size)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Hand an optimizer to Accelerate. The learning rate is never handed over: it is a function of the step."""
@@ -155,7 +155,7 @@ class Placement:
         """
         there = microbatch.to(self.context.device)
         with self.autocast():
-            return self.apply(lambda whole: compute(whole, there), model)
+            return self.apply(lambda full_model: compute(full_model, there), model)
 
     def apply(self, compute: Callable[[Any], Value], model: torch.nn.Module) -> Value:
         """Compute something of a model, which may run it several times.
@@ -246,17 +246,16 @@ class Placement:
 
     @contextmanager
     def full_tensors(self, tensors: Iterable[torch.Tensor]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Run a block in which the main process gets full tensors for sharded ones, one after the other.
+        """Yield a function that returns the full tensor for a sharded one. Only the main process calls this function.
 
-        If the main process has not asked for some tensors, for example because its disk failed, all ranks all-gather
-        them at the end. So no rank waits for ever.
+        It calls the function once for each of `tensors`, in their order. If it leaves some out, for example because its
+        disk failed, all ranks all-gather these at the end of the block. Otherwise the other ranks would wait for ever.
 
-        Collective: every rank enters it, with the same tensors in the same order, and only the main process calls the
-        function that the block is given, with each of them in this order.
+        Collective: every rank enters the block, with the same tensors in the same order.
         """
         left = deque(tensor for tensor in tensors if is_sharded(tensor))
 
-        def whole(tensor: torch.Tensor) -> torch.Tensor:
+        def read_full(tensor: torch.Tensor) -> torch.Tensor:
             if not is_sharded(tensor):
                 return tensor
             assert left.popleft() is tensor, "the ranks gather in one order"
@@ -265,20 +264,20 @@ class Placement:
                 return gathered
 
         try:
-            yield whole
+            yield read_full
         except Exception:
             while left:
-                whole(left[0])
+                read_full(left[0])
             raise
         while left:
-            whole(left[0])
+            read_full(left[0])
 
     def forget_model(self) -> None:
         """Drop what refers to the model and to groups, when the run leaves."""
         self._reducer = self._sharded = None
         self._accelerator.free_memory()
 
-    def _all_gathering(self, what: str) -> AbstractContextManager[None]:
+    def _all_gathering(self, activity: str) -> AbstractContextManager[None]:
         """Return a block in which this rank computes and all-gathers weights: without a range or a wait of its own."""
-        what = f"gathering weights ({what})"
-        return self._liveness.collective(what, is_named=False, waits_before=False, waits_after=False)
+        activity = f"gathering weights ({activity})"
+        return self._liveness.collective(activity, is_named=False, waits_before=False, waits_after=False)

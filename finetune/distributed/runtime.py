@@ -61,9 +61,9 @@ class Runtime:
         environment: LaunchEnvironment,
         fallbacks: Fallbacks,
         config: Config,
-        given: Mapping[str, tuple[object, str]],
+        launcher_settings: Mapping[str, tuple[object, str]],
     ) -> None:
-        self._given = given
+        self._given = launcher_settings
         self.environment = environment
         self.fallbacks = fallbacks
         self.precision = choose_precision(config.training.precision, best=best_precision(context.device))
@@ -156,13 +156,13 @@ class Runtime:
             self.placement.forget_model()
 
     def _compare_worlds(self) -> None:
-        theirs, engine = self._accelerator, self._accelerator.distributed_type
+        accelerator, engine = self._accelerator, self._accelerator.distributed_type
         pairs = {
-            "world size": (self.world_size, theirs.num_processes),
-            "rank": (self.rank, theirs.process_index),
-            "device": (_device_name(self.device), _device_name(theirs.device)),
-            "precision": (_MIXED_PRECISION[self.precision], theirs.mixed_precision),
-            "gradient accumulation": (1, theirs.gradient_accumulation_steps),
+            "world size": (self.world_size, accelerator.num_processes),
+            "rank": (self.rank, accelerator.process_index),
+            "device": (_device_name(self.device), _device_name(accelerator.device)),
+            "precision": (_MIXED_PRECISION[self.precision], accelerator.mixed_precision),
+            "gradient accumulation": (1, accelerator.gradient_accumulation_steps),
             "parallelism": ("plain", "plain" if engine in _PLAIN_TYPES else str(engine.value)),
         }
         different = [f"{name}: ours {a}, Accelerate's {b}" for name, (a, b) in pairs.items() if a != b]

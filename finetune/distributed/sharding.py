@@ -115,7 +115,7 @@ class ShardedModel:
         layers = _layers(model)
         others = _parameters_outside(layers, model)
         # FSDP2 leaves these weights full. A set of the weights that it shards would keep all of them in memory.
-        kept = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
+        unsharded = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
         size = parallel.shard_size or world_size
         copies = world_size // size
         mesh = _mesh(device.type, copies, size)
@@ -124,9 +124,9 @@ class ShardedModel:
             """Shard these weights of a module, and return their bytes. The full weights are freed on return."""
             convert_parameters(weights, precision, device)
             copy_trained_from_main(weights)
-            whole = sum(weight.nbytes for weight in weights if weight not in kept)
-            fully_shard(module, mesh=mesh, ignored_params=kept, reshard_after_forward=reshards)
-            return whole
+            num_full_bytes = sum(weight.nbytes for weight in weights if weight not in unsharded)
+            fully_shard(module, mesh=mesh, ignored_params=unsharded, reshard_after_forward=reshards)
+            return num_full_bytes
 
         num_bytes = []
         for layer in layers:
@@ -161,9 +161,9 @@ class ShardedModel:
         bare_model(model).get_decoder().register_forward_pre_hook(self._refuse_outside)
 
     def apply(self, compute: Callable[[torch.nn.Module], Value]) -> Value:
-        """Compute something of the model.
+        """Return `compute(model)`. During the call the model all-gathers its weights as it needs them.
 
-        Collective: every rank, equally often, and inside each runs the model equally often.
+        Collective: every rank calls this equally often, and `compute` runs the model equally often on every rank.
         """
         self._is_entered = True
         if self._gathers_late:
@@ -220,7 +220,9 @@ def _mesh(device_type: str, copies: int, size: int) -> DeviceMesh:
 
 
 def _received_bytes(gathered: int, gradients: int, *, size: int, copies: int) -> int:
-    """Return what a rank receives: what others hold of the gathered weights, and what they add to gradients."""
+    """Return the bytes that a rank receives in a step."""
+    # With s = size and c = copies, (s - 1) / s of all weights is all-gathered and of all gradients reduce-scattered.
+    # A ring all-reduce among the copies then adds up the shards of the gradients: 2 (c - 1) / c of gradients / s.
     return (gathered + gradients) * (size - 1) // size + 2 * (copies - 1) * gradients // (copies * size)
 
 

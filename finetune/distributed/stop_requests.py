@@ -60,9 +60,10 @@ class StopRequests:
 
     @contextmanager
     def stopping_together(self, phase: str) -> Iterator[None]:
-        """Run a block in which a signal ends all ranks with Terminated, before the same forward of a sharded model.
+        """Run a block in which a stop signal to one rank ends all ranks, with Terminated.
 
-        The step timeout counts for each forward. If the model is not sharded, this changes nothing.
+        The ranks agree before each forward pass, so all of them stop before the same one. The step timeout starts anew
+        at each forward pass. If the model is not sharded, the block runs without these changes.
         """
         if not self.is_forward_collective:
             yield

@@ -107,7 +107,7 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, collective: str) -> Iterator[None]:
-        """Run a block that waits for other ranks: if it lasts too long, they are to blame and not this rank.
+        """Run a block in which this rank waits for others. On a timeout, a rank that is not waiting is blamed.
 
         After an error this rank still counts as waiting: another one may be the cause.
         """

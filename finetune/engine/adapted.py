@@ -32,6 +32,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
         return Linear(base.weight, base.bias, row_scale=row_scale)
     (adapter,) = module.active_adapters
     p = getattr(module.lora_dropout[adapter], "p", 0.0) if module.training else 0.0
+    # Dropout keeps a value with probability 1 - p. Dividing the scale by 1 - p keeps the expectation.
     return Linear(
         base.weight,
         base.bias,

@@ -156,8 +156,10 @@ def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterat
         if low == high:
             continue
         path = [layout.segments[i] for i in layout.path(index)]
-        number = max(1, round((high - low) / BLOCK_QUERIES))
+        number = max(1, round((high - low) / BLOCK_QUERIES))  # pieces, of nearly equal length
         for first, last in pairwise(low + (high - low) * i // number for i in range(number + 1)):
+            # The first query of a piece sees positions from `oldest` on. Take the keys from there to the end of each
+            # segment on the path, in the last segment to the piece's last query.
             position = path[-1].position + int(queries[first]) - path[-1].start
             oldest = 0 if window is None else position - window + 1
             ends = [segment.end for segment in path[:-1]] + [int(queries[last - 1]) + 1]
@@ -165,26 +167,26 @@ def _pieces(layout: Layout, queries: torch.Tensor, window: int | None) -> Iterat
             yield _Piece(first, last, tuple((a, b) for a, b in ranges if a < b))
 
 
-def _merge(one: _Piece, two: _Piece) -> _Piece:
+def _merge(earlier: _Piece, later: _Piece) -> _Piece:
     keys: list[Range] = []
-    for start, end in sorted(one.keys + two.keys):
+    for start, end in sorted(earlier.keys + later.keys):
         if keys and start <= keys[-1][1]:
             keys[-1] = (keys[-1][0], max(end, keys[-1][1]))
         else:
             keys.append((start, end))
-    return _Piece(one.first, two.last, tuple(keys))
+    return _Piece(earlier.first, later.last, tuple(keys))
 
 
 def _block(layout: Layout, queries: torch.Tensor, piece: _Piece, window: int | None) -> Block:
     keys = torch.cat([torch.arange(start, end) for start, end in piece.keys])
-    seen = layout.sees(queries[:, None], keys, window)
-    if seen.all():
+    visible = layout.sees(queries[:, None], keys, window)
+    if visible.all():
         return Block(*piece, bias=None, is_causal=False)
-    rows, columns = seen.shape
-    if torch.equal(seen, torch.ones_like(seen).tril(columns - rows)):
+    rows, columns = visible.shape
+    if torch.equal(visible, torch.ones_like(visible).tril(columns - rows)):
         is_causal = rows == columns  # the kernel aligns to the upper left
         return Block(*piece, bias=None if is_causal else _lower_right_bias(rows, columns), is_causal=is_causal)
-    return Block(*piece, bias=torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf), is_causal=False)
+    return Block(*piece, bias=torch.zeros(visible.shape).masked_fill_(~visible, -torch.inf), is_causal=False)
 
 
 def _lower_right_bias(rows: int, columns: int) -> torch.Tensor:
@@ -231,8 +233,8 @@ class _BlockAttention(torch.autograd.Function):
             rows = slice(block.first, block.last)
             outs[..., rows, :], logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 _wide(queries[..., rows, :]),
-                _taken(k, block.keys, len(queries)),
-                _taken(v, block.keys, len(queries)),
+                _selected_keys(k, block.keys, len(queries)),
+                _selected_keys(v, block.keys, len(queries)),
                 is_causal=block.is_causal,
                 attn_mask=_bias(block, q),
                 scale=scale,
@@ -252,8 +254,8 @@ class _BlockAttention(torch.autograd.Function):
             d_queries[..., rows, :], *d_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 _wide(grads[..., rows, :]),
                 _wide(queries[..., rows, :]),
-                _taken(k, block.keys, len(queries)),
-                _taken(v, block.keys, len(queries)),
+                _selected_keys(k, block.keys, len(queries)),
+                _selected_keys(v, block.keys, len(queries)),
                 _wide(outs[..., rows, :]),
                 logsumexp,
                 0.0,
@@ -271,15 +273,15 @@ def _group(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     return x.view(len(x), kv_heads, x.shape[1] // kv_heads, x.shape[-1]).permute(2, 1, 0, 3)
 
 
-def _taken(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tensor:
+def _selected_keys(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> torch.Tensor:
     """Take keys from (tokens, kv_heads, head_dim) as (groups, kv_heads, keys, head_dim)."""
     parts = [x[start:end] for start, end in keys]
-    taken = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return _wide(taken).transpose(0, 1).expand(groups, -1, -1, -1)
+    selected = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return _wide(selected).transpose(0, 1).expand(groups, -1, -1, -1)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> None:
-    """Compute the backward pass of `_taken`."""
+    """Compute the backward pass of `_selected_keys`."""
     summed = (part[0] if len(part) == 1 else part.sum(0)).transpose(0, 1)
     sizes = [end - start for start, end in keys]
     for (start, end), piece in zip(keys, torch.split(summed, sizes), strict=True):

@@ -211,8 +211,8 @@ def attend_in_runs(
 
 def take_keys(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Return `x[index]`; the gradients of a key that several rows take are added up in fp32 or better."""
-    taken: torch.Tensor = _TakeKeys.apply(x, index)  # type: ignore[no-untyped-call]
-    return taken
+    selected: torch.Tensor = _TakeKeys.apply(x, index)  # type: ignore[no-untyped-call]
+    return selected
 
 
 class _TakeKeys(torch.autograd.Function):
@@ -242,8 +242,8 @@ def attention_fallback(device: torch.device, dtype: torch.dtype) -> tuple[str, s
     """Return the fastest attention, the attention that this GPU uses instead, and why; None if it uses the fastest."""
     if device.type != "cuda" or dtype not in VARLEN_TYPES or (dtype == torch.float16 and _is_before_ampere(device)):
         return None  # fp16 is the type of GPUs before Ampere, and memory-efficient attention the fastest that they have
-    why = why_not_varlen(device)
-    return None if why is None else ("variable-length flash attention", "memory-efficient attention", why)
+    reason = why_not_varlen(device)
+    return None if reason is None else ("variable-length flash attention", "memory-efficient attention", reason)
 
 
 def _is_before_ampere(device: torch.device) -> bool:

@@ -281,8 +281,8 @@ def bytes_of_merged(model: Any) -> int:
     family, total = FAMILIES[bare.config.model_type], 0
     for modules in bare.get_decoder().layers:
         for group in filter(_are_read, _read_groups(modules, family.groups, like)):
-            made = merge_adapters(group, like.dtype)
-            total += 0 if made[0] is group[0] else made[0].weight.nbytes
+            merged = merge_adapters(group, like.dtype)
+            total += 0 if merged[0] is group[0] else merged[0].weight.nbytes
     return total
 
 

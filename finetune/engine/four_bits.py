@@ -77,9 +77,9 @@ class _StateWithoutData:
     def widened(self, device: torch.device) -> torch.Tensor:
         """Allocate what dequantizing allocates: the scales in fp32, which are freed again, and the weight."""
         scales = torch.empty(self.absmax.shape, dtype=torch.float32, device=device)
-        made = torch.empty(self.shape, dtype=self.dtype, device=device)
+        weight = torch.empty(self.shape, dtype=self.dtype, device=device)
         del scales
-        return made
+        return weight
 
 
 def in_4_bits_without_data(weight: torch.Tensor) -> torch.nn.Parameter:
@@ -98,8 +98,8 @@ def _state_tensors(weight: Any) -> list[torch.Tensor]:
     if not is_in_4_bits(weight):
         return []
     state = weight.quant_state
-    held = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
-    return [value for value in held if isinstance(value, torch.Tensor)]
+    attributes = [value for part in (state, state.state2) if part is not None for value in vars(part).values()]
+    return [value for value in attributes if isinstance(value, torch.Tensor)]
 
 
 def weight_without_data(weight: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -108,7 +108,9 @@ def why_not_fp8(device: torch.device) -> str | None:
     try:
         ones = torch.ones(MULTIPLE, MULTIPLE, dtype=torch.bfloat16, device=device)
         values, scale = rounded_to_fp8(ones, None)
-        found = product_in_fp8(ones, values, scale[:, 0]).sub(MULTIPLE).abs().max().item()
+        deviation = product_in_fp8(ones, values, scale[:, 0]).sub(MULTIPLE).abs().max().item()
     except Exception as error:  # of any layer: a torch without the kernel, or without one for this GPU
         return f"a product fails with torch {torch.__version__} ({type(error).__name__}: {first_line(error)})"
-    return None if found <= MULTIPLE * torch.finfo(torch.bfloat16).eps else f"a sum of 16 ones is off by {found:g}"
+    return (
+        None if deviation <= MULTIPLE * torch.finfo(torch.bfloat16).eps else f"a sum of 16 ones is off by {deviation:g}"
+    )

@@ -59,10 +59,10 @@ def fused_or_not(on: bool) -> Iterator[None]:
 
 @contextmanager
 def kernels_kept_in(folder: Path) -> Iterator[None]:
-    """Keep compiled kernels in a folder inside, where later runs and other ranks find them.
+    """Within the block, torch keeps compiled kernels in this folder, where later runs and other ranks find them.
 
-    torch writes each file under another name and renames it, so ranks may write at the same time. The folder that a
-    user has set with TORCHINDUCTOR_CACHE_DIR stays.
+    torch writes each file under a temporary name and renames it, so ranks may write at the same time. If the user has
+    set TORCHINDUCTOR_CACHE_DIR, torch keeps using that folder.
     """
     before = os.environ.get(_FOLDER_OF_KERNELS)
     if before is not None and before != _torchs_own_folder():
@@ -130,14 +130,14 @@ def _run(formula: Callable[..., Any], *args: Any) -> Any:
     rows = {arg.shape[0] for arg in flat if isinstance(arg, torch.Tensor) and arg.ndim > 1}
     if min(rows) < 2:  # torch.compile would make kernels for no row and for one row alone
         return formula(*args)
-    given = [_any_number_of_rows(arg) for arg in args]
+    dynamic_args = [_any_number_of_rows(arg) for arg in args]
     compiled = _compiled(formula, tuple((arg.shape[1:], arg.dtype) for arg in flat if isinstance(arg, torch.Tensor)))
     if formula in _compiled_here:
-        return compiled(*given)
+        return compiled(*dynamic_args)
     _compiled_here.add(formula)
     name, begun = formula.__name__.strip("_"), time.perf_counter()
     with waiting(f"compiling kernels: {name}"):
-        result = compiled(*given)
+        result = compiled(*dynamic_args)
     seconds = format_duration(time.perf_counter() - begun)
     _log.info(
         "kernels of %s are ready after %s; they are kept in %s", name, seconds, os.environ.get(_FOLDER_OF_KERNELS)

@@ -73,11 +73,11 @@ def refuse_no_sum(function: GivenLoss, num_logits: int, device: torch.device) ->
     logits = torch.randn(_TRIED_TARGETS, num_logits, generator=generator).to(device)
     targets = torch.randint(num_logits, (_TRIED_TARGETS,), generator=generator).to(device)
     with torch.no_grad():
-        whole = float(_checked(function(logits.clone(), targets)))
+        total = float(_checked(function(logits.clone(), targets)))
         parts = [float(_checked(function(logits[rows].clone(), targets[rows]))) for rows in (slice(2), slice(2, None))]
-    if not abs(whole - sum(parts)) <= _MOST_DIFFERENCE * max(1.0, abs(whole)):
+    if not abs(total - sum(parts)) <= _MOST_DIFFERENCE * max(1.0, abs(total)):
         raise ConfigError(
-            f"the loss function returns {whole:.6g} for {_TRIED_TARGETS} targets, but {sum(parts):.6g} for the same "
+            f"the loss function returns {total:.6g} for {_TRIED_TARGETS} targets, but {sum(parts):.6g} for the same "
             "targets in two parts. It must return the sum over the targets that it is given, not their mean: use "
             'reduction="sum". The trainer divides by the number of targets of the whole global batch.'
         )

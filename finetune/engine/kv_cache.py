@@ -96,9 +96,9 @@ class _FirstPass:
         token_of = self._prompts.token_of
         rows, longest = token_of.shape
         # Zeros, since what attention leaves out is multiplied by 0, and 0 times NaN is NaN.
-        kept = new.new_zeros(rows, new.shape[1], self._cache.most_tokens, new.shape[2])
-        kept[:, :, :longest] = new[token_of].transpose(1, 2)
-        return kept
+        padded = new.new_zeros(rows, new.shape[1], self._cache.most_tokens, new.shape[2])
+        padded[:, :, :longest] = new[token_of].transpose(1, 2)
+        return padded
 
 
 class _NextPass:
@@ -134,9 +134,9 @@ class _NextPass:
         """Return 0 where a row's token sees a token of the cache and -inf elsewhere, (rows, 1, 1, columns)."""
         if window not in self._biases:
             last = self._cache.lengths[:, None]
-            seen = self._columns <= last
+            visible = self._columns <= last
             if window is not None:
-                seen &= self._columns > last - window
-            bias = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+                visible &= self._columns > last - window
+            bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
             self._biases[window] = bias[:, None, None]
         return self._biases[window]

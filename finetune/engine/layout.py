@@ -69,8 +69,8 @@ class Layout:
 
         `window` is the number of tokens of its row that a token sees, itself included; None: all before it.
         """
-        seen = (key <= query) & (query < self.visible_until[key])
-        return seen if window is None else seen & (self.position_ids[query] - self.position_ids[key] < window)
+        visible = (key <= query) & (query < self.visible_until[key])
+        return visible if window is None else visible & (self.position_ids[query] - self.position_ids[key] < window)
 
     def prepared(
         self,
@@ -82,24 +82,24 @@ class Layout:
 
         Args:
             prepare: makes what a kernel needs, on the device of the queries.
-            queries: flat indices, the same tensor for all layers that share what is made; None: all tokens.
+            queries: flat indices, the same tensor for all layers that share the result; None: all tokens.
             window: see `sees`; one that is as long as the longest row is None to `prepare`.
         """
         window = None if window is None or window >= self.longest_row else window
         for known in self._prepared:
             if known.prepare is prepare and known.queries is queries and known.window == window:
-                return known.made  # type: ignore[no-any-return]
-        made = prepare(self, self.tokens if queries is None else queries, window)
-        self._prepared.append(_Prepared(prepare, queries, window, made))
-        return made
+                return known.value  # type: ignore[no-any-return]
+        value = prepare(self, self.tokens if queries is None else queries, window)
+        self._prepared.append(_Prepared(prepare, queries, window, value))
+        return value
 
     def map(self, change: Change) -> Layout:
         """Apply a function to every tensor, also to those of what is prepared, if that can move to another device."""
         changed = replace(self, position_ids=change(self.position_ids), visible_until=change(self.visible_until))
-        for prepare, queries, window, made in self._prepared:
-            if isinstance(made, Movable):
+        for prepare, queries, window, value in self._prepared:
+            if isinstance(value, Movable):
                 there = None if queries is None else change(queries)
-                changed._prepared.append(_Prepared(prepare, there, window, made.map(change)))
+                changed._prepared.append(_Prepared(prepare, there, window, value.map(change)))
         return changed
 
 
@@ -118,7 +118,7 @@ class _Prepared(NamedTuple):
     prepare: Callable[..., Any]
     queries: torch.Tensor | None
     window: int | None
-    made: Any
+    value: Any
 
 
 def dense_mask(layout: Layout, queries: torch.Tensor, window: int | None = None) -> torch.Tensor:

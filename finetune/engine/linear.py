@@ -165,10 +165,10 @@ class _NormedLinears(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor | None, residual: torch.Tensor | None) -> Any:
         layers, (h, weight, inverse_rms) = saved(ctx)
-        wants_h, wants_weight, _, *wanted = ctx.needs_input_grad
+        wants_h, wants_weight, _, *needs_gradient = ctx.needs_input_grad
         if dy is None:
-            return residual, *[None] * (2 + len(wanted))
-        gradients = LinearGradients(layers, wanted, dy)
+            return residual, *[None] * (2 + len(needs_gradient))
+        gradients = LinearGradients(layers, needs_gradient, dy)
         dh = dweight = None
         if wants_h or wants_weight:  # this is at least half of the work
             dx = gradients.propagate(dy)
@@ -183,7 +183,10 @@ class _NormedLinears(torch.autograd.Function):
 def apply_linears(
     x: torch.Tensor, layers: Sequence[Linear], rows: slice = ALL_ROWS, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute the forward pass for some rows of the input."""
+    """Return the outputs of linear layers that share the input x, side by side: (rows, sum of out_features).
+
+    `rows` are the indices of x in the whole input, which dropout masks need. `residual` is added to the outputs.
+    """
     outputs, start = [], 0
     in_fp8 = any(layer.row_scale is not None for layer in layers)
     rounded = Rounded(*rounded_to_fp8(x, None)) if in_fp8 else None  # once for all layers
@@ -216,12 +219,12 @@ class LinearGradients:
         like: a tensor with the rows and the type of the whole input.
     """
 
-    def __init__(self, layers: Sequence[Linear], wanted: Sequence[bool], like: torch.Tensor) -> None:
+    def __init__(self, layers: Sequence[Linear], needs_gradient: Sequence[bool], like: torch.Tensor) -> None:
         self._folded = fold_adapters(layers, like)
         self._is_joined = len(self._folded) < len(layers)
         alone = layers if self._is_joined else self._folded
         self._layers = [
-            _LayerGradients(layer, folded, wanted[index * PARTS : (index + 1) * PARTS])
+            _LayerGradients(layer, folded, needs_gradient[index * PARTS : (index + 1) * PARTS])
             for index, (layer, folded) in enumerate(zip(layers, alone, strict=True))
         ]
 
@@ -266,10 +269,10 @@ class LinearGradients:
 class _LayerGradients:
     """Compute the gradients of one layer. `folded` is the layer in the form that `fold` returned."""
 
-    def __init__(self, layer: Linear, folded: Linear, wanted: Sequence[bool]) -> None:
+    def __init__(self, layer: Linear, folded: Linear, needs_gradient: Sequence[bool]) -> None:
         self.layer = layer
         self._folded = folded
-        self._wants_weight, self._wants_bias, self._wants_a, self._wants_b, *_ = wanted
+        self._wants_weight, self._wants_bias, self._wants_a, self._wants_b, *_ = needs_gradient
         self._weight: torch.Tensor | None = None
         self._bias: torch.Tensor | None = None
         self._a: torch.Tensor | None = None
@@ -333,8 +336,8 @@ class _LayerGradients:
     def finish(self) -> tuple[torch.Tensor | None, ...]:
         b = None if self._b_transposed is None else self._b_transposed.t()
         parts = zip(self.layer[:4], (self._weight, self._bias, self._a, b), strict=True)
-        made = (None if part is None or sums is None else sums.to(part.dtype) for part, sums in parts)
-        return *made, None, None, None  # masks and scales have no gradient
+        gradients = (None if part is None or sums is None else sums.to(part.dtype) for part, sums in parts)
+        return *gradients, None, None, None  # masks and scales have no gradient
 
 
 def flatten(layers: Sequence[Linear]) -> list[Any]:

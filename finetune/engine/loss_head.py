@@ -89,23 +89,25 @@ class _SummedHeadLoss(torch.autograd.Function):
                 torch.mul(product(d_logits, weight.to(x.dtype).t()), count, out=d_hidden[rows])
             if wants_weight:
                 d_weight = plus_product(d_weight, d_logits.t(), (x * count).to(x.dtype), wide_type(weight))
-        made = zip((d_hidden, d_weight, d_bias), (hidden, weight, bias), strict=True)
+        gradients = zip((d_hidden, d_weight, d_bias), (hidden, weight, bias), strict=True)
         ctx.save_for_backward(
-            *(None if gradient is None or part is None else gradient.to(part.dtype) for gradient, part in made)
+            *(None if gradient is None or part is None else gradient.to(part.dtype) for gradient, part in gradients)
         )
         return in_float64(losses * counts).sum()
 
     @staticmethod
     def backward(ctx: Any, factor: torch.Tensor) -> Any:
-        gradients = (None if made is None else _times(made, factor) for made in ctx.saved_tensors)
+        gradients = (None if gradient is None else _times(gradient, factor) for gradient in ctx.saved_tensors)
         return *gradients, None, None, None
 
 
-def _times(made: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+def _times(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     """Multiply by a scalar, and round only the result: in bf16 the factor itself would lose up to 0.4 %."""
     # With one dimension, and not none, the factor's type counts as that in which torch multiplies.
     # It is on the CPU where the loss is, see `in_float64`.
-    return torch.mul(made, factor.to(made.device, wide_type(made)).reshape(1), out=torch.empty_like(made))
+    return torch.mul(
+        gradient, factor.to(gradient.device, wide_type(gradient)).reshape(1), out=torch.empty_like(gradient)
+    )
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

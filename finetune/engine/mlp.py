@@ -75,9 +75,9 @@ class _GatedMlp(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> Any:
         layers, (h, weight, inverse_rms, *hidden) = saved(ctx)
         down, *gate_up = layers
-        wants_h, wants_weight, _, _, *wanted = ctx.needs_input_grad
-        down_gradients = LinearGradients([down], wanted[:PARTS], h)
-        gate_up_gradients = LinearGradients(gate_up, wanted[PARTS:], h)
+        wants_h, wants_weight, _, _, *needs_gradient = ctx.needs_input_grad
+        down_gradients = LinearGradients([down], needs_gradient[:PARTS], h)
+        gate_up_gradients = LinearGradients(gate_up, needs_gradient[PARTS:], h)
         dweight, dh = None, []
         for rows, gate_up_rows in zip(_chunks(h, ctx.chunk_rows), hidden, strict=True):
             d_gated = down_gradients.propagate(dy[rows], rows)
@@ -88,8 +88,8 @@ class _GatedMlp(torch.autograd.Function):
             gate_up_gradients.add(d_hidden, x, rows)
             dh.append(dh_rows)
             if wants_weight:
-                made = norm.weight_gradient(dx, h[rows], inverse_rms[rows])
-                dweight = made if dweight is None else dweight.add_(made)
+                chunk_dweight = norm.weight_gradient(dx, h[rows], inverse_rms[rows])
+                dweight = chunk_dweight if dweight is None else dweight.add_(chunk_dweight)
         return (
             _joined(dh) if wants_h else None,
             None if dweight is None else dweight.to(weight.dtype),

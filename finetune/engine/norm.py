@@ -75,5 +75,5 @@ def input_gradient(
 
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, inverse_rms: torch.Tensor) -> torch.Tensor:
     """Return the gradient of the weight, (features,), in fp32 or better."""
-    made: torch.Tensor = (x * inverse_rms).mul_(dy).flatten(0, -2).sum(0)
-    return made
+    gradient: torch.Tensor = (x * inverse_rms).mul_(dy).flatten(0, -2).sum(0)
+    return gradient

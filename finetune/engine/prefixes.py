@@ -133,6 +133,7 @@ def split_global_batch(
         members = [row for row, long in enumerate(is_long) if long is side]
         tokens = [rows[row] for row in members]
         tree = build_prefix_tree(tokens) if share else separate_rows(tokens)
+        # `_split_tree` counts rows within this side. `members` has their numbers in the global batch.
         groups += [
             RowGroup([members[i] for i in group.rows], group.num_tokens)
             for group in _split_tree(tree, [len(row) for row in tokens], max_rows, max_tokens)
@@ -170,6 +171,11 @@ def _fork(first: Tokens, second: Tokens) -> int:
 
 
 def _split_tree(tree: PrefixTree, lengths: Sequence[int], max_rows: int, max_tokens: int | None) -> list[RowGroup]:
+    """Group the rows of each node, from the leaves to the roots, so that rows with long shared prefixes stay together.
+
+    A group of a node's rows counts min(end, longest row) - begin more tokens at its parent, because the rows share the
+    node's tokens from begin to end.
+    """
     limits = (max_rows, max_tokens if max_tokens is not None else _NEVER)
     parts: list[list[RowGroup]] = [[] for _ in tree.nodes]
     roots: list[RowGroup] = []

@@ -68,12 +68,12 @@ def _window_reasons(config: Any) -> Iterator[str]:
 
 def called_layers(model: nn.Module) -> dict[str, list[str]]:
     """Return the names of linear layers that the engine must call, by reason."""
-    found: dict[str, list[str]] = {}
+    names_by_reason: dict[str, list[str]] = {}
     for name, module in _linears(bare_model(model)):
         reason = reason_to_call(module)
         if reason is not None:
-            found.setdefault(reason, []).append(name)
-    return found
+            names_by_reason.setdefault(reason, []).append(name)
+    return names_by_reason
 
 
 def _linears(bare: Any) -> Iterator[tuple[str, nn.Module]]:

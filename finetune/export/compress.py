@@ -73,12 +73,12 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
         merged = write_merged(run, Path(aside, "merged"))
         with new_folder(out, merged.num_bytes) as writer:  # twice the compressed weights
             built = Path(aside, "compressed")
-            kept = _run_llm_compressor(python, merged.folder, built, scheme, chosen)
+            uncompressed = _run_llm_compressor(python, merged.folder, built, scheme, chosen)
             num_bytes = _fill(writer, merged.folder, built)
             vectors, difference = _own_vectors(writer, read_vectors(merged.folder))
             compressed = Compressed(
                 scheme=scheme,
-                kept=kept,
+                kept=uncompressed,
                 num_bytes=(merged.num_bytes, num_bytes),
                 num_rows=len(chosen),
                 apart=difference.relative,
@@ -137,12 +137,12 @@ def _refuse_unsupported(run: FinishedRun) -> None:
 def _run_llm_compressor(python: str, model: Path, out: Path, scheme: str, rows: list[list[int]]) -> list[str]:
     """Compress a model in the environment of llm-compressor. Returns the linear layers that it keeps as they are."""
     request, report = (out.with_name(name) for name in ("request.json", "report.json"))
-    asked = {"model": str(model), "out": str(out), "scheme": scheme, "rows": rows, "report": str(report)}
-    request.write_text(json.dumps(asked), encoding="utf-8")
+    content = {"model": str(model), "out": str(out), "scheme": scheme, "rows": rows, "report": str(report)}
+    request.write_text(json.dumps(content), encoding="utf-8")
     # -P: a folder that happens to be the current one must not supply modules.
     MODEL_TO_COMPRESSED.run([python, "-P", str(compressor.__file__), str(request)], model, inside=out.parent)
-    kept: list[str] = json.loads(report.read_text(encoding="utf-8"))
-    return kept
+    uncompressed: list[str] = json.loads(report.read_text(encoding="utf-8"))
+    return uncompressed
 
 
 def _fill(writer: FolderWriter, merged: Path, built: Path) -> int:
@@ -164,9 +164,9 @@ def _fill(writer: FolderWriter, merged: Path, built: Path) -> int:
 def _own_vectors(writer: FolderWriter, known: Vectors) -> tuple[Vectors, LogitDifference]:
     """Make test vectors of the compressed model, for the prompts of the run's own. Returns how far they are apart."""
     model = load_compressed(writer.path)
-    asked = [replace(vector, answer=None) for vector in known.vectors]
-    logits = logits_in_fp32(model, [vector.token_ids for vector in asked])
-    own = make_vectors(model, asked, logits, stop_ids=known.stop_ids, has_template=known.has_template)
+    prompts = [replace(vector, answer=None) for vector in known.vectors]
+    logits = logits_in_fp32(model, [vector.token_ids for vector in prompts])
+    own = make_vectors(model, prompts, logits, stop_ids=known.stop_ids, has_template=known.has_template)
     own = replace(
         own,
         stored_as=known.stored_as,

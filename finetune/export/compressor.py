@@ -35,28 +35,30 @@ def _main(request_file: str) -> None:
         calibration = {"dataset": Dataset.from_dict(tokens), "num_calibration_samples": len(rows)}
         calibration |= {"max_seq_length": max(map(len, rows)), "shuffle_calibration_samples": False}
     linear = {name: layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
-    kept = [name for name, layer in linear.items() if layer is model.get_output_embeddings()]
-    widths = {layer.in_features for name, layer in linear.items() if name not in kept}
-    oneshot(model=model, recipe=_recipe(request["scheme"], kept, widths), output_dir=request["out"], **calibration)
-    Path(request["report"]).write_text(json.dumps(kept), encoding="utf-8")
+    uncompressed = [name for name, layer in linear.items() if layer is model.get_output_embeddings()]
+    widths = {layer.in_features for name, layer in linear.items() if name not in uncompressed}
+    oneshot(
+        model=model, recipe=_recipe(request["scheme"], uncompressed, widths), output_dir=request["out"], **calibration
+    )
+    Path(request["report"]).write_text(json.dumps(uncompressed), encoding="utf-8")
 
 
-def _recipe(scheme: str, kept: list[str], widths: set[int]) -> Any:
+def _recipe(scheme: str, uncompressed: list[str], widths: set[int]) -> Any:
     """Return llm-compressor's own recipe of a scheme: rounding for fp8, GPTQ for the others."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
 
     if scheme == "fp8":
-        return QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=kept)
+        return QuantizationModifier(targets="Linear", scheme="FP8_DYNAMIC", ignore=uncompressed)
     if scheme == "w8a8":
-        return GPTQModifier(targets="Linear", scheme="W8A8", ignore=kept)
+        return GPTQModifier(targets="Linear", scheme="W8A8", ignore=uncompressed)
     sizes = [size for size in GROUP_SIZES if all(width % size == 0 for width in widths)]
     if not sizes:
         raise ValueError(f"linear layers have {sorted(widths)} inputs, and w4a16 needs multiples of {GROUP_SIZES[-1]}")
     preset = preset_name_to_scheme("W4A16", ["Linear"])
     preset.weights.group_size = sizes[0]
-    return GPTQModifier(config_groups={"linear layers": preset}, ignore=kept)
+    return GPTQModifier(config_groups={"linear layers": preset}, ignore=uncompressed)
 
 
 if __name__ == "__main__":

@@ -66,9 +66,9 @@ class Converter(NamedTuple):
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if command[0] != sys.executable:
             variables.pop("PYTHONPATH", None)  # it is of this environment
-        done = subprocess.run(command, cwd=inside, env=variables, capture_output=True, text=True)
-        if done.returncode != 0:
-            reason = (last_line(done.stderr) or "it gave no reason").replace(str(source), "the model")
+        process = subprocess.run(command, cwd=inside, env=variables, capture_output=True, text=True)
+        if process.returncode != 0:
+            reason = (last_line(process.stderr) or "it gave no reason").replace(str(source), "the model")
             hint = next(hint for part, hint in self.hints.items() if part in reason)
             raise ModelError(f"{self.name} refused the model: {reason}. {hint}")
 

@@ -243,8 +243,8 @@ def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
         ModelError: names the first token that differs.
     """
     there = header.keys.get("tokenizer.ggml.tokens", [])
-    ours = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    for token_id, token in enumerate(ours):
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    for token_id, token in enumerate(tokens):
         if token is not None and there[token_id : token_id + 1] != [token]:
             other = there[token_id] if token_id < len(there) else "missing"
             raise ModelError(

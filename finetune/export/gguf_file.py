@@ -66,11 +66,11 @@ def read_header(path: Path) -> Header:
 def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int | float]) -> Iterator[bytes]:
     """Yield the bytes of the file with these keys set. They replace keys of the same names."""
     alignment = int(header.keys.get("general.alignment", 32))
-    kept = [span for name, span in header.spans.items() if name not in keys]
+    kept_spans = [span for name, span in header.spans.items() if name not in keys]
     with path.open("rb") as file:
-        start = struct.pack("<4sIQQ", b"GGUF", header.version, header.num_tensors, len(kept) + len(keys))
+        start = struct.pack("<4sIQQ", b"GGUF", header.version, header.num_tensors, len(kept_spans) + len(keys))
         parts = [start, *(_encode(name, value) for name, value in keys.items())]
-        for begin, end in [*kept, header.tensors]:
+        for begin, end in [*kept_spans, header.tensors]:
             file.seek(begin)
             parts.append(file.read(end - begin))
         size = sum(map(len, parts))

@@ -93,11 +93,11 @@ def _refuse_what_is_lost(adapter: Path) -> None:
         "embed_tokens": "trained embeddings",
     }
     lost_parts = [next((reason for part, reason in reasons.items() if part in name), "other weights") for name in other]
-    lost = ", ".join(dict.fromkeys([*lost_parts, *patterns]))
+    unsupported = ", ".join(dict.fromkeys([*lost_parts, *patterns]))
     example = f" ({other[0]})" if other else ""
     raise ModelError(
-        f"a GGUF LoRA holds lora_A and lora_B alone, and this adapter also has {lost}{example}. Merge it, and export "
-        "the merged model: finetune merge RUN MODEL, finetune export MODEL OUT --gguf."
+        f"a GGUF LoRA holds lora_A and lora_B alone, and this adapter also has {unsupported}{example}. Merge it, and "
+        "export the merged model: finetune merge RUN MODEL, finetune export MODEL OUT --gguf."
     )
 
 

@@ -176,11 +176,11 @@ class LlamaCpp:
         """
         if template := self._llama.metadata.get("tokenizer.chat_template"):
             render_template(template, [list(turns)], with_prompt=True, name=str(self._files.model))
-        asked = _AskedPrompt(self._llama)
+        prompt = _AskedPrompt(self._llama)
         try:
-            self._chat_handler()(llama=asked, messages=[dict(turn) for turn in turns])
+            self._chat_handler()(llama=prompt, messages=[dict(turn) for turn in turns])
         except _PromptIsMade:
-            return Rendered(asked.text, asked.token_ids)
+            return Rendered(prompt.text, prompt.token_ids)
         raise AssertionError("the chat handler asked for no completion")
 
     def encode(self, text: str) -> list[int]:

@@ -33,10 +33,10 @@ class LogitDifference:
     """The norm of the differences over the norm of what the adapter changed; None without an adapter or an effect."""
 
     def __str__(self) -> str:
-        lost = "" if self.lost is None else f", {self.lost:.2%} of the adapter's effect lost"
+        lost_effect = "" if self.lost is None else f", {self.lost:.2%} of the adapter's effect lost"
         return (
             f"largest difference of a logit {self.max_abs:.3g}, relative {self.relative:.3g}, "
-            f"same greedy token {self.same_greedy:.1%} of {self.num_positions} positions{lost}"
+            f"same greedy token {self.same_greedy:.1%} of {self.num_positions} positions{lost_effect}"
         )
 
 

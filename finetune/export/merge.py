@@ -81,11 +81,11 @@ def write_merged(
     model = load_tuned_model(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
-    asked = prompts_to_ask(tokenizer, model, system)
-    prompts = [vector.token_ids for vector in asked]
+    unanswered = prompts_to_ask(tokenizer, model, system)
+    prompts = [vector.token_ids for vector in unanswered]
     tuned, base = logits_in_fp32(model, prompts), None
     stops = set_stop_and_pad_ids(model, tokenizer)
-    vectors = make_vectors(model, asked, tuned, stop_ids=stops, has_template=tokenizer.chat_template is not None)
+    vectors = make_vectors(model, unanswered, tuned, stop_ids=stops, has_template=tokenizer.chat_template is not None)
     if run.is_full:
         cast_weights(model, target)
     else:
@@ -100,8 +100,8 @@ def write_merged(
         for file, content in [*files.items(), *_sharded(weights).items()]:
             writer.write(file, content)
         del model, weights, files, content  # the reload needs the memory
-        report, logits = _reload(writer.path, asked)
-        rendered = [[vector.text, vector.token_ids] for vector in asked if vector.turns is not None]
+        report, logits = _reload(writer.path, unanswered)
+        rendered = [[vector.text, vector.token_ids] for vector in unanswered if vector.turns is not None]
         _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, rendered=rendered)
         difference = compare_logits(logits, tuned, base)
         refuse_far(difference, name, most_difference)
@@ -243,19 +243,19 @@ def _sharded(weights: TensorFile) -> dict[str, Chunks]:
     return files
 
 
-def _reload(folder: Path, asked: Sequence[Vector]) -> tuple[dict[str, Any], torch.Tensor]:
+def _reload(folder: Path, unanswered: Sequence[Vector]) -> tuple[dict[str, Any], torch.Tensor]:
     """Load the folder in another process, by transformers alone. Returns its report and its logits."""
     with tempfile.TemporaryDirectory() as scratch:
         request, report, logits = (Path(scratch, name) for name in ("request.json", "report.json", "logits"))
-        prompts = [vector.token_ids for vector in asked]
-        turns = [vector.turns for vector in asked if vector.turns is not None]
+        prompts = [vector.token_ids for vector in unanswered]
+        turns = [vector.turns for vector in unanswered if vector.turns is not None]
         content = {"folder": folder, "prompts": prompts, "turns": turns, "logits_file": logits, "report_file": report}
         request.write_text(json.dumps(content, default=str))
         # -P: a folder that happens to be the current one must not supply modules.
         command = [sys.executable, "-P", str(plain_reload.__file__), str(request)]
-        done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
-        if done.returncode != 0:
-            reason = last_line(done.stderr) or f"exit code {done.returncode}"
+        process = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
+        if process.returncode != 0:
+            reason = last_line(process.stderr) or f"exit code {process.returncode}"
             raise RunFailedError(
                 f"the merged model was written, but transformers alone cannot load it: {reason}. It was removed again."
             )

@@ -210,20 +210,20 @@ def _settings(config: Config) -> str:
     if config.training.method == "full":
         values.pop("lora")
     reads = OBJECTIVES[config.training.objective].reads_key
-    kept = {}
+    settings = {}
     for section in (name for name in _SETTINGS if name in values):
         keys = [key for key in values[section] if key not in _LEFT_OUT and reads(f"{section}.{key}")]
         if keys:
-            kept[section] = _for_others({key: values[section][key] for key in keys}) or {}
-    return str(yaml.safe_dump({"seed": config.seed, **kept}, sort_keys=False))
+            settings[section] = _for_others({key: values[section][key] for key in keys}) or {}
+    return str(yaml.safe_dump({"seed": config.seed, **settings}, sort_keys=False))
 
 
 def _for_others(value: Any) -> Any:
     """Return a value without paths of one machine; None if it is not set, or nothing is left."""
     if isinstance(value, dict):
-        return {key: kept for key, it in value.items() if (kept := _for_others(it)) is not None} or None
+        return {key: cleaned for key, item in value.items() if (cleaned := _for_others(item)) is not None} or None
     if isinstance(value, list):
-        return [kept for it in value if (kept := _for_others(it)) is not None] or None
+        return [cleaned for item in value if (cleaned := _for_others(item)) is not None] or None
     return None if isinstance(value, str) and "/" in value and hub_id(value) is None else value
 
 

@@ -45,8 +45,8 @@ class TurnPieces:
         """Render a conversation with the header of its next answer."""
         if self.default_system and turns[0]["role"] != "system":  # Ollama does not add an empty one
             turns = [{"role": "system", "content": self.default_system}, *turns]
-        kept = [turn for turn in turns if turn["role"] in self.before]
-        rendered = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in kept]
+        known_turns = [turn for turn in turns if turn["role"] in self.before]
+        rendered = [self.before[turn["role"]] + turn["content"] + self.after[turn["role"]] for turn in known_turns]
         return self.opening + "".join(rendered) + self.answer
 
     def as_go_template(self) -> str:

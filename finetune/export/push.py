@@ -117,11 +117,11 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
         there = _find_model(api, repository, present, info.card_data)
     if private and not info.private:
         raise ConfigError(f"{repository} is public: everybody could see what you send. If you want that, add --public.")
-    ours = (package.form, package.base)
-    is_other = there not in (None, ours)
+    own_model = (package.form, package.base)
+    is_other = there not in (None, own_model)
     if there is not None and is_other and not replace:
         raise ConfigError(
-            f"{repository} holds {_describe(*there)}, but this is {_describe(*ours)}. Name another repository, or "
+            f"{repository} holds {_describe(*there)}, but this is {_describe(*own_model)}. Name another repository, or "
             "replace the model there with --replace. Nothing was sent."
         )
     # Loaders would mix other weights with the new ones. Of another model, every file goes.
@@ -269,9 +269,9 @@ def _hub_errors(doing: str) -> Iterator[None]:
         yield
     except Exception as error:  # of the hub's library and of those below it
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        said = " ".join(str(error).split()).replace(get_token() or "\n", "(token)") or type(error).__name__
+        reason = " ".join(str(error).split()).replace(get_token() or "\n", "(token)") or type(error).__name__
         if status in (401, 403):
             raise ConfigError(
-                f"{doing}: the hub refuses it ({said}). The token needs write access: `hf auth login`."
+                f"{doing}: the hub refuses it ({reason}). The token needs write access: `hf auth login`."
             ) from error
-        raise RunFailedError(f"{doing} failed: {said}. No commit was made; try again.") from error
+        raise RunFailedError(f"{doing} failed: {reason}. No commit was made; try again.") from error

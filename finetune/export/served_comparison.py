@@ -238,16 +238,16 @@ def check_digests(folder: Path, recorded: Digests) -> dict[str, Check]:
 
 def _ask_without_system(served: ServedModel, vectors: Vectors) -> str:
     """Ask a prompt without the system turn of the training rows, as a client that does not know it would."""
-    asked = next((vector for vector in vectors.vectors if vector.name == SYSTEM_PROMPT), None)
-    if vectors.system is None or asked is None or not asked.turns:
+    vector = next((vector for vector in vectors.vectors if vector.name == SYSTEM_PROMPT), None)
+    if vectors.system is None or vector is None or not vector.turns:
         return ""
-    without = asked.turns[1:]
+    without = vector.turns[1:]
     described = describe_system(vectors.system)
     try:
         prompt = served.render(without).token_ids
     except Exception as error:  # a template is a program: it can fail in any way
         return f"{described}. Without it, the chat template refuses a conversation: {first_line(error)}"
-    same = "the same answer" if served.answer(prompt, vectors.max_new_tokens) == asked.answer else "another answer"
+    same = "the same answer" if served.answer(prompt, vectors.max_new_tokens) == vector.answer else "another answer"
     return f"{described}. Without it, the model gives {same} to {quote(without[0]['content'])}"
 
 
@@ -343,16 +343,16 @@ def _compare_answer(
     return difference, False
 
 
-def _compare_digests(found: Mapping[str, str], expected: Mapping[str, str], noun: str) -> Check:
-    equal = {name for name, digest in expected.items() if found.get(name) == digest}
-    changed = sorted((found.keys() & expected.keys()) - equal)
+def _compare_digests(actual: Mapping[str, str], expected: Mapping[str, str], noun: str) -> Check:
+    equal = {name for name, digest in expected.items() if actual.get(name) == digest}
+    changed = sorted((actual.keys() & expected.keys()) - equal)
     mismatches = (
         *(
-            f"{noun} {name} is not the one that was written ({_short(found[name])}, expected {_short(expected[name])})"
+            f"{noun} {name} is not the one that was written ({_short(actual[name])}, expected {_short(expected[name])})"
             for name in changed
         ),
-        *(f"{noun} {name} is missing" for name in sorted(expected.keys() - found.keys())),
-        *(f"{noun} {name} was not written by finetune" for name in sorted(found.keys() - expected.keys())),
+        *(f"{noun} {name} is missing" for name in sorted(expected.keys() - actual.keys())),
+        *(f"{noun} {name} was not written by finetune" for name in sorted(actual.keys() - expected.keys())),
     )
     return Check(len(expected), len(equal), mismatches)
 

@@ -174,16 +174,16 @@ def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vecto
     """
     room = max_context(model)
     ceiling = min(model.get_input_embeddings().weight.shape[0], len(tokenizer))
-    asked = []
+    prompts = []
     for vector in conversation_vectors(tokenizer, system):
         ids = vector.token_ids
         if ids and max(ids) < ceiling and (room is None or len(ids) + MAX_NEW_TOKENS <= room):
-            asked.append(vector)
+            prompts.append(vector)
     rng = random.Random(0)
     for number in range(1, _RANDOM_PROMPTS + 1):
         ids = [rng.randrange(ceiling) for _ in range(_RANDOM_LENGTH)]
-        asked.append(Vector(name=f"random tokens {number}", token_ids=ids, positions=_positions(ids)))
-    return asked
+        prompts.append(Vector(name=f"random tokens {number}", token_ids=ids, positions=_positions(ids)))
+    return prompts
 
 
 def _positions(token_ids: Sequence[int]) -> list[int]:
@@ -203,15 +203,15 @@ def answer_in_fp32(
 
 
 def make_vectors(
-    model: Any, asked: Sequence[Vector], logits: torch.Tensor, *, stop_ids: list[int], has_template: bool
+    model: Any, prompts: Sequence[Vector], logits: torch.Tensor, *, stop_ids: list[int], has_template: bool
 ) -> Vectors:
     """Make the test vectors of a tuned model, on the CPU, from its logits at every position of all prompts, in fp32."""
-    chats = [vector.token_ids for vector in asked if vector.turns is not None]
+    chats = [vector.token_ids for vector in prompts if vector.turns is not None]
     answers = iter(answer_in_fp32(model, chats, stop_ids=stop_ids, max_new_tokens=MAX_NEW_TOKENS))
-    by_prompt = torch.split(logits, [len(vector.token_ids) for vector in asked])
+    by_prompt = torch.split(logits, [len(vector.token_ids) for vector in prompts])
     return Vectors(
-        vectors=tuple(vector if vector.turns is None else replace(vector, answer=next(answers)) for vector in asked),
-        logits=torch.cat([rows[vector.positions] for vector, rows in zip(asked, by_prompt, strict=True)]),
+        vectors=tuple(vector if vector.turns is None else replace(vector, answer=next(answers)) for vector in prompts),
+        logits=torch.cat([rows[vector.positions] for vector, rows in zip(prompts, by_prompt, strict=True)]),
         stop_ids=stop_ids,
         has_template=has_template,
     )

@@ -148,10 +148,10 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
     if not run.is_full and (other := other_base(model, run)):
         raise RunFailedError(f"{other}, so this is not what was trained. Give that base with --base.")
     system = usual_system(run.config)
-    asked = prompts_to_ask(tokenizer, model, system)
+    prompts = prompts_to_ask(tokenizer, model, system)
     stops = set_stop_and_pad_ids(model, tokenizer)
-    logits = engine_logits(run.config.training, model.float(), [vector.token_ids for vector in asked])
-    vectors = make_vectors(model, asked, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
+    logits = engine_logits(run.config.training, model.float(), [vector.token_ids for vector in prompts])
+    vectors = make_vectors(model, prompts, logits, stop_ids=stops, has_template=tokenizer.chat_template is not None)
     return replace(vectors, system=system)
 
 

@@ -42,8 +42,8 @@ def json_equal(answer: str, expected: str) -> float:
     An answer with a key twice equals nothing: readers disagree about its value (RFC 8259, section 4), and a model that
     is rewarded for it learns to write several values.
     """
-    found = _parsed(answer, object_pairs_hook=_without_doubles)
-    return float(isinstance(found, (dict, list)) and _is_same(found, _parsed(expected)))
+    parsed = _parsed(answer, object_pairs_hook=_without_doubles)
+    return float(isinstance(parsed, (dict, list)) and _is_same(parsed, _parsed(expected)))
 
 
 def token_f1(answer: str, expected: str) -> float:
@@ -52,11 +52,12 @@ def token_f1(answer: str, expected: str) -> float:
     Words are split at white space and compared in lower case. Unlike SQuAD, articles are kept, since removing them
     suits English only.
     """
-    found, wanted = answer.lower().split(), expected.lower().split()
-    common = (Counter(found) & Counter(wanted)).total()
-    if not found or not wanted:
-        return float(found == wanted)
-    return 2 * common / (len(found) + len(wanted))
+    answer_words, expected_words = answer.lower().split(), expected.lower().split()
+    common = (Counter(answer_words) & Counter(expected_words)).total()
+    if not answer_words or not expected_words:
+        return float(answer_words == expected_words)
+    # With precision common / a and recall common / e, the harmonic mean is 2 * common / (a + e).
+    return 2 * common / (len(answer_words) + len(expected_words))
 
 
 def _parsed(text: str, **how: Any) -> object:
@@ -67,23 +68,23 @@ def _parsed(text: str, **how: Any) -> object:
 
 
 def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    document = dict(pairs)
+    if len(document) < len(pairs):
         raise ValueError("a key comes twice")
-    return found
+    return document
 
 
 def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is not a JSON value")
 
 
-def _is_same(found: object, wanted: object) -> bool:
+def _is_same(answer: object, expected: object) -> bool:
     """Compare JSON values. Unlike in Python, true is not 1."""
-    if isinstance(found, dict) and isinstance(wanted, dict):
-        return found.keys() == wanted.keys() and all(_is_same(value, wanted[key]) for key, value in found.items())
-    if isinstance(found, list) and isinstance(wanted, list):
-        return len(found) == len(wanted) and all(map(_is_same, found, wanted))
-    return found == wanted and isinstance(found, bool) == isinstance(wanted, bool)
+    if isinstance(answer, dict) and isinstance(expected, dict):
+        return answer.keys() == expected.keys() and all(_is_same(value, expected[key]) for key, value in answer.items())
+    if isinstance(answer, list) and isinstance(expected, list):
+        return len(answer) == len(expected) and all(map(_is_same, answer, expected))
+    return answer == expected and isinstance(answer, bool) == isinstance(expected, bool)
 
 
 METRICS: Mapping[str, Metric] = {
@@ -121,7 +122,7 @@ def resolve_functions(
 
 
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
-    """Measure one answer.
+    """Return the metric's value for an answer: `metric(answer, expected)` as a float.
 
     Raises:
         DataError: a user's own metric failed, or did not return a finite number.
@@ -153,10 +154,10 @@ def _resolve(
             f"{asked_by} is {name}, but {module} is not allowed: a function is code that runs here. If you trust the "
             f"package, allow it with {allowed_by}{module}."
         )
-    found = getattr(_import_installed(module, allowed_by.rstrip(" =")), attribute, None)
-    if not callable(found):
+    function = getattr(_import_installed(module, allowed_by.rstrip(" =")), attribute, None)
+    if not callable(function):
         raise ConfigError(f"{asked_by} is {name}, but {module} has no function {attribute}.")
-    return cast(Function, found)
+    return cast(Function, function)
 
 
 def _import_installed(module: str, allowed_by: str) -> object:

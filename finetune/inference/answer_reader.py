@@ -57,11 +57,11 @@ class AnswerReader:
 
     def read(self, ids: Sequence[int]) -> Answer:
         """Split an answer into its parts. Thinking that does not end leaves an empty text."""
-        whole = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=False))
-        thought, end, rest = whole.partition(self._thinking.after)
+        decoded = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=False))
+        thought, end, rest = decoded.partition(self._thinking.after)
         opening = self._thinking.before
-        if not end and not (opening and whole.lstrip().startswith(opening)):
-            thought, rest = "", whole
+        if not end and not (opening and decoded.lstrip().startswith(opening)):
+            thought, rest = "", decoded
         reasoning = self._plain(thought.strip().removeprefix(opening))
         content, calls = self._split_calls(rest)
         # Some tokenizers decode special tokens with white space around them, so text alone is decoded without them.
@@ -76,15 +76,15 @@ class AnswerReader:
         if self._call is None:
             return text, []
         mark = self._call.before
-        content, found, rest = text.partition(mark) if mark else ("", text.lstrip()[:1] in ("{", "["), text)
+        content, separator, rest = text.partition(mark) if mark else ("", text.lstrip()[:1] in ("{", "["), text)
         calls: list[dict[str, Any]] = []
-        while found:
+        while separator:
             value, end = _leading_json(rest)
             for call in value if isinstance(value, list) else [value]:
                 if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
                     return text, []
                 calls.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
-            _, found, rest = rest[end:].partition(mark) if mark else ("", "", "")
+            _, separator, rest = rest[end:].partition(mark) if mark else ("", "", "")
         return content, calls
 
     def _plain(self, text: str) -> str:
@@ -94,8 +94,8 @@ class AnswerReader:
 
     def _find_thinking(self) -> _Marks:
         body = self._render_answer({**text_turn("assistant", _TEXT), REASONING_KEYS[0]: _THINKING})
-        before, found, rest = body.partition(_THINKING)
-        after = rest.partition(_TEXT)[0].strip() if found else ""
+        before, thinking, rest = body.partition(_THINKING)
+        after = rest.partition(_TEXT)[0].strip() if thinking else ""
         return _Marks(before.strip(), after) if after else _Marks("", _END_OF_THINKING)
 
     def _find_call(self) -> _Marks | None:
@@ -114,10 +114,10 @@ class AnswerReader:
         if self._tokens.tokenizer.chat_template is None:
             return ""
         (prompt,) = self._tokens.template.render([Dialogue((_QUESTION,), ())], with_prompt=True)
-        (whole,) = self._tokens.template.render([Dialogue((_QUESTION, turn), (1,))])
-        if isinstance(prompt, BadRowError) or isinstance(whole, BadRowError):
+        (conversation,) = self._tokens.template.render([Dialogue((_QUESTION, turn), (1,))])
+        if isinstance(prompt, BadRowError) or isinstance(conversation, BadRowError):
             return ""
-        return whole.removeprefix(prompt)
+        return conversation.removeprefix(prompt)
 
 
 def answer_text(turn: Turn) -> str:

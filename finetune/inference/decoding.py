@@ -132,11 +132,11 @@ def _in_even_rounds(runtime: Runtime | None, batches: Sequence[list[int]]) -> It
         yield from ((rows, True) for rows in batches)
         return
     world_size = runtime.world_size
-    mine = batches[runtime.rank :: world_size]
-    yield from ((rows, True) for rows in mine)
+    own_batches = batches[runtime.rank :: world_size]
+    yield from ((rows, True) for rows in own_batches)
     if runtime.placement.shard_size is not None:
         num_rounds = ceil_div(len(batches), world_size)
-        yield from ((rows, False) for rows in batches[: num_rounds - len(mine)])
+        yield from ((rows, False) for rows in batches[: num_rounds - len(own_batches)])
 
 
 def _until_stop(answer: SampledAnswer, decoding: Decoding) -> SampledAnswer:
@@ -277,9 +277,9 @@ def _continue_by_engine(
             if not going or len(answers[alive[0]]) == room:
                 return answers
             if len(going) <= _GOES_ON_WITH * len(alive):
-                kept = torch.tensor(going, device=tokens.device)
-                decoder.keep(kept)
-                tokens, alive = tokens[kept], [alive[place] for place in going]
+                remaining = torch.tensor(going, device=tokens.device)
+                decoder.keep(remaining)
+                tokens, alive = tokens[remaining], [alive[place] for place in going]
                 if draw is not None:
                     draw.keep(going)
             if len(batch[alive[0]]) + len(answers[alive[0]]) - 1 == boundary:
@@ -383,13 +383,13 @@ class Draw:
 
     def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
         """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
-        kept = scores.float()
+        filtered = scores.float()
         if torch.are_deterministic_algorithms_enabled():  # CUDA has no running sum with a fixed order
-            kept = kept.cpu()
+            filtered = filtered.cpu()
         for apply_filter in self._filters:
-            kept = apply_filter(input_ids, kept)
+            filtered = apply_filter(input_ids, filtered)
         # In float64, so that the sample is the same on every device.
-        below = in_float64(kept).softmax(-1).cumsum(-1)
+        below = in_float64(filtered).softmax(-1).cumsum(-1)
         level = torch.stack([torch.rand((1,), generator=g, dtype=torch.float64) for g in self._generators])
         drawn = torch.searchsorted(below, level.to(below.device) * below[:, -1:], right=True)
         logits = scores.float()

@@ -253,15 +253,15 @@ class Dialogues:
 
 def _row_losses(runtime: Runtime, model: Any, loader: EvaluationLoader, *, is_shared: bool) -> torch.Tensor:
     """Return nats and target tokens of each row, float64, shape (2, rows). Collective if `is_shared`."""
-    mine = torch.zeros(2, len(loader.dataset), dtype=torch.float64)  # type: ignore[arg-type]
+    own_losses = torch.zeros(2, len(loader.dataset), dtype=torch.float64)  # type: ignore[arg-type]
     with evaluation_mode(model):
         for rows, microbatch in zip_longest(loader.row_batches, in_even_rounds(runtime, loader)):
             of_batch = measure_losses(runtime, model, microbatch)
             if rows is not None:
-                mine[:, rows] = torch.stack([of_batch.nats, of_batch.num_targets.double()]).cpu()
+                own_losses[:, rows] = torch.stack([of_batch.nats, of_batch.num_targets.double()]).cpu()
     if not is_shared:
-        return mine
-    return torch.tensor(runtime.collectives.sum(mine.flatten().tolist()), dtype=torch.float64).view_as(mine)
+        return own_losses
+    return torch.tensor(runtime.collectives.sum(own_losses.flatten().tolist()), dtype=torch.float64).view_as(own_losses)
 
 
 def _measure(metrics: Mapping[str, Metric], answers: Sequence[str], expected: Sequence[str]) -> dict[str, list[float]]:
@@ -316,7 +316,7 @@ def _means(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Return sqrt(s^2 / n); 0 below two values."""
+    """Return sqrt(s^2 / n), where s^2 is the sum of (value - mean)^2 divided by n - 1; 0 below two values."""
     n = len(values)
     if n < 2:
         return 0.0

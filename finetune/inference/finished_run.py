@@ -222,9 +222,9 @@ def _changes(key: str, overrides: Sequence[str]) -> bool:
 def _refuse_useless_changes(path: Path, config: Config, overrides: Sequence[str], base: str | None) -> None:
     """Refuse a base for a run without an adapter, and settings of an adapter that is trained."""
     if config.training.method == "full":
-        given = next((each for each in overrides if each.startswith("model.path=")), base and f"--base {base}")
-        if given:
-            raise ConfigError(f"{given}: {path} trained every weight, so no base is needed. Drop it.")
+        change = next((each for each in overrides if each.startswith("model.path=")), base and f"--base {base}")
+        if change:
+            raise ConfigError(f"{change}: {path} trained every weight, so no base is needed. Drop it.")
     settings = [each for each in overrides if each.startswith("lora.") and not each.startswith("lora.quantize=")]
     if settings:
         raise ConfigError(f"{settings[0]}: the adapter of {path} is trained, and keeps its own settings. Drop it.")

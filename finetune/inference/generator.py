@@ -135,7 +135,9 @@ class Generator:
         return Opening(usual.system if system is None else system or None, tools or "")
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt with system turn and tools of the command line. A single turn gets the usual ones."""
+        """Encode a prompt as token ids, with the system turn and tools of the command line.
+
+        If the command line gives none, a prompt of a single turn gets the usual ones of the training rows."""
         from finetune.inference.prompts import encode_prompt
 
         has_turns = bool(prompt.messages)
@@ -150,14 +152,14 @@ class Generator:
         with self._as_model(name):
             return generate_answers(self.model, prompts, self.decoding, batch_size=batch_size, runtime=self.runtime)
 
-    def stream(self, name: str, prompt: Sequence[int], write: Callable[[str], object], given: list[int]) -> None:
+    def stream(self, name: str, prompt: Sequence[int], write: Callable[[str], object], answer_ids: list[int]) -> None:
         """Answer one encoded prompt and write each piece of text as soon as it is final.
 
         Args:
             name: `base` or `tuned`.
             prompt: token ids.
             write: receives the pieces. Joined, they are the text of the answer, up to where Ctrl-C stopped it.
-            given: an empty list, which receives the tokens of the answer.
+            answer_ids: an empty list, which receives the tokens of the answer.
         """
         from finetune.inference.decoding import stream_answer
 
@@ -165,8 +167,8 @@ class Generator:
 
         def show(token: int) -> None:
             nonlocal shown
-            given.append(token)
-            text = self.text(given)
+            answer_ids.append(token)
+            text = self.text(answer_ids)
             # A character of several bytes may span tokens; until it is complete, it decodes as this mark.
             if text.startswith(shown) and not text.endswith("\ufffd"):
                 write(text[len(shown) :])
@@ -176,7 +178,7 @@ class Generator:
             with self._as_model(name):
                 stream_answer(self.model, prompt, self.decoding, show)
         finally:
-            write(self.text(given)[len(shown) :])
+            write(self.text(answer_ids)[len(shown) :])
 
     def text(self, ids: Sequence[int]) -> str:
         """Decode tokens, without special tokens."""

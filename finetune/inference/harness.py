@@ -66,7 +66,7 @@ def run_harness(
             "lists its tasks; --harness-tasks names a folder with your own."
         )
     try:
-        found = simple_evaluate(
+        output = simple_evaluate(
             model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size),
             tasks=list(tasks),
             task_manager=known,
@@ -76,5 +76,5 @@ def run_harness(
         )
     except Exception as error:  # tasks download data and contain code
         raise RunFailedError(f"lm-evaluation-harness failed on {', '.join(tasks)}: {error!r}") from error
-    results: Results = found["results"]
+    results: Results = output["results"]
     return results

@@ -61,8 +61,8 @@ class SplitLosses(NamedTuple):
         """Return the sums over all ranks, which have the same subsets. Collective: one for all sums."""
         width = len(LossSums._fields)
         values = runtime.collectives.sum([value for sums in (self.whole, *self.subsets.values()) for value in sums])
-        whole, *others = (LossSums(*values[start : start + width]) for start in range(0, len(values), width))
-        return self._replace(whole=whole, subsets=dict(zip(self.subsets, others, strict=True)))
+        total, *others = (LossSums(*values[start : start + width]) for start in range(0, len(values), width))
+        return self._replace(whole=total, subsets=dict(zip(self.subsets, others, strict=True)))
 
     def subset_metrics(self) -> dict[str, float]:
         """Return `loss/NAME`, `standard_error/NAME` and `num_targets/NAME` of each subset that has targets.
@@ -123,8 +123,8 @@ def sum_losses(
             if len(subsets) and rows is not None:
                 subsets.index_add_(0, examples.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
     of_subsets = (LossSums(*sums) for sums in subsets.tolist())
-    whole = LossSums(num_cut_short=1.0) if is_cut_short else LossSums(*totals)
-    return SplitLosses(whole, dict(zip(examples.subset_names, of_subsets, strict=True)))
+    split_sums = LossSums(num_cut_short=1.0) if is_cut_short else LossSums(*totals)
+    return SplitLosses(split_sums, dict(zip(examples.subset_names, of_subsets, strict=True)))
 
 
 def _sums_of_rows(nats: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

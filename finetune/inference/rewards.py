@@ -168,28 +168,30 @@ class Rewards:
     def _ask(self, name: str, answers: Sequence[GeneratedAnswer]) -> list[float]:
         """Call a function of the user's."""
         columns = {column for answer in answers for column in answer.columns}
-        given = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
-        given |= {
+        arguments = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
+        arguments |= {
             "prompts": [answer.prompt for answer in answers],
             "completions": [_like_prompt(answer) for answer in answers],
             "completion_ids": [list(answer.ids) for answer in answers],
             "expected": [answer.expected for answer in answers],
         }
-        values = self._in_time(name, given, answers)
+        values = self._in_time(name, arguments, answers)
         values = values.tolist() if hasattr(values, "tolist") else values  # an array or a tensor
         is_list = isinstance(values, Sequence) and not isinstance(values, str)
         if not is_list or len(values) != len(answers):
-            got = f"{len(values)} values" if is_list else quote(values)
+            actual = f"{len(values)} values" if is_list else quote(values)
             raise DataError(
-                f"the reward function {name} returned {got} for {len(answers)} answers; expected a list with one "
+                f"the reward function {name} returned {actual} for {len(answers)} answers; expected a list with one "
                 "number, or None, for each."
             )
         return [_as_number(name, value, answer) for value, answer in zip(values, answers, strict=True)]
 
-    def _in_time(self, name: str, given: Mapping[str, Any], answers: Sequence[GeneratedAnswer]) -> Any:
+    def _in_time(self, name: str, arguments: Mapping[str, Any], answers: Sequence[GeneratedAnswer]) -> Any:
         first = f"{len(answers)} answers, the first to {answers[0].source}"
         try:
-            return call_within(self.timeout_seconds, lambda: self._own[name](**given), name=f"reward function {name}")
+            return call_within(
+                self.timeout_seconds, lambda: self._own[name](**arguments), name=f"reward function {name}"
+            )
         except DeadlineExceededError:
             raise DataError(
                 f"the reward function {name} has not returned after {self.timeout_seconds:g} s for {first}. Make it "
@@ -200,12 +202,12 @@ class Rewards:
 
 
 def _refuse_bad_pattern(section: RewardSection) -> None:
-    wants = "regex" in section.functions
-    if wants and section.pattern is None:
+    uses_pattern = "regex" in section.functions
+    if uses_pattern and section.pattern is None:
         raise ConfigError("reward.functions names regex, but reward.pattern is not set. Set the expression to match.")
     if section.pattern is None:
         return
-    if not wants:
+    if not uses_pattern:
         raise ConfigError("reward.pattern is set, but reward.functions does not name regex. Add regex, or remove it.")
     try:
         re.compile(section.pattern)

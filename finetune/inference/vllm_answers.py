@@ -19,18 +19,18 @@ _FIRST_ONLY = Field(fail_fast=True)
 _TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=_MOST_TOKEN_IDS)]], _FIRST_ONLY]
 
 
-def _by_token(given: object) -> dict[int, float]:
+def _by_token(logprobs: object) -> dict[int, float]:
     """Convert `{"token_id:5": -0.1}` to `{5: -0.1}`."""
-    found: dict[int, float] = {}
-    if not isinstance(given, dict | None):
-        raise ValueError(f"log p of a position is {reprlib.repr(given)}")
-    for name, value in (given or {}).items():
+    by_token: dict[int, float] = {}
+    if not isinstance(logprobs, dict | None):
+        raise ValueError(f"log p of a position is {reprlib.repr(logprobs)}")
+    for name, value in (logprobs or {}).items():
         token = re.fullmatch(r"token_id:(\d{1,7})", name, re.ASCII)
         is_number = isinstance(value, int | float) and _LEAST <= value <= _MOST
         if token is None or int(token[1]) >= _MOST_TOKEN_IDS or not is_number:
             raise ValueError(f"log p of {reprlib.repr(name)} is {reprlib.repr(value)}")
-        found[int(token[1])] = float(value)
-    return found
+        by_token[int(token[1])] = float(value)
+    return by_token
 
 
 class _Fields(BaseModel):
@@ -91,7 +91,7 @@ read_text = partial(_read, name="prompt", shape=str)
 read_version = partial(_read, name="version", shape=Annotated[str, Field(pattern=r"^[\w.+-]{1,100}$")])
 
 
-def read_choices(text: bytes, asked: Limits) -> list[Choice]:
+def read_choices(text: bytes, limits: Limits) -> list[Choice]:
     """Read the answers to a prompt, in the order of their indices.
 
     Raises:
@@ -99,20 +99,20 @@ def read_choices(text: bytes, asked: Limits) -> list[Choice]:
     """
     choices: list[Choice] = _read(text, "choices", Annotated[list[Choice], _FIRST_ONLY])
     choices.sort(key=lambda choice: choice.index)
-    if [choice.index for choice in choices] != list(range(asked.num_answers)):
-        raise ValueError(f"it has {len(choices)} answers or wrong indices; asked for {asked.num_answers}")
+    if [choice.index for choice in choices] != list(range(limits.num_answers)):
+        raise ValueError(f"it has {len(choices)} answers or wrong indices; asked for {limits.num_answers}")
     for choice in choices:
         ids, logprobs = choice.token_ids, choice.logprobs
         if ids is None:
             raise ValueError("it has no token ids; vLLM returns them from version 0.10.2 on, so upgrade it")
-        if not 1 <= len(ids) <= asked.max_tokens:
-            raise ValueError(f"an answer has {len(ids):,} tokens; asked for 1 to {asked.max_tokens:,}")
-        if max(ids) >= asked.vocabulary:
-            raise ValueError(f"an answer has token {max(ids)}; the vocabulary has {asked.vocabulary:,}")
-        if asked.num_likely is None:
+        if not 1 <= len(ids) <= limits.max_tokens:
+            raise ValueError(f"an answer has {len(ids):,} tokens; asked for 1 to {limits.max_tokens:,}")
+        if max(ids) >= limits.vocabulary:
+            raise ValueError(f"an answer has token {max(ids)}; the vocabulary has {limits.vocabulary:,}")
+        if limits.num_likely is None:
             continue
         if logprobs is None or len(logprobs.token_logprobs) != len(ids):
             raise ValueError("an answer has log p of more or fewer tokens than it has")
-        if len((logprobs.top_logprobs or [{}])[0]) < asked.num_likely:
-            raise ValueError(f"it has log p of fewer than {asked.num_likely:,} tokens at the first position")
+        if len((logprobs.top_logprobs or [{}])[0]) < limits.num_likely:
+            raise ValueError(f"it has log p of fewer than {limits.num_likely:,} tokens at the first position")
     return choices

@@ -98,15 +98,17 @@ class VllmServer:
             fields = {"model": model.id, "prompt": text, "add_special_tokens": False}
             return model, self.ask("/tokenize", read_tokens, fields)
 
-        model, theirs = self._patiently(ask)
-        ours = tokenizer(text, add_special_tokens=False)["input_ids"]
-        if theirs != ours:
-            differing = (n for n, (one, other) in enumerate(zip(theirs, ours, strict=False)) if one != other)
-            place = next(differing, min(len(theirs), len(ours)))
+        model, served_ids = self._patiently(ask)
+        own_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        if served_ids != own_ids:
+            differing = (
+                n for n, (served_id, own_id) in enumerate(zip(served_ids, own_ids, strict=False)) if served_id != own_id
+            )
+            place = next(differing, min(len(served_ids), len(own_ids)))
             raise ConfigError(
                 f"{self.url} serves {model.id}. Its tokenizer reads a prompt of this run as other tokens (token "
-                f"{place}: {theirs[place : place + 1]}, here {ours[place : place + 1]}). Serve the run's own base "
-                "model with its tokenizer."
+                f"{place}: {served_ids[place : place + 1]}, here {own_ids[place : place + 1]}). Serve the run's own "
+                "base model with its tokenizer."
             )
         longest = model.max_model_len
         if longest is not None and longest < most_tokens:
@@ -186,8 +188,8 @@ class VllmServer:
     def _wait_for(self, requests: Sequence[Future[None]], adapter: str) -> None:
         """Wait for all answers. A server that was started anew has no adapter, and earlier requests may hang."""
         for seconds in itertools.count(1):
-            done, pending = wait(requests, timeout=_PAUSE_SECONDS, return_when=FIRST_EXCEPTION)
-            for request in done:
+            finished, pending = wait(requests, timeout=_PAUSE_SECONDS, return_when=FIRST_EXCEPTION)
+            for request in finished:
                 request.result()
             if not pending:
                 return
@@ -318,11 +320,11 @@ class VllmServer:
                 "that this is a vLLM server, and see its log."
             )
         if status != HTTPStatus.OK:
-            why = f"{self.url}{path} answers {status}: {_error_message(text, self._key)}"
+            reason = f"{self.url}{path} answers {status}: {_error_message(text, self._key)}"
             # vLLM answers 500 to completions while it ends, and to an adapter that it cannot load. A proxy answers 502.
             server_error = HTTPStatus.INTERNAL_SERVER_ERROR
             is_gone = status > server_error or (status == server_error and path == _COMPLETIONS)
-            raise ServerGoneError(self.url, why) if is_gone else ServerRefusalError(why)
+            raise ServerGoneError(self.url, reason) if is_gone else ServerRefusalError(reason)
         return text
 
     def _patiently(self, attempt: Callable[[], Any], level: int = logging.WARNING) -> Any:
@@ -363,8 +365,8 @@ def _error_message(answer: bytes, key: str) -> str:
 class ServerGoneError(ServerError):
     """The server does not answer any more, or not yet."""
 
-    def __init__(self, url: str, why: str) -> None:
-        super().__init__(f"the server {url} does not answer ({why})")
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"the server {url} does not answer ({reason})")
 
 
 class ServerRefusalError(ServerError):

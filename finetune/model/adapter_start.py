@@ -89,9 +89,11 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
         )
     set_peft_model_state_dict(model, dict(saved), adapter_name=name)  # peft 0.20 renames keys of what it is given
     loaded = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    lost = [key for key, value in saved.items() if not torch.equal(loaded[key].to(value), value)]
-    if lost:
-        raise ModelError(f"lora.start_from: {len(lost)} tensors of {folder} were not loaded, the first is {lost[0]}.")
+    not_loaded = [key for key, value in saved.items() if not torch.equal(loaded[key].to(value), value)]
+    if not_loaded:
+        raise ModelError(
+            f"lora.start_from: {len(not_loaded)} tensors of {folder} were not loaded, the first is {not_loaded[0]}."
+        )
     _log.info(
         "starts from the adapter in %s: %d tensors, %s values, trained on %s",
         folder,
@@ -122,9 +124,9 @@ def _principal_factors(
 
 def _train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
     def without_frozen_half(gradient: torch.Tensor) -> torch.Tensor:
-        kept = gradient.clone()
-        kept.narrow(dim, r, gradient.shape[dim] - r).zero_()
-        return kept
+        masked = gradient.clone()
+        masked.narrow(dim, r, gradient.shape[dim] - r).zero_()
+        return masked
 
     parameter.register_hook(without_frozen_half)  # type: ignore[no-untyped-call]
     parameter._frozen_from = r  # type: ignore[attr-defined]
@@ -143,13 +145,13 @@ def _locate_adapter(path: str) -> Path:
 
 
 def _refuse_other_base(folder: Path, record: Mapping[str, Any], model: Any, section: LoraSection) -> None:
-    theirs, ours = record.get("base_model_name_or_path"), model.config._name_or_path
-    is_same = theirs and ours and (theirs == ours or Path(theirs).resolve() == Path(ours).resolve())
+    trained_on, base = record.get("base_model_name_or_path"), model.config._name_or_path
+    is_same = trained_on and base and (trained_on == base or Path(trained_on).resolve() == Path(base).resolve())
     if section.start_from_any_base or is_same:
         return
     raise ModelError(
-        f"lora.start_from: the adapter in {folder} was trained on {theirs}, but the base here is "
-        f"{ours or 'a new one with random weights'}. On another model it means nothing. If it is the same model in "
+        f"lora.start_from: the adapter in {folder} was trained on {trained_on}, but the base here is "
+        f"{base or 'a new one with random weights'}. On another model it means nothing. If it is the same model in "
         "another folder, set lora.start_from_any_base=true."
     )
 
@@ -160,9 +162,9 @@ def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]
         yield f"its peft_type is {record.get('peft_type')}, not LORA"
         return
     is_root = bool(record.get("use_rslora"))
-    theirs = update_scale(record["r"], record["lora_alpha"], is_root)
-    ours = update_scale(config.r, config.lora_alpha, config.use_rslora)
-    if record["r"] != config.r or not math.isclose(theirs, ours):
+    adapter_scale = update_scale(record["r"], record["lora_alpha"], is_root)
+    scale = update_scale(config.r, config.lora_alpha, config.use_rslora)
+    if record["r"] != config.r or not math.isclose(adapter_scale, scale):
         yield (
             f"it has lora.r={record['r']}, lora.alpha={record['lora_alpha']:g} and lora.rslora={json.dumps(is_root)}, "
             f"this run {config.r}, {config.lora_alpha:g} and {json.dumps(config.use_rslora)}"

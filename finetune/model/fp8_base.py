@@ -86,10 +86,10 @@ def refuse_fp8_without_engine(config: Config, why_not_engine: str | None) -> Non
 
 
 def round_frozen_layers(model: Any, layers: Literal["all", "upper_half"] = "all") -> RoundedLayers:
-    """Round the frozen linear layers of the decoder to fp8, one after the other. Embedding, head and norms stay.
+    """Round the frozen linear layers of the decoder to fp8, in place. Embedding, head and norms keep their type.
 
-    The engine must know the model, which is on any device, also on the meta device. Of an odd number of decoder layers,
-    the upper half has one more.
+    The model must be of a family that the engine supports. It may be on any device, also on the meta device. The upper
+    half of n decoder layers starts at layer n // 2.
     """
     bare = bare_model(model)
     family = FAMILIES[bare.config.model_type]

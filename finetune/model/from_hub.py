@@ -55,10 +55,10 @@ class Published(NamedTuple):
     def differences(self, config: PretrainedConfig) -> Iterator[str]:
         """Name the sizes that differ in the hub's config.json."""
         rope = getattr(config, "rope_parameters", None) or {}
-        for key, ours in self.sizes.items():
-            theirs = getattr(config, key, rope.get(key, ours))
-            if theirs != ours:
-                yield f"{key} is {theirs} in its config.json and {ours} in the sizes shipped with finetune"
+        for key, shipped in self.sizes.items():
+            published = getattr(config, key, rope.get(key, shipped))
+            if published != shipped:
+                yield f"{key} is {published} in its config.json and {shipped} in the sizes shipped with finetune"
 
 
 def locate_model(section: ModelSection) -> str:
@@ -81,11 +81,11 @@ def locate(path: str, key: str) -> str:
     if not looks_local:
         return path
     if not folder.is_dir():
-        gone = (
+        notice = (
             " If a run used it, it was moved or deleted since: name its new place with --base." * folder.is_absolute()
         )
         raise ModelError(
-            f"{key} is {path}, but there is no such folder.{gone} Give a folder that holds a model, or a hub id "
+            f"{key} is {path}, but there is no such folder.{notice} Give a folder that holds a model, or a hub id "
             "like microsoft/phi-4."
         )
     if key == "model.path" and not (folder / "config.json").is_file():

@@ -78,7 +78,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
     """
     from tokenizers import AddedToken
 
-    known, special = tokenizer.get_vocab(), {str(it) for it in tokenizer.added_tokens_decoder.values() if it.special}
+    known, special = (
+        tokenizer.get_vocab(),
+        {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special},
+    )
     there = [
         token for token in section.new_tokens if token in special or known.get(token, 1 << 62) < tokenizer.vocab_size
     ]

@@ -149,8 +149,12 @@ def refuse_oversized_folder(folder: Path | str) -> None:
 
 
 def estimate_parameters(keys: Mapping[str, Any]) -> float:
-    """Estimate the parameters of a decoder from the numbers in its config.json: rather too many than too few."""
-    size = {what: next(filter(None, (_number(keys.get(key)) for key in names)), 0.0) for what, names in _SIZES.items()}
+    """Estimate the parameters of a decoder from the numbers in its config.json: rather too many than too few.
+
+    Sum 2 * hidden for each vocabulary entry, hidden for each position, and for each layer q, k, v and o of the
+    attention and three matrices of the MLP for each expert.
+    """
+    size = {name: next(filter(None, (_number(keys.get(key)) for key in names)), 0.0) for name, names in _SIZES.items()}
     hidden, heads = size["hidden"], size["heads"]
     head = size["head"] or (hidden / heads if heads else 0.0)
     attention = 2 * hidden * head * (heads + (size["groups"] or heads))
@@ -172,8 +176,8 @@ def _number(value: Any) -> float:
     return float(min(value, 1e300)) if is_number else 0.0
 
 
-def _too_large(name: str, found: str, expected: str) -> ModelError:
+def _too_large(name: str, actual: str, expected: str) -> ModelError:
     return ModelError(
-        f"the sizes of {name} are refused before anything is built: {found} in its config.json; expected {expected}. "
+        f"the sizes of {name} are refused before anything is built: {actual} in its config.json; expected {expected}. "
         "Correct config.json, or give another model in model.path."
     )

@@ -256,4 +256,4 @@ def _last_equal_start(runs: Sequence[RecordedRun], step: int) -> int:
         }
         for run in runs
     )
-    return max((kept for kept in first if kept < step and first[kept] == second.get(kept)), default=0)
+    return max((saved for saved in first if saved < step and first[saved] == second.get(saved)), default=0)

@@ -57,6 +57,7 @@ def cause_in_facts(first: ComparedSide, second: ComparedSide) -> Cause | None:
     Facts are the rows, the weights before the first step, and the versions and the machine in run.json.
     """
     facts = [recorded_facts(side.trace.record) for side in (first, second)]
+    # Of each part, the facts that both sides recorded with different values.
     data, versions, world = (
         {name: both for name, both in differing([side[part] for side in facts]) if None not in both}
         for part in ("data", "versions", "world")

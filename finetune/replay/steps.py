@@ -222,10 +222,10 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
             "configuration describes all of its steps."
         )
     read_run_record(run.folder.record_file)  # refuses values of other types
-    if given := _NOT_IN_CONFIG & run.part("script").keys():
+    if script_parts := _NOT_IN_CONFIG & run.part("script").keys():
         raise CheckpointError(
-            f"{path} cannot be replayed: a script gave its {' and '.join(sorted(given))}, which the configuration does "
-            "not describe."
+            f"{path} cannot be replayed: a script gave its {' and '.join(sorted(script_parts))}, which the "
+            "configuration does not describe."
         )
     config = load_run_config(path, overrides)
     config.data.refuse_untrusted()  # a replay reads all rows

@@ -103,13 +103,13 @@ def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: 
             *settings,
         ]
         try:
-            done = subprocess.run(command, capture_output=True, text=True)
+            process = subprocess.run(command, capture_output=True, text=True)
         except OSError as error:
             raise ConfigError(f"--python is {python}, which cannot be started: {error}. Name a Python.") from error
-        if done.returncode or not file.is_file():
+        if process.returncode or not file.is_file():
             raise ConfigError(
-                f"--python is {python}, which did not compute the steps (exit code {done.returncode}: "
-                f"{last_line(done.stderr)}). Its environment needs this version of finetune."
+                f"--python is {python}, which did not compute the steps (exit code {process.returncode}: "
+                f"{last_line(process.stderr)}). Its environment needs this version of finetune."
             )
         trace = json.loads(file.read_bytes())
     # In JSON, keys and values that are not finite are texts.

@@ -139,14 +139,14 @@ class Chart:
         """Yield the layers of the chart: raw curves, smoothed curves, error bars, and measured points."""
         for is_raw, width, opacity in ((True, 1, 0.35), (False, 1.8, 1)):
             if any(curve.is_raw == is_raw and not curve.is_measured for curve in self.curves):
-                wanted = {"filter": f"!datum.measured && {'' if is_raw else '!'}datum.raw"}
+                selection = {"filter": f"!datum.measured && {'' if is_raw else '!'}datum.raw"}
                 mark = {"type": "line", "strokeWidth": width, "opacity": opacity, "strokeJoin": "round", "clip": True}
-                yield {"transform": [wanted], "mark": mark, "encoding": {"y": y}}
+                yield {"transform": [selection], "mark": mark, "encoding": {"y": y}}
         if any(curve.errors for curve in self.curves):
-            wanted = {"filter": "datum.measured && isValid(datum.low)"}
+            selection = {"filter": "datum.measured && isValid(datum.low)"}
             encoding = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
             yield {
-                "transform": [wanted],
+                "transform": [selection],
                 "mark": {"type": "rule", "strokeWidth": 1.2, "opacity": 0.6},
                 "encoding": encoding,
             }
@@ -287,13 +287,13 @@ def _subsets(runs: Sequence[RecordedRun], unit: str) -> Iterator[Chart]:
 
 def smoothed(points: Points) -> Points:
     """Return the mean of a twentieth of the curve around each point, equally to both sides, so that it does not lag."""
-    sums = [0.0, *accumulate(value for _, value in points)]
+    sums = [0.0, *accumulate(value for _, value in points)]  # sums[b] - sums[a] is the sum of the values a to b - 1
     reach = max(1, len(points) // 40)
-    found = []
+    means = []
     for index, (step, _) in enumerate(points):
         half = min(reach, index, len(points) - 1 - index)
-        found.append((step, (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)))
-    return found
+        means.append((step, (sums[index + half + 1] - sums[index - half]) / (2 * half + 1)))
+    return means
 
 
 def _losses(runs: Sequence[RecordedRun]) -> Iterator[Curve]:

@@ -58,12 +58,12 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
     try:
         return _read(runs[0], labels)
     except FinetuneError as error:
-        why = str(error)
+        reason = str(error)
     except Exception as error:  # the page is useful even if the run's data cannot be read
-        why = f"{type(error).__name__}: {error}"
-    _log.warning("%s: its data could not be read again: %s", labels[0], why)
+        reason = f"{type(error).__name__}: {error}"
+    _log.warning("%s: its data could not be read again: %s", labels[0], reason)
     return PreviewedData(
-        labels=labels, source="", read_as=[], splits={}, row=[], row_place="", findings=[], why_not=why
+        labels=labels, source="", read_as=[], splits={}, row=[], row_place="", findings=[], why_not=reason
     )
 
 
@@ -98,10 +98,10 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
 
 def _shortened(spans: Sequence[Span]) -> list[Span]:
     left = MOST_CHARACTERS
-    kept: list[Span] = []
+    shown: list[Span] = []
     for span in spans:
         if left <= 0:
-            return [*kept, span._replace(text=" … ", carries_loss=False, is_special=True)]
-        kept.append(span._replace(text=span.text[:left]))
+            return [*shown, span._replace(text=" … ", carries_loss=False, is_special=True)]
+        shown.append(span._replace(text=span.text[:left]))
         left -= len(span.text)
-    return kept
+    return shown

@@ -159,8 +159,8 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
         "has_config": run.config is not None,
         "changed": setting_rows(run),
-        "fallbacks": [_fallback(one) for one in run.entries("fallbacks")],
-        "resume_changes": [mapping(one) for one in run.entries("resume_changes")],
+        "fallbacks": [_fallback(entry) for entry in run.entries("fallbacks")],
+        "resume_changes": [mapping(entry) for entry in run.entries("resume_changes")],
         "has_scores": bool(summary.base or summary.tuned),
         "answers": _answers(run),
         "rollouts": _rollouts(run),
@@ -188,22 +188,22 @@ def _facts(run: RecordedRun) -> dict[str, str]:
 def _answers(run: RecordedRun) -> list[dict[str, str | None]]:
     """Return the prompts in run.json with their context, the expected answer and the answers of both models."""
     answers = run.result.get("answers")
-    found = [mapping(answer) for answer in answers] if isinstance(answers, list) else []
+    records = [mapping(answer) for answer in answers] if isinstance(answers, list) else []
     names = ("context", "prompt", "expected", "base", "tuned")
-    return [{name: None if (text := one.get(name)) is None else str(text) for name in names} for one in found]
+    return [{name: None if (text := record.get(name)) is None else str(text) for name in names} for record in records]
 
 
 def _rollouts(run: RecordedRun) -> list[dict[str, Any]]:
     """Return some groups of the first, the middle and the last rollout, each with its best and its worst answer."""
     steps = run.folder.rollout_steps()
-    found = []
+    rollouts = []
     for step in dict.fromkeys([steps[0], steps[len(steps) // 2], steps[-1]] if steps else []):
         try:
             groups = read_rollout(run.folder, step)["groups"][:_SHOWN_GROUPS]
         except CheckpointError:
             continue
-        found.append({"step": step, "groups": [_best_and_worst(mapping(group)) for group in groups]})
-    return found
+        rollouts.append({"step": step, "groups": [_best_and_worst(mapping(group)) for group in groups]})
+    return rollouts
 
 
 def _best_and_worst(group: Mapping[str, Any]) -> dict[str, Any]:

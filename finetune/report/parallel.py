@@ -32,7 +32,7 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelChart(Chart):
-    """A line for each run, through its values."""
+    """A chart of parallel axes, one for each setting or result. Each run is a line through its values on the axes."""
 
     runs: list[str]
     best: int
@@ -115,11 +115,11 @@ def parallel_charts(runs: Sequence[RecordedRun]) -> list[ParallelChart]:
     return [chart]
 
 
-def _axis(name: str, found: Sequence[Any]) -> Axis:
+def _axis(name: str, values: Sequence[Any]) -> Axis:
     """Place numbers on a linear or logarithmic axis, and other values at equal distances."""
-    texts = [format_number(value) if isinstance(value, float) else visible(format_value(value)) for value in found]
-    numbers = [float(value) for value in found if type(value) in (int, float) and math.isfinite(value)]
-    is_numeric = len(numbers) == sum(value is not None for value in found) and bool(numbers)
+    texts = [format_number(value) if isinstance(value, float) else visible(format_value(value)) for value in values]
+    numbers = [float(value) for value in values if type(value) in (int, float) and math.isfinite(value)]
+    is_numeric = len(numbers) == sum(value is not None for value in values) and bool(numbers)
     if not is_numeric:
         order = {text: index for index, text in enumerate(sorted(set(texts)))}
         ticks = {text: index / max(1, len(order) - 1) for text, index in order.items()}
@@ -128,11 +128,12 @@ def _axis(name: str, found: Sequence[Any]) -> Axis:
     is_log = low > 0 and high / low > LOG_FROM_RATIO
 
     def height_of(value: float) -> float:
+        """Map low to 0 and high to 1."""
         if low == high:
             return 0.5
         return math.log(value / low) / math.log(high / low) if is_log else (value - low) / (high - low)
 
-    heights = [None if value is None else height_of(value) for value in found]
+    heights = [None if value is None else height_of(value) for value in values]
     distinct = sorted(set(numbers))
     shown = distinct if len(distinct) <= _MOST_TICKS else (low, high)
     return Axis(visible(name), texts, heights, {format_number(value): height_of(value) for value in shown})

@@ -63,8 +63,8 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
         return "They were validated on different rows: their losses cannot be compared."
     if len(_losses(runs)) > 1:
         objectives = list(dict.fromkeys(run.objective.name for run in runs))
-        which = " and ".join(objectives) if len(objectives) > 1 else f"{objectives[0]} with other settings"
-        return f"They minimise different losses ({which}), which cannot be compared."
+        difference = " and ".join(objectives) if len(objectives) > 1 else f"{objectives[0]} with other settings"
+        return f"They minimise different losses ({difference}), which cannot be compared."
     changed = [row for row in compare_runs(runs) if row.part == "config"]
     if not changed:
         return "Their settings are the same."
@@ -157,16 +157,16 @@ def _of_one(run: RecordedRun) -> str:
 
 def _of_several(runs: Sequence[RecordedRun]) -> str:
     best, metric = best_run(runs), metric_of(runs)
-    found = best_value(best, runs) if best else None
-    if best is None or found is None:
+    lead = best_value(best, runs) if best else None
+    if best is None or lead is None:
         return f"{len(runs)} runs side by side."
     others = [value for run in runs if run is not best and (value := best_value(run, runs)) is not None]
     if not others:
-        return f"{best.name} is the only one of {len(runs)} runs that was validated: {format_number(found)}."
+        return f"{best.name} is the only one of {len(runs)} runs that was validated: {format_number(lead)}."
     sign = sign_of(metric)
-    what = f"highest {metric} in validations" if sign > 0 else "lowest validation loss"
+    distinction = f"highest {metric} in validations" if sign > 0 else "lowest validation loss"
     next_best = sign * max(sign * value for value in others)
-    return f"{best.name} has the {what}: {format_number(found)}. The next best has {format_number(next_best)}."
+    return f"{best.name} has the {distinction}: {format_number(lead)}. The next best has {format_number(next_best)}."
 
 
 def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
@@ -205,8 +205,8 @@ def _steps(run: RecordedRun) -> str:
 
 def _count(run: RecordedRun) -> str:
     """Write `375`, or `120 of 375`."""
-    done, planned = run.last_step or 0, run.num_steps
-    return f"{done:,} of {planned:,}" if planned is not None and planned != done else f"{done:,}"
+    step, planned = run.last_step or 0, run.num_steps
+    return f"{step:,} of {planned:,}" if planned is not None and planned != step else f"{step:,}"
 
 
 def _took(run: RecordedRun) -> str:

@@ -128,9 +128,12 @@ def disk_need(folder: RunFolder, snapshot: Snapshot, *, optimizer_state: int | N
     `optimizer_state` has the bytes of the optimizer's state after a step, for a snapshot from before the first one.
     """
     optimizer = snapshot.files.get(OPTIMIZER_FILE)
-    held = optimizer.num_bytes if isinstance(optimizer, TensorFile) else 0
+    optimizer_bytes = optimizer.num_bytes if isinstance(optimizer, TensorFile) else 0
     return DiskNeed(
-        snapshot.num_bytes - held, held or optimizer_state, at_once, free=shutil.disk_usage(folder.path).free
+        snapshot.num_bytes - optimizer_bytes,
+        optimizer_bytes or optimizer_state,
+        at_once,
+        free=shutil.disk_usage(folder.path).free,
     )
 
 

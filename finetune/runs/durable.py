@@ -125,8 +125,12 @@ def remove_folder(path: Path) -> None:
 def clear_leftovers(parent: Path, is_ours: Callable[[str], object]) -> list[str]:
     """Remove what killed writers left in a folder, and restore folders that were renamed but not replaced.
 
-    `is_ours` says whether the file or folder with a final name may be touched. Returns the names that were removed or
-    restored.
+    Args:
+        parent: the folder to clear.
+        is_ours: returns whether finetune writes a file or folder of this final name. Others are left alone.
+
+    Returns:
+        The temporary names that were removed or restored.
 
     Raises:
         OSError: the disk refused.

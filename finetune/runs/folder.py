@@ -93,10 +93,10 @@ class RunFolder:
             raise CheckpointError(
                 f"output_dir={self.path} cannot be read: {describe_os_error(error)}. Name another with output_dir=."
             ) from error
-        ours = sorted(present.keys() & _NAMES)
-        if ours and resume == "never":
+        run_files = sorted(present.keys() & _NAMES)
+        if run_files and resume == "never":
             raise CheckpointError(
-                f"output_dir={self.path} holds a run already ({', '.join(ours)}). "
+                f"output_dir={self.path} holds a run already ({', '.join(run_files)}). "
                 f"Go on with it by resume=auto, or start another in a new folder with output_dir=. "
                 f"Nothing was changed."
             )

@@ -268,7 +268,7 @@ def _read(file: BinaryIO, detail: Detail) -> EventsRead:
     start = position = file.tell()
     recent_from = size - _RECENT_BYTES if detail == "recent" else 0
     last_passed = b""
-    kept: list[tuple[int, Event]] = []
+    events_with_sizes: list[tuple[int, Event]] = []
     num_left_out = num_thinned = kept_bytes = unfinished = 0
     num_tokens = 0.0
     for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), b"")):
@@ -287,13 +287,13 @@ def _read(file: BinaryIO, detail: Detail) -> EventsRead:
         if event["event"] == "step":
             last_passed = b""
             num_tokens += number_in(event, "num_tokens") or 0.0
-        kept.append((len(line), event))
+        events_with_sizes.append((len(line), event))
         kept_bytes += len(line)
         if detail != "all" and kept_bytes > _MOST_BYTES:
-            thinned = _thinned(kept)
-            num_thinned += len(kept) - len(thinned)
-            kept, kept_bytes = thinned, sum(length for length, _ in thinned)
-    events = [event for _, event in kept]
+            thinned = _thinned(events_with_sizes)
+            num_thinned += len(events_with_sizes) - len(thinned)
+            events_with_sizes, kept_bytes = thinned, sum(length for length, _ in thinned)
+    events = [event for _, event in events_with_sizes]
     if (step := _parse(last_passed)) is not None:
         events.append(step)
     return EventsRead(events, num_left_out, num_thinned, num_tokens, position - start - unfinished)

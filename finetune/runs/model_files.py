@@ -73,9 +73,11 @@ def load_model(model: torch.nn.Module, folder: Path) -> None:
                 local_shard(expected[name]).copy_(shard_like(tensor, expected[name]))
     # Read back: a library that drops or renames a key on the way must not go unnoticed.
     arrived = read_model(model)
-    lost = [name for name, tensor in saved.items() if not _is_equal(tensor, arrived[name])]
-    if lost:
-        raise CheckpointError(f"{file}: {len(lost)} tensors did not arrive in the model, the first is {lost[0]}.")
+    not_loaded = [name for name, tensor in saved.items() if not _is_equal(tensor, arrived[name])]
+    if not_loaded:
+        raise CheckpointError(
+            f"{file}: {len(not_loaded)} tensors did not arrive in the model, the first is {not_loaded[0]}."
+        )
 
 
 def refuse_other_tensors(
@@ -198,19 +200,19 @@ def _adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return every tensor of a model once. If names share memory, the first in the model's order counts."""
     tensors: dict[str, torch.Tensor] = {}
-    seen = set()
+    known_memory = set()
     for name, tensor in model.state_dict().items():
         part = local_shard(tensor)  # a sharded tensor has no address of its own
         memory = (part.device, part.untyped_storage().data_ptr(), part.storage_offset(), tensor.shape, tensor.dtype)
-        if tensor.numel() and memory in seen:
+        if tensor.numel() and memory in known_memory:
             continue
-        seen.add(memory)
+        known_memory.add(memory)
         tensors[name] = tensor
     return tensors
 
 
-def _is_equal(full: torch.Tensor, held: torch.Tensor) -> bool:
-    return torch.equal(local_shard(held).cpu().to(full.dtype), shard_like(full, held))
+def _is_equal(full: torch.Tensor, loaded: torch.Tensor) -> bool:
+    return torch.equal(local_shard(loaded).cpu().to(full.dtype), shard_like(full, loaded))
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -37,9 +37,9 @@ def encode_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     numbers: dict[str, float | None] = {}
     for index, states in optimizer.state_dict()["state"].items():
         flat = {
-            f"{name}{_INSIDE}{inner}" if isinstance(held, dict) else name: value
-            for name, held in states.items()
-            for inner, value in (held.items() if isinstance(held, dict) else [("", held)])
+            f"{name}{_INSIDE}{inner}" if isinstance(state, dict) else name: value
+            for name, state in states.items()
+            for inner, value in (state.items() if isinstance(state, dict) else [("", state)])
         }
         for state_name, value in flat.items():
             key = f"{state_name}/{names[index]}"
@@ -104,10 +104,10 @@ def _set_states(
     # torch moves each state to the device and the dtype of its parameter. The dtype loses bits if a
     # low-precision weight has a state in fp32.
     for name, saved in states.items():
-        held = optimizer.state[parameters[name]]
+        loaded = optimizer.state[parameters[name]]
         for state_name, value in saved.items():
-            if isinstance(value, torch.Tensor) and held[state_name].dtype != value.dtype:
-                held[state_name] = value.to(held[state_name].device)
+            if isinstance(value, torch.Tensor) and loaded[state_name].dtype != value.dtype:
+                loaded[state_name] = value.to(loaded[state_name].device)
 
 
 def _sharded_like(parameter: torch.nn.Parameter, value: Any) -> Any:

@@ -129,7 +129,7 @@ class RecordedRun:
 
     @property
     def num_tokens(self) -> float:
-        """The tokens of all steps."""
+        """The number of tokens that the run has trained on, summed over its steps."""
         return self._events.num_tokens
 
     @property

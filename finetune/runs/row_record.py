@@ -65,6 +65,7 @@ def write_row_record(folder: RunFolder, splits: Mapping[str, Iterable[str]], tok
 
     earlier = read_row_record(folder) if folder.checkpoint_steps() else None
     recorded = {name: set(digests) for name, digests in splits.items()} | {_TOKENS: set(tokens)}
+    # Rows that earlier starts trained on and that this start does not have.
     recorded[_EARLIER] = set(earlier.trained if earlier else ()) - recorded["train"] - recorded[_TOKENS]
     arrays = {
         name: numpy.frombuffer(bytes.fromhex("".join(sorted(digests))), numpy.uint8).reshape(-1, _BYTES)

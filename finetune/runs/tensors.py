@@ -49,12 +49,12 @@ def local_shard(tensor: Any) -> torch.Tensor:
     return shard
 
 
-def shard_like(full: torch.Tensor, held: Any) -> torch.Tensor:
-    """Return a view of the part of a full tensor that corresponds to this process's shard of `held`."""
-    for axis, placement in enumerate(held.placements if is_sharded(held) else ()):
+def shard_like(full: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a view of the part of a full tensor that corresponds to this process's shard of `like`."""
+    for axis, placement in enumerate(like.placements if is_sharded(like) else ()):
         if placement.is_shard():
-            chunks = torch.chunk(full, held.device_mesh.size(axis), placement.dim)
-            rank = held.device_mesh.get_local_rank(axis)
+            chunks = torch.chunk(full, like.device_mesh.size(axis), placement.dim)
+            rank = like.device_mesh.get_local_rank(axis)
             full = chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
     return full
 

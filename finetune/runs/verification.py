@@ -114,7 +114,7 @@ def whole_checkpoints(folder: RunFolder, verify: Callable[[Path], list[str]] = v
 
 
 def unexpected_names(path: Path, required: Collection[str]) -> list[str]:
-    """List the files that a manifest must not name, and those that it lacks."""
+    """Return the problems of a manifest: names that finetune does not write there, and required names that it lacks."""
     try:
         names = read_manifest(path).keys()
     except ValueError as error:

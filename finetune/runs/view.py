@@ -156,8 +156,8 @@ class RunView:
         text = _SEPARATOR.join([self._of_all(), *self._epoch(), *self._left()])
         if not self.num_steps:
             return text
-        done = _BAR_WIDTH * min(self.step, self.num_steps) // self.num_steps
-        return f"{text}  {'━' * done}{'─' * (_BAR_WIDTH - done)}"
+        filled = _BAR_WIDTH * min(self.step, self.num_steps) // self.num_steps
+        return f"{text}  {'━' * filled}{'─' * (_BAR_WIDTH - filled)}"
 
     def _take_best(self, event: Event) -> None:
         name = str(event.get("best_metric", "loss"))

@@ -46,10 +46,10 @@ class Watch:
 
     def _read_state(self) -> str:
         run = RecordedRun(self._folder.path)
-        state, why = run.state, run.why
+        state, reason = run.state, run.why
         if state == "stopped" and run.status == "running":
-            why = "its process was killed; resume=auto continues from the last checkpoint"
-        shown = state if state in ("running", "completed") or not why else f"{state}: {why}"
+            reason = "its process was killed; resume=auto continues from the last checkpoint"
+        shown = state if state in ("running", "completed") or not reason else f"{state}: {reason}"
         self._view.headline = f"{self._folder.path.name}, {shown}"
         self._view.num_steps = run.num_steps
         return state

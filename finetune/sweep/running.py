@@ -99,7 +99,7 @@ class _RunningTrial:
         sweep, points = self._sweep, self._read_points()
         if not sweep.halving or self._is_ended_early or len(points) == self._num_compared:
             return
-        lost = find_lost_comparison(
+        comparison = find_lost_comparison(
             points,
             lambda: [other.points() for other in self._others],
             after=self._num_compared,
@@ -108,11 +108,12 @@ class _RunningTrial:
             last_step=self._trial.run.num_steps,
         )
         self._num_compared = len(points)
-        if lost is not None:
+        if comparison is not None:
             self._is_ended_early = True
-            self._trial.end(ENDED_EARLY, lost._asdict())
-            rank = f"rank {lost.better + 1} of {lost.compared} there"
-            _say(f"{self._trial.name}: ended early, {sweep.metric} {lost.value:.4g} at step {lost.step}, {rank}")
+            self._trial.end(ENDED_EARLY, comparison._asdict())
+            rank = f"rank {comparison.better + 1} of {comparison.compared} there"
+            value = f"{sweep.metric} {comparison.value:.4g}"
+            _say(f"{self._trial.name}: ended early, {value} at step {comparison.step}, {rank}")
             self._process.terminate()
 
     def _read_points(self) -> Points:

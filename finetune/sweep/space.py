@@ -31,7 +31,7 @@ class ValueList:
         return len(self.values)
 
     def draw(self, uniform: float) -> str:
-        """Return the value for a number from 0 up to 1."""
+        """Map a number in [0, 1) to one of the values: values[floor(uniform * len(values))]."""
         return self.values[int(uniform * len(self.values))]
 
 
@@ -50,7 +50,7 @@ class ValueRange:
         return self.high - self.low + 1 if self.scale == "int" else math.inf
 
     def draw(self, uniform: float) -> str:
-        """Return the value for a number from 0 up to 1."""
+        """Map a number in [0, 1) to a value of the range, evenly on a linear or logarithmic scale."""
         if self.scale == "int":
             return str(int(self.low) + int(uniform * self.size))
         if self.scale == "log":

@@ -64,12 +64,12 @@ class Cadence:
 
     def owes_validation(self, state: TrainerState) -> bool:
         """Return whether the run was preempted before the validation that was due after its last step."""
-        step, done = state.step, state.validations_without_improvement
+        step, num_without = state.step, state.validations_without_improvement
         if state.validated_step is not None:
             return self.validates_after(step) and state.validated_step != step
         if step == 0 or step == state.best_step or not self.validates_after(step):
             return False
-        return done < sum(map(self.validates_after, range((state.best_step or 0) + 1, step + 1)))
+        return num_without < sum(map(self.validates_after, range((state.best_step or 0) + 1, step + 1)))
 
 
 class StopRules(NamedTuple):

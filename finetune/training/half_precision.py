@@ -71,9 +71,9 @@ def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> 
             return
         where = "its activations"
         if row is not None:
-            with _first_overflow(bare_model(model)) as found:
+            with _first_overflow(bare_model(model)) as overflowed:
                 runtime.placement.forward(summed_cross_entropy, model, pad([row]))
-            where = f"the output of {found[0]}" if found else where
+            where = f"the output of {overflowed[0]}" if overflowed else where
         raise ConfigError(
             f"training.precision={runtime.precision}: the loss of the first row is {float(loss.reshape(-1)[0])}, "
             f"because {where} is larger than 65504, the largest value of fp16. Set training.precision=fp32, or train "
@@ -84,12 +84,12 @@ def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> 
 @contextmanager
 def _first_overflow(model: torch.nn.Module) -> Iterator[list[str]]:
     """Within the block, collect the names of modules with an output that is not finite, in the order of their calls."""
-    found: list[str] = []
+    overflowed: list[str] = []
 
     def note(name: str, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) else output
         if isinstance(first, torch.Tensor) and first.is_floating_point() and not first.isfinite().all():
-            found.append(name)
+            overflowed.append(name)
 
     handles = [
         module.register_forward_hook(lambda _module, _given, output, name=name: note(name, output))
@@ -97,7 +97,7 @@ def _first_overflow(model: torch.nn.Module) -> Iterator[list[str]]:
         if name
     ]
     try:
-        yield found
+        yield overflowed
     finally:
         for handle in handles:
             handle.remove()

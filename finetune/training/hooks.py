@@ -104,14 +104,14 @@ class Hooks:
             if function is not None and not callable(function):
                 raise ConfigError(f"{name} is {function!r}; expected a function.")
         if (self.loss or self.metrics) and config.training.objective != "sft":
-            given = "loss" if self.loss else "metrics"
+            argument = "loss" if self.loss else "metrics"
             raise ConfigError(
-                f"{given} is given, but training.objective is {config.training.objective}. A script's own {given} "
-                "applies to the objective sft only. Remove one of the two."
+                f"{argument} is given, but training.objective is {config.training.objective}. A script's own "
+                f"{argument} applies to the objective sft only. Remove one of the two."
             )
-        taken = sorted({LOSS, *METRICS} & self.metrics.keys())
-        if taken:
-            raise ConfigError(f"metrics has {taken[0]}, which is a metric of finetune. Choose another name.")
+        reserved = sorted({LOSS, *METRICS} & self.metrics.keys())
+        if reserved:
+            raise ConfigError(f"metrics has {reserved[0]}, which is a metric of finetune. Choose another name.")
         for callback in self.callbacks:
             _check_callback(callback)
 
@@ -131,8 +131,8 @@ class Hooks:
 
     def fingerprints(self) -> dict[str, str]:
         """Describe the code that decides about the updates. A resumed run must have the same."""
-        given = {"loss": self.loss, "optimizer": self.optimizer}
-        return {name: _fingerprint(code) for name, code in given.items() if code is not None}
+        functions = {"loss": self.loss, "optimizer": self.optimizer}
+        return {name: _fingerprint(code) for name, code in functions.items() if code is not None}
 
     def as_record(self, config: Config, model: Any) -> dict[str, Any]:
         """Return the names of the given code, and of the classes of a given model. Empty if nothing is given."""
@@ -189,12 +189,12 @@ class Callbacks:
             if answer is not None and answer not in _REQUESTS:
                 error = RunFailedError(f'{where} returned {answer!r}; expected None, "stop" or "save". Correct it.')
             answers.add(answer)
-        failed, *asked = self._runtime.collectives.sum(
+        failed, *counts = self._runtime.collectives.sum(
             [float(error is not None), *(float(request in answers) for request in _REQUESTS)]
         )
         if failed:
             self._runtime.collectives.agree(error, f"a callback's {name}")
-        self.requests |= {request for request, number in zip(_REQUESTS, asked, strict=True) if number}
+        self.requests |= {request for request, number in zip(_REQUESTS, counts, strict=True) if number}
 
 
 def refuse_ignored_methods(trainer: object) -> None:

@@ -43,8 +43,8 @@ def global_batch_size(config: Config, world_size: int) -> int:
 
     `world_size` is that of the launch. It is used where `parallel.world_size` is not set.
     """
-    asked = config.parallel.world_size or world_size
-    return config.training.global_batch_size or config.training.batch_size * asked
+    num_processes = config.parallel.world_size or world_size
+    return config.training.global_batch_size or config.training.batch_size * num_processes
 
 
 def plan_batches(

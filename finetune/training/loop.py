@@ -115,13 +115,13 @@ def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> Non
     if state.num_skipped_steps <= limit:
         return
     if limit:
-        which = f"training.max_skipped_steps is {limit}, and {state.num_skipped_steps - 1} were skipped before it"
+        policy = f"training.max_skipped_steps is {limit}, and {state.num_skipped_steps - 1} were skipped before it"
         instead = "a higher training.max_skipped_steps allows more"
     else:
-        which = "training.on_nonfinite is stop"
+        policy = "training.on_nonfinite is stop"
         instead = "training.on_nonfinite=skip skips a bounded number of such steps"
     raise RunFailedError(
-        f"step {state.step}: {result.not_finite}; {which}. The weights were left as before the step. Look at the rows "
+        f"step {state.step}: {result.not_finite}; {policy}. The weights were left as before the step. Look at the rows "
         f"of this step, lower optim.learning_rate or add optim.warmup_steps; {instead}. Then go on with resume=auto."
     )
 

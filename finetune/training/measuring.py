@@ -102,14 +102,14 @@ def _without_trained_rows(
 ) -> EncodedExamples:
     """Return the rows that the run was not trained on."""
     both = zip(examples.raw_digests(), examples.digests(with_targets=False), strict=True)
-    kept = [row for row, (raw, ids) in enumerate(both) if recorded.trained.isdisjoint((raw, ids.hex()))]
-    if not kept:
+    untrained = [row for row, (raw, ids) in enumerate(both) if recorded.trained.isdisjoint((raw, ids.hex()))]
+    if not untrained:
         raise DataError(
             f"the run was trained on all {len(examples):,} rows of the {split} split, so none is left to measure. Give "
             f"other rows with data.{split}=FILE, or measure the training rows with --split train."
         )
-    if num_trained := len(examples) - len(kept):
-        wanted, used = f"{len(examples):,} rows", f"the {len(kept):,} that the run was not trained on"
+    if num_trained := len(examples) - len(untrained):
+        wanted, used = f"{len(examples):,} rows", f"the {len(untrained):,} that the run was not trained on"
         why = f"training rows of the run among them: {num_trained:,}"
         runtime.fallbacks.take(Fallback(what=f"the {split} split", wanted=wanted, used=used, why=why))
-    return examples.select(kept)
+    return examples.select(untrained)

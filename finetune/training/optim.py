@@ -101,21 +101,25 @@ def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
         raise ConfigError(f"optim.optimizer is {name}; it must come from {', '.join(ALLOWED_OBJECT_MODULES)}.")
     module, _, attribute = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), attribute, None)
+        optimizer = getattr(importlib.import_module(module), attribute, None)
     except ImportError as error:
         install = f"Run pip install {module.partition('.')[0]}, or choose torch.optim.AdamW."
         raise ConfigError(f"optim.optimizer is {name}, but {module} is not installed ({error}). {install}") from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ConfigError(f"optim.optimizer is {name}, but {module} has no such optimizer.")
-    if found in (torch.optim.LBFGS, torch.optim.SparseAdam) or name.endswith("Closure"):
+    if optimizer in (torch.optim.LBFGS, torch.optim.SparseAdam) or name.endswith("Closure"):
         raise ConfigError(
             f"optim.optimizer is {name}, which needs a closure or sparse gradients. Choose torch.optim.AdamW."
         )
-    return found
+    return optimizer
 
 
 def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
-    """Return the rate of a step, from 1 to `num_steps`. A pure function, so there is no scheduler state to save."""
+    """Return the rate of a step, from 1 to `num_steps`. A pure function, so there is no scheduler state to save.
+
+    After the warm-up, rate = height * learning_rate + (1 - height) * min_learning_rate. The height falls from 1
+    as the progress through the falling steps goes from 0 to 1.
+    """
     warmup_steps = section.warmup_in(num_steps)
     if step <= warmup_steps:
         return section.learning_rate * step / warmup_steps

@@ -41,8 +41,8 @@ def log_disk_need(
     known = optimizer_need(inner, device_type="cpu")
     need = disk_need(folder, snapshot, optimizer_state=known and known.state, at_once=at_once)
     _log.info("disk: %s", need)
-    held = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
-    if need.total > need.free + held:
+    used_bytes = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
+    if need.total > need.free + used_bytes:
         _log.warning(
             "the checkpoints do not fit the disk of %s: make room, or lower checkpoint.save_total_limit", folder.path
         )
@@ -87,8 +87,8 @@ def publish_best(
         )
     if best is not None and (problems := verify_checkpoint(folder.checkpoint(best))):
         stays = not has_trained and not verify_published(folder.adapter)
-        what = "stays, and is whole" if stays else f"holds the last step, {state.step}"
-        _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), what)
+        outcome = "stays, and is whole" if stays else f"holds the last step, {state.step}"
+        _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), outcome)
         if stays:
             return None
         best = None

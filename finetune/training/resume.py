@@ -57,8 +57,8 @@ class _Difference(NamedTuple):
     effect: OnResume
 
     def __str__(self) -> str:
-        what = f"{self.key}: started with {self.before}, now {self.now} ({self.origin})"
-        return f"{what}: {self.effect.decides}" if self.effect.decides else what
+        change = f"{self.key}: started with {self.before}, now {self.now} ({self.origin})"
+        return f"{change}: {self.effect.decides}" if self.effect.decides else change
 
     def is_allowed(self, names: Sequence[str]) -> bool:
         return any(self.key == name or self.key.startswith(f"{name}.") for name in names)
@@ -92,20 +92,24 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     before = _config_in(start) or run.config
     if before is None:
         _log.warning("%s, so nothing in it could be compared with this start", run.why_no_config)
-    found = _differences(before, config, recorded_paths(folder.path)) if before else []
+    differences = _differences(before, config, recorded_paths(folder.path)) if before else []
     rows = _other_rows(folder, start, fingerprints)
     counting = _what_counts(before or config, config, has_same_rows=rows == [])
-    matters = [it for it in found if it.effect.matters in counting] + (rows or [])
+    matters = [difference for difference in differences if difference.effect.matters in counting] + (rows or [])
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
-    if refused := [it for it in matters if not it.is_allowed(config.resume_allow)]:
+    if refused := [difference for difference in matters if not difference.is_allowed(config.resume_allow)]:
         raise CheckpointError(_refusal(folder, refused))
-    if harmless := [str(it) for it in found if it not in matters and it.key not in _OWN_TO_EACH_START]:
+    if harmless := [
+        str(difference)
+        for difference in differences
+        if difference not in matters and difference.key not in _OWN_TO_EACH_START
+    ]:
         _log.info("changed since the start, with no effect on the curve: %s", "; ".join(harmless))
     for difference in matters:
         _log.warning("accepted by resume.allow: %s", difference)
-    return [{"key": it.key, "before": it.before, "now": it.now} for it in matters]
+    return [{"key": difference.key, "before": difference.before, "now": difference.now} for difference in matters]
 
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
@@ -123,13 +127,13 @@ def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch
     state = last if path is None else read_state(path)
     if path is None or state.global_batch_size == global_batch_size:
         return
-    given = "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size"
+    source = "training.global_batch_size" if config.training.global_batch_size else "batch_size x world size"
     before, now = counted(state.world_size, "process"), counted(world_size, "process")
     raise CheckpointError(
         f"output_dir={folder.path} holds a run that {before} trained with a global batch of "
         f"{state.global_batch_size} examples, this run asks for {global_batch_size} with {now} "
-        f"({given}). Set training.global_batch_size={state.global_batch_size}, which any number of processes can keep, "
-        "or start another run with output_dir=. Nothing was changed."
+        f"({source}). Set training.global_batch_size={state.global_batch_size}, which any number of processes can "
+        "keep, or start another run with output_dir=. Nothing was changed."
     )
 
 
@@ -185,16 +189,16 @@ def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> li
 
     Two paths are equal if they name the same place, `recorded` having the absolute paths of the start.
     """
-    known, wanted = values(before, only_set=True), values(now)
-    if missing := wanted.keys() - known.keys():
+    known, current = values(before, only_set=True), values(now)
+    if missing := current.keys() - known.keys():
         _log.warning(
             "the record of the start is incomplete or of an older version, so these keys could not be compared: %s",
-            ", ".join(key for key in wanted if key in missing),
+            ", ".join(key for key in current if key in missing),
         )
     return [
-        _Difference(key, *short_texts(*found), origin=now.origin(key), effect=on_resume(key))
-        for key, found in differing([known, wanted])
-        if key in known and not is_same_path(key, found, recorded)
+        _Difference(key, *short_texts(*pair), origin=now.origin(key), effect=on_resume(key))
+        for key, pair in differing([known, current])
+        if key in known and not is_same_path(key, pair, recorded)
     ]
 
 
@@ -232,9 +236,9 @@ def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
 
 def _refusal(folder: RunFolder, refused: Sequence[_Difference]) -> str:
     lines = "".join(f"\n  {difference}" for difference in refused)
-    names = {it.key for it in refused}
+    names = {difference.key for difference in refused}
     names = {name for name in names if name == "data" or "data" not in names or not name.startswith("data.")}
-    if all(it.effect.fits for it in refused):
+    if all(difference.effect.fits for difference in refused):
         instead = f"to accept the change on purpose, add resume.allow={','.join(sorted(names))}"
     else:
         instead = "since its checkpoints fit no other, start another run with output_dir="

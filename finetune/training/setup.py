@@ -282,8 +282,8 @@ def _open_journal(
         fingerprints=inputs,
     )
     runtime.liveness.on_close(journal.close)
-    if given := hooks.as_record(config, model):
-        journal.record(script=given)
+    if script_parts := hooks.as_record(config, model):
+        journal.record(script=script_parts)
     tokens = (digest.hex() for side in splits.train.sides for digest in side.digests(with_targets=False))
     write_row_record(journal.folder, raw_digests(splits), tokens)
     if _saves_base(config):

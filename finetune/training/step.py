@@ -260,8 +260,8 @@ def _with_global_sums(
     if not isinstance(compute, LossWithMetrics) or compute.global_sums is None or compute.with_global_sums is None:
         return seeded
     run = partial(compute.global_sums, runtime, model, [microbatch for _, microbatch in seeded])
-    whole = runtime.collectives.sum(_if_memory_suffices(runtime, model, run) if tries else run())
-    return [(seed, compute.with_global_sums(microbatch, whole)) for seed, microbatch in seeded]
+    global_sums = runtime.collectives.sum(_if_memory_suffices(runtime, model, run) if tries else run())
+    return [(seed, compute.with_global_sums(microbatch, global_sums)) for seed, microbatch in seeded]
 
 
 def _backpropagate(
@@ -285,9 +285,9 @@ def _backpropagate(
     for position, (seed, microbatch) in enumerate(seeded):
         torch.manual_seed(seed)
         is_last = position == len(seeded) - 1
-        made = runtime.placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-        runtime.placement.backward(made[0] / divisor, is_last=is_last)
-        sums.add_(in_float64(made.detach()))
+        loss_and_metrics = runtime.placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+        runtime.placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
+        sums.add_(in_float64(loss_and_metrics.detach()))
     if (
         runtime.world_size > 1 and not runtime.placement.uses_reducer
     ):  # there, the ranks have met in the last backward pass
@@ -303,7 +303,7 @@ def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate:
     """
     error: RunFailedError | None = None
     try:
-        made = backpropagate()
+        result = backpropagate()
     except Exception as caught:
         error = as_out_of_memory(caught)
         if error is None:
@@ -315,7 +315,7 @@ def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate:
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()
         raise StepTooLargeError(error)
-    return made
+    return result
 
 
 def _means(names: Sequence[str], sums: Sequence[float], num_targets: int) -> dict[str, float]:
@@ -369,7 +369,7 @@ def _describe_ranks(runtime: Runtime, is_mine: bool) -> str:
     return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
 
 
-def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) -> None:
+def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, cause: str) -> None:
     """Refuse to go on if the weights are not finite, since skipping the step would not help. Collective.
 
     Raises:
@@ -382,7 +382,7 @@ def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, what: str) 
     if num_ranks:
         ranks = f" on {num_ranks:.0f} of {runtime.world_size} ranks" if num_ranks < runtime.world_size else ""
         raise RunFailedError(
-            f"{what}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}: an "
+            f"{cause}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}: an "
             "earlier update broke them, and no later step can repair them. They are not saved. Lower "
             "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last "
             "checkpoint: resume=auto resume.allow=optim"

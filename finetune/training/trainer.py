@@ -318,21 +318,21 @@ class Trainer:
                 raise preempted_in_training(self.runtime, step)
             scores[name] = Scores(loss=sums.loss, standard_error=sums.standard_error, metrics=measured.metrics)
         unit = OBJECTIVES[self.config.training.objective].unit
-        found = Evaluation(num_rows=int(sums.num_examples), split="validation", scores=scores, loss_unit=unit)
-        self._setup.on_main(lambda journal: journal.test(found), "recording the comparison")
+        comparison = Evaluation(num_rows=int(sums.num_examples), split="validation", scores=scores, loss_unit=unit)
+        self._setup.on_main(lambda journal: journal.test(comparison), "recording the comparison")
         if self.runtime.is_main_process:
-            show_test_result(found)
+            show_test_result(comparison)
 
     def _fresh_state(self) -> TrainerState:
         return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> TrainerState:
         """Load the newest valid checkpoint on every rank and return its state, or a new state if there is none."""
-        found: Path | None = None
+        checkpoint: Path | None = None
         with self.runtime.collectives.failing_together("looking for a checkpoint"):
             if self.journal is not None and self.config.resume == "auto":
-                found = newest_valid(self.journal.folder)
-        path = self.runtime.collectives.broadcast_from_main(str(found) if found else None)
+                checkpoint = newest_valid(self.journal.folder)
+        path = self.runtime.collectives.broadcast_from_main(str(checkpoint) if checkpoint else None)
         state = self._fresh_state()
         if path is None:
             return state

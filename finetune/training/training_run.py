@@ -99,9 +99,9 @@ class TrainingRun:
             for step in itertools.count(epoch * self._train_loader.rule.steps_per_epoch + first_step + 1):
                 self._profiler.before(step)
                 self._runtime.liveness.enter_phase("data", step)
-                asked = time.monotonic()
+                started = time.monotonic()
                 microbatches = next(self._batches, None)
-                self._data_wait_seconds = None if hasattr(self._train_loader, "metrics") else time.monotonic() - asked
+                self._data_wait_seconds = None if hasattr(self._train_loader, "metrics") else time.monotonic() - started
                 if microbatches is None:
                     return
                 yield microbatches
@@ -180,9 +180,12 @@ class TrainingRun:
         with runtime.collectives.failing_together(during):
             snapshot = take()
             snapshot.refuse_not_finite()
-        with runtime.collectives.failing_together(during), runtime.placement.full_tensors(snapshot.tensors) as whole:
+        with (
+            runtime.collectives.failing_together(during),
+            runtime.placement.full_tensors(snapshot.tensors) as read_full,
+        ):
             if self._setup.journal is not None:
-                self._setup.journal.save(snapshot.read_by(whole), best=state.best_step)
+                self._setup.journal.save(snapshot.read_by(read_full), best=state.best_step)
 
     def report(self, state: TrainerState, result: StepResult) -> None:
         """Record the step, and after the last profiled step the profile. Refuse adapters that do not train."""
@@ -285,8 +288,8 @@ def _halve(loader: TrainLoader, epoch: int, step: int) -> int | None:
     The loader's `steps` has to be called again.
     """
     if (halve := getattr(loader, "halve", None)) is not None:
-        found: int | None = halve()
-        return found
+        limit: int | None = halve()
+        return limit
     smaller = loader.rule.halved(epoch, step)
     if smaller is None:
         return None

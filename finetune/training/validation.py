@@ -55,17 +55,17 @@ class Criteria(NamedTuple):
         return cls(best=config.checkpoint.best_metric, stopping=stopping.metric, min_delta=stopping.min_delta)
 
 
-def after_validation(state: TrainerState, found: Validated, criteria: Criteria) -> TrainerState:
+def after_validation(state: TrainerState, validated: Validated, criteria: Criteria) -> TrainerState:
     """Return the state after one more validation. A metric that is not finite is no improvement."""
     is_one = criteria.best == criteria.stopping
-    merit, best = found.merit(criteria.best), best_merit(state, criteria.best)
+    merit, best = validated.merit(criteria.best), best_merit(state, criteria.best)
     is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0)
     if is_best:
-        value = None if criteria.best == LOSS else found.metrics[criteria.best]
-        state = replace(state, best_loss=found.loss, best_step=state.step, best_value=value)
+        value = None if criteria.best == LOSS else validated.metrics[criteria.best]
+        state = replace(state, best_loss=validated.loss, best_step=state.step, best_value=value)
     has_improved = is_best
     if not is_one:
-        merit = found.merit(criteria.stopping)
+        merit = validated.merit(criteria.stopping)
         has_improved = _improves(merit, state.stopping_merit, criteria.min_delta)
         state = replace(state, stopping_merit=merit) if has_improved else state
     without = 0 if has_improved else state.validations_without_improvement + 1
@@ -79,9 +79,10 @@ def after_validation(state: TrainerState, found: Validated, criteria: Criteria) 
 
 
 def under_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
-    """Return a resumed state without the values of a metric that changed: they cannot be compared with the new one's.
+    """Return a resumed state that fits the criteria of this run.
 
-    Metrics that older checkpoints do not record are taken to be the same.
+    If the metric of a criterion has changed, the best value of the old metric is dropped, because values of different
+    metrics cannot be compared. A checkpoint of an older version records no metric. Its metric counts as unchanged.
     """
     best, stopping = state.best_metric or criteria.best, state.stopping_metric or criteria.stopping
     if best == stopping:  # one value was kept for both
@@ -136,20 +137,20 @@ def check_metrics(
     Raises:
         ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
     """
-    wanted = config.validation.metrics
+    names = config.validation.metrics
     if config.validation.by is not None and config.training.objective != "sft":
         raise ConfigError(
             f"validation.by is {config.validation.by} ({config.origin('validation.by')}), but the validation of "
             f"training.objective={config.training.objective} is not reported by parts of the rows. Only sft's is. "
             "Remove validation.by."
         )
-    if wanted and config.training.objective != "sft":
+    if names and config.training.objective != "sft":
         raise ConfigError(
-            f"validation.metrics is {', '.join(wanted)} ({config.origin('validation.metrics')}), but the rows of "
+            f"validation.metrics is {', '.join(names)} ({config.origin('validation.metrics')}), but the rows of "
             f"training.objective={config.training.objective} have no expected answer. Remove it; early_stopping.metric "
             f"and checkpoint.best_metric may be {' or '.join(each for each in _HIGHER_IS_BETTER if each in measured)}."
         )
-    metrics = resolve_metrics(wanted, config.validation.metrics_from, asked_by="validation.metrics")
+    metrics = resolve_metrics(names, config.validation.metrics_from, asked_by="validation.metrics")
     metrics |= given
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
     may_have_subsets = config.training.objective == "sft" and (config.validation.by or len(config.data.mixture) > 1)
@@ -181,14 +182,14 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
     """Return the names of the metrics that validations measure in each subset of their rows: `loss/NAME`, ..."""
     if rows is None or config.training.objective != "sft":
         return []
-    found = []
+    names = []
     sample = answered_rows(config, rows) if config.validation.metrics else None
     for index, name in enumerate(rows.subset_names):
         if int(rows.num_targets[rows.subset == index].sum()):
-            found.append(subset_key(LOSS, name))
+            names.append(subset_key(LOSS, name))
         if sample is not None and bool((sample.subset == index).any()):
-            found += [subset_key(metric, name) for metric in config.validation.metrics]
-    return found
+            names += [subset_key(metric, name) for metric in config.validation.metrics]
+    return names
 
 
 def refuse_early_stopping(config: Config, splits: Any) -> None:

@@ -58,11 +58,11 @@ class Link:
 
 
 class Peer(Link):
-    """A connection between a guardian and the hub, and what is known of the rank at its other end.
+    """A connection between a guardian and the hub, and the state of the rank at its other end.
 
     Attributes:
-        position: where that rank was when it was heard last.
-        end: why the connection has ended: a reason, or empty if there is none; None while it has not ended.
+        position: the phase and step in the last message of that rank.
+        end: None while the connection is open. After its end, the reason, or "" if the peer closed it.
     """
 
     def __init__(self, connection: socket.socket, now: float = 0.0) -> None:

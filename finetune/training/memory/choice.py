@@ -72,10 +72,11 @@ class Need(NamedTuple):
         (few, least), (many, most) = self
         if most <= room:
             return many
+        # `num_bytes` solved for the tokens.
         return few + (many - few) * (room - least) // (most - least) if least <= room else 0
 
     def num_bytes(self, tokens: int) -> int:
-        """Return the bytes that a step needs with this many tokens in a micro-batch."""
+        """Return the bytes that a step needs with this many tokens in a micro-batch, by linear interpolation."""
         (few, least), (many, most) = self
         return most if tokens >= many else least + (most - least) * (tokens - few) // (many - few)
 
@@ -91,12 +92,14 @@ class Decision(NamedTuple):
 
 
 def decide(need: Callable[[bool], Need], room: int, *, wish: bool | None) -> Decision:
-    """Turn checkpointing on only where a step would not fit without it, or only in small micro-batches.
+    """Return whether to checkpoint gradients, and the largest micro-batch that then fits.
+
+    Without a wish, checkpointing is turned on if a micro-batch of useful size does not fit without it.
 
     Args:
-        need: the memory with or without gradient checkpointing.
+        need: returns the memory of a step, given whether gradients are checkpointed.
         room: bytes that a step may use in addition to the weights.
-        wish: whether to checkpoint gradients; None: decide.
+        wish: whether the user wants checkpointing, or None if this function is to decide.
     """
     is_on = bool(wish)
     sizes = need(is_on)
@@ -141,7 +144,7 @@ class MemoryChoice:
         """Read what `as_record` made; None if there is nothing, or the configuration now asks for something else."""
         record = {"offloads": False, **record}  # which older records lack
         is_whole = set(record) == {field.name for field in fields(cls)}
-        return cls(**record) if is_whole and record["asked"] == _asked(config) else None
+        return cls(**record) if is_whole and record["asked"] == _requested_keys(config) else None
 
     def resolve(self, config: Config) -> Config:
         """Return the configuration with the chosen values for the keys that it leaves open."""
@@ -197,7 +200,7 @@ def choose(
         max_rows=_row_limit(config, world_size) if limits_tokens else config.training.batch_size,
         max_tokens=config.training.max_tokens_per_microbatch,
         why=_AS_CONFIGURED,
-        asked=_asked(config),
+        asked=_requested_keys(config),
     )
     row_type = OBJECTIVES[config.training.objective].rows
     row_tokens = longest * (2 if row_type == "pairs" else 1)
@@ -311,6 +314,7 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         allocated = torch.cuda.memory_allocated(device)
+        # An equal part of the free memory, and the memory that torch has reserved for this process and does not use.
         available = free // num_sharing + torch.cuda.memory_reserved(device) - allocated
         return available if fraction == 1 else min(available, int(fraction * total) // num_sharing - allocated)
     memory = psutil.virtual_memory()
@@ -333,7 +337,7 @@ def masks_follow_microbatches(config: Config) -> bool:
     return has_dropout or config.training.neftune_alpha > 0
 
 
-def _asked(config: Config) -> dict[str, Any]:
+def _requested_keys(config: Config) -> dict[str, Any]:
     keys = ["gradient_checkpointing", "batch_size", "max_tokens_per_microbatch"]
     keys += [key for key in ("memory", "memory_fraction") if config.origin(f"training.{key}") != "default"]
     return {key: getattr(config.training, key) for key in keys}
@@ -343,12 +347,16 @@ def _row_limit(config: Config, world_size: int) -> int:
     """Return `training.batch_size`, or every rank's even share of a global batch if only tokens are to limit it."""
     if config.origin("training.batch_size") != "default":
         return config.training.batch_size
-    asked = config.parallel.world_size or world_size
-    return ceil_div(global_batch_size(config, world_size), asked)
+    num_processes = config.parallel.world_size or world_size
+    return ceil_div(global_batch_size(config, world_size), num_processes)
 
 
 def _bound(model: Any, *, rows: int, length: int) -> int:
-    """Return an upper bound of a step's memory without running it: a multiple of all products' inputs and outputs."""
+    """Return an upper bound of a step's memory in bytes, without running it.
+
+    The bound is 4 * (8 * tokens * (features + scores) + 6 * trained + 8 * square). Features are the widths of all
+    products' inputs and outputs, scores the attention scores of a token, trained the number of trained weights.
+    """
     config = bare_model(model).config
     weights = list(model.parameters())
     # A token passes through some experts of a layer, whose weights are one tensor of three dimensions.

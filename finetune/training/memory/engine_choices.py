@@ -35,8 +35,8 @@ def _shape_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _empty_again(kept: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
-    return torch.empty(kept[0], dtype=kept[1])
+def _empty_again(shape_and_dtype: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
+    return torch.empty(shape_and_dtype[0], dtype=shape_and_dtype[1])
 
 
 def _cpu_attention(
@@ -101,9 +101,9 @@ class _FusedAttention(torch.autograd.Function):
             inside.append(torch.empty(q.shape, dtype=torch.float32))  # sums of dq
         else:
             inside += _copies_for_each_head(q, k)
-        made = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
+        gradients = torch.empty(q.shape, dtype=q.dtype), torch.empty_like(k), torch.empty_like(v)
         del inside
-        return *made, None
+        return *gradients, None
 
 
 def _copies_for_each_head(q: torch.Tensor, k: torch.Tensor) -> list[torch.Tensor]:

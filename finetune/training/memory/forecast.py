@@ -166,17 +166,17 @@ class StepForecast:
         `optimizer` is its need over unsharded weights.
         """
         weights, trained_shards = self.weights, self.weights.trained_shards(shards)
-        held: dict[Part, int] = {
+        resident: dict[Part, int] = {
             "weights": weights.held(shards),
             "adapter": weights.adapter,
             "optimizer": optimizer.state // trained_shards,
         }
         peaks = [
-            Peak(when=when, parts={**held, **self._in_pass(when, parts, shards)})
+            Peak(when=when, parts={**resident, **self._in_pass(when, parts, shards)})
             for when, parts in self.moments.items()
         ]
         gradients = weights.gradients(shards)
-        at_its_end: dict[Part, int] = {**held, "gradients": gradients}
+        at_its_end: dict[Part, int] = {**resident, "gradients": gradients}
         if self.learns:
             workspace = optimizer.workspace // trained_shards
             peaks.append(Peak(when="optimizer", parts={**at_its_end, "workspace": workspace}))
@@ -194,16 +194,16 @@ class StepForecast:
         the head is the embedding, the workspace has it already. On a CPU, no layer is gathered ahead. Instead of a
         second layer, there is a buffer that receives a layer while nothing computes.
         """
-        found = dict(parts)
+        sizes = dict(parts)
         weights, trained_shards = self.weights, self.weights.trained_shards(shards)
         if shards.size > 1:
-            found["gathered"] = weights.gathered(shards)
+            sizes["gathered"] = weights.gathered(shards)
             if self.device_type == "cpu" and shards.reshards:
-                found["gathered"] -= min(weights.largest_layer, found.get("workspace", 0))
+                sizes["gathered"] -= min(weights.largest_layer, sizes.get("workspace", 0))
         if trained_shards > 1:
-            whole = 0 if when == FORWARD else weights.trained_head + weights.largest_layer
-            found["gradients"] = found.get("gradients", 0) // trained_shards + whole
-        return found
+            full_gradients = 0 if when == FORWARD else weights.trained_head + weights.largest_layer
+            sizes["gradients"] = sizes.get("gradients", 0) // trained_shards + full_gradients
+        return sizes
 
 
 def forecast_step(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation) -> StepForecast:
@@ -255,12 +255,12 @@ def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> Opt
 def copy_without_data(model: Any) -> Any:
     """Copy a model to the meta device, in training mode: its weights have their types and sizes, and no data."""
     empty = partial(torch.empty_like, device="meta")
-    made: dict[int, Any] = {id(tensor): empty(tensor) for tensor in model.buffers()}
+    copies: dict[int, Any] = {id(tensor): empty(tensor) for tensor in model.buffers()}
     for weight in model.parameters():
-        made[id(weight)] = twin = weight_without_data(weight, empty)
+        copies[id(weight)] = twin = weight_without_data(weight, empty)
         if is_in_4_bits(weight):
-            made[id(weight.quant_state)] = twin.quant_state  # its layer has it too
-    return copy.deepcopy(model, made).train()
+            copies[id(weight.quant_state)] = twin.quant_state  # its layer has it too
+    return copy.deepcopy(model, copies).train()
 
 
 def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | EncodedPairs | EncodedLabelled:

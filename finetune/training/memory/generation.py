@@ -94,6 +94,7 @@ class GenerationForecast(NamedTuple):
         weights, total = self.weights, {part: sum(sizes.values()) for part, sizes in self.peaks.items()}
         cache = total[_BEFORE_LAST] - self.peaks[_BEFORE_LAST].get("logits", 0)
         state = optimizer.state // weights.trained_shards(shards)
+        # What a phase needs is its peak less the cache, which all phases hold.
         return Generating(
             answers=len(self.batch.prompts),
             tokens=self.batch.tokens,
@@ -126,15 +127,15 @@ def forecast_generation(
     Raises:
         RuntimeError: the model cannot generate without data; or one of `CANNOT_TRACE`.
     """
-    held = model if quantized is None else quantized
+    stored_model = model if quantized is None else quantized
     with evaluation_mode(model):
         merged = bytes_of_merged(model) if by_engine else 0
         if by_engine:
             peaks = trace_deep(model, lambda: _trace_engine(model, batch))
         else:
             peaks = trace_deep(model, lambda: _trace_transformers(model, batch, dtype))
-    widened = max(widened_bytes(weight) for weight in held.parameters())
-    return GenerationForecast(batch, peaks, Weights(held), merged, widened)
+    widened = max(widened_bytes(weight) for weight in stored_model.parameters())
+    return GenerationForecast(batch, peaks, Weights(stored_model), merged, widened)
 
 
 def _trace_engine(model: Any, batch: AnswerBatch) -> Phases:

@@ -82,7 +82,7 @@ def name_of_layers(decoder: torch.nn.Module) -> str:
 
 
 def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation) -> Phases:
-    """Find the peak of memory in each part of a pass, by purpose, without the memory that was in use before.
+    """Return the peak of memory in each phase of a pass, by purpose. Memory in use before the pass does not count.
 
     As in a step, A and B of an adapter are cast to the type of the run once, and the copies are kept (`cast`). Without
     a backward pass, nothing keeps them.
@@ -196,13 +196,13 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if self._read is not None and function is torch.ops.aten._local_scalar_dense.default:
             return self._read(args[0])
-        made = _stand_in(function, args, kwargs or {}, self._choices)
-        if made is None:
-            made = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(made):
+        result = _stand_in(function, args, kwargs or {}, self._choices)
+        if result is None:
+            result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
-        return made
+        return result
 
     def _see(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -247,23 +247,23 @@ def _stand_in(
     a mask. And the gradient of a choice is copied, where real tensors add to new zeros in place.
     """
     name = str(function)
-    made: torch.Tensor | None = None
+    result: torch.Tensor | None = None
     if name.startswith("mkldnn._linear_pointwise"):
         x, weight = args[0], args[2] if "binary" in name else args[1]
-        made = x.new_empty(*x.shape[:-1], weight.shape[0])
+        result = x.new_empty(*x.shape[:-1], weight.shape[0])
     elif name == "aten.rand.generator":
-        made = torch.empty(args[0], dtype=kwargs.get("dtype"))
+        result = torch.empty(args[0], dtype=kwargs.get("dtype"))
     elif name == "aten._grouped_mm.default":
-        made = _grouped_products(*args[:3])
+        result = _grouped_products(*args[:3])
     elif name == "aten.index_put.default" and args[3:] == (True,):
-        made = args[0]
+        result = args[0]
     elif name == "aten.nonzero.default" and tuple(args[0].shape) in choices:
-        made = args[0].new_empty(choices[tuple(args[0].shape)], args[0].ndim, dtype=torch.int64)
+        result = args[0].new_empty(choices[tuple(args[0].shape)], args[0].ndim, dtype=torch.int64)
     elif name == "aten.index.Tensor" and len(args[1]) == 1 and args[1][0] is not None:
         (mask,) = args[1]
         if mask.dtype == torch.bool and tuple(mask.shape) in choices:
-            made = args[0].new_empty(choices[tuple(mask.shape)], *args[0].shape[mask.ndim :])
-    return made
+            result = args[0].new_empty(choices[tuple(mask.shape)], *args[0].shape[mask.ndim :])
+    return result
 
 
 def _grouped_products(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -362,11 +362,14 @@ def _watched(model: torch.nn.Module, allocations: Allocations, *, accumulates: b
 
 
 def _tensors_of(microbatch: Microbatch) -> list[torch.Tensor]:
-    """Collect all tensors of a micro-batch and of its prepared attention."""
+    """Return the tensors of a micro-batch and of its prepared attention. Of tensors that share memory, return one."""
     if not isinstance(microbatch, PackedMicrobatch):
         return [microbatch.input_ids, microbatch.is_target]
-    prepared = [known.made for known in microbatch.layout._prepared]
-    held = [*vars(microbatch).values(), *vars(microbatch.layout).values()]
-    held += [value for made in prepared for part in made for value in (part if isinstance(part, tuple) else (part,))]
-    tensors = [value for value in held if isinstance(value, torch.Tensor)]
+    prepared = [known.value for known in microbatch.layout._prepared]
+    values = [*vars(microbatch).values(), *vars(microbatch.layout).values()]
+    # A prepared value is a tuple of tensors, or of tuples of tensors.
+    values += [
+        value for fields in prepared for part in fields for value in (part if isinstance(part, tuple) else (part,))
+    ]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return list({tensor.untyped_storage()._cdata: tensor for tensor in tensors}.values())

@@ -185,5 +185,5 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
     return log_p - torch.log(-torch.expm1(log_p))
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole else math.nan
+def _ratio(part: float, total: float) -> float:
+    return part / total if total else math.nan

@@ -79,9 +79,10 @@ class PreferenceMicrobatch(WithRows):
 def put_pairs_together(
     pairs: Sequence[EncodedPair], *, rows: Collate, learns_prompt: bool = False
 ) -> PreferenceMicrobatch:
-    """Make a micro-batch with the answers of each pair next to each other; `rows` packs or pads them.
+    """Return a micro-batch with the answers of each pair next to each other. `rows` packs or pads them.
 
-    `learns_prompt` adds the chosen answer again, with the loss on its prompt. Packed, it shares all its tokens.
+    With `learns_prompt`, each pair has a third row: the chosen answer again, with the loss on its prompt. If rows are
+    packed, this row costs nothing, because it shares all its tokens with the chosen answer.
     """
     of_pairs = [[*pair, *([_prompt_of(pair.chosen)] if learns_prompt else [])] for pair in pairs]
     return PreferenceMicrobatch(
@@ -118,17 +119,17 @@ def measure_preferences(
     model: Any, microbatch: PreferenceMicrobatch, *, loss: PreferenceLoss, choices: Choices = BY_DEVICE
 ) -> Outcomes:
     """Measure each pair or labelled answer. `EMPTY_MICROBATCH` has none."""
-    given = _as_preferences(microbatch, loss.objective)
-    reference = _reference_nats(model, given.rows, loss.objective, choices)
+    preferences = _as_preferences(microbatch, loss.objective)
+    reference = _reference_nats(model, preferences.rows, loss.objective, choices)
 
     def summed(nats: torch.Tensor) -> tuple[torch.Tensor, Outcomes]:
-        found = loss(_row_nats(given, _by_row(given.rows, nats), reference))
-        return found.losses.sum(), found
+        outcomes = loss(_row_nats(preferences, _by_row(preferences.rows, nats), reference))
+        return outcomes.losses.sum(), outcomes
 
-    total, found = function_of_nats(model, given.rows, summed, choices)
+    total, outcomes = function_of_nats(model, preferences.rows, summed, choices)
     # Only the sum of the losses is used, so it does not matter how its gradient is divided among the pairs.
-    losses = found.losses.detach()
-    return found._replace(losses=losses + (total - total.detach()) / max(1, len(losses)))
+    losses = outcomes.losses.detach()
+    return outcomes._replace(losses=losses + (total - total.detach()) / max(1, len(losses)))
 
 
 def local_sums(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, loss: PreferenceLoss) -> GlobalSums:
@@ -139,15 +140,17 @@ def local_sums(runtime: Runtime, model: Any, microbatches: Iterable[Any], *, los
     totals = NOTHING
     with evaluation_mode(model):
         for microbatch in microbatches:
-            given = _as_preferences(microbatch, loss.objective)
-            gained = _gained_by_mismatched(runtime, model, given, loss) if given.is_good is not None else 0.0
-            totals = _added(totals, given.counts._replace(gained=gained))
+            preferences = _as_preferences(microbatch, loss.objective)
+            gained = (
+                _gained_by_mismatched(runtime, model, preferences, loss) if preferences.is_good is not None else 0.0
+            )
+            totals = _added(totals, preferences.counts._replace(gained=gained))
     return totals
 
 
-def with_global_sums(microbatch: Any, whole: Sequence[float]) -> Any:
+def with_global_sums(microbatch: Any, values: Sequence[float]) -> Any:
     """Return a copy of a micro-batch that holds the sums over the global batch. The empty one needs none."""
-    return microbatch if microbatch is EMPTY_MICROBATCH else replace(microbatch, whole=GlobalSums(*whole))
+    return microbatch if microbatch is EMPTY_MICROBATCH else replace(microbatch, whole=GlobalSums(*values))
 
 
 def sum_preference_losses(
@@ -168,17 +171,17 @@ def sum_preference_losses(
                 runtime.placement.forward(partial(measure_rows, objective=loss.objective), model, microbatch)
             )
             own = _added(own, local_sums(runtime, model, [microbatch], loss=loss))
-    num_cut_short, *whole = runtime.collectives.sum([float(is_cut), *own])
+    num_cut_short, *global_values = runtime.collectives.sum([float(is_cut), *own])
     if num_cut_short:
         return LossSums(num_cut_short=float(is_cut)), [0.0] * len(loss.metrics)
     totals, metrics = [0.0] * 4, [0.0] * len(loss.metrics)
     for rows in measured:
-        outcomes = loss(rows._replace(whole=GlobalSums(*whole)))
+        outcomes = loss(rows._replace(whole=GlobalSums(*global_values)))
         losses = outcomes.losses
         value, *more = outcomes.sums().tolist()
         added = (value, float(len(losses)), value, float((losses**2).sum()))
-        totals = [total + one for total, one in zip(totals, added, strict=True)]
-        metrics = [total + one for total, one in zip(metrics, more, strict=True)]
+        totals = [total + term for total, term in zip(totals, added, strict=True)]
+        metrics = [total + term for total, term in zip(metrics, more, strict=True)]
     nats, pairs, means, squares = totals
     return LossSums(nats, pairs, pairs, means, squares), metrics
 
@@ -193,25 +196,29 @@ def _as_preferences(microbatch: Any, objective: Objective) -> PreferenceMicrobat
 
 def measure_rows(model: Any, microbatch: Any, *, objective: Objective, choices: Choices = BY_DEVICE) -> RowNats:
     """Return the nats of a micro-batch's rows, without a gradient if the caller has switched it off."""
-    given = _as_preferences(microbatch, objective)
-    nats = _by_row(given.rows, in_float64(cross_entropy_per_target(model, given.rows, choices)))
-    return _row_nats(given, nats, _reference_nats(model, given.rows, objective, choices))
+    preferences = _as_preferences(microbatch, objective)
+    nats = _by_row(preferences.rows, in_float64(cross_entropy_per_target(model, preferences.rows, choices)))
+    return _row_nats(preferences, nats, _reference_nats(model, preferences.rows, objective, choices))
 
 
-def _gained_by_mismatched(runtime: Runtime, model: Any, given: PreferenceMicrobatch, loss: PreferenceLoss) -> float:
+def _gained_by_mismatched(
+    runtime: Runtime, model: Any, preferences: PreferenceMicrobatch, loss: PreferenceLoss
+) -> float:
     """Return how much more the model prefers all mismatched completions than the reference does, in nats."""
-    mismatched = PreferenceMicrobatch(rows=given.mismatched or given.rows, num_tokens=0, each=1)
+    mismatched = PreferenceMicrobatch(rows=preferences.mismatched or preferences.rows, num_tokens=0, each=1)
     rows = runtime.placement.forward(partial(measure_rows, objective=loss.objective), model, mismatched)
     return float(rows.gained.sum())
 
 
-def _row_nats(given: PreferenceMicrobatch, nats: torch.Tensor, reference: torch.Tensor | None) -> RowNats:
+def _row_nats(preferences: PreferenceMicrobatch, nats: torch.Tensor, reference: torch.Tensor | None) -> RowNats:
     """Leave out the row of the empty micro-batch, which belongs to no pair."""
-    end = given.num_rows * given.each
-    is_good = None if given.is_good is None else given.is_good.to(nats.device)
-    num_targets = _by_row(given.rows, torch.ones(given.rows.num_targets, dtype=torch.float64, device=nats.device))
+    end = preferences.num_rows * preferences.each
+    is_good = None if preferences.is_good is None else preferences.is_good.to(nats.device)
+    num_targets = _by_row(
+        preferences.rows, torch.ones(preferences.rows.num_targets, dtype=torch.float64, device=nats.device)
+    )
     cut = None if reference is None else reference[:end]
-    return RowNats(nats[:end], cut, num_targets[:end], is_good, given.whole)
+    return RowNats(nats[:end], cut, num_targets[:end], is_good, preferences.whole)
 
 
 def _reference_nats(
@@ -235,5 +242,5 @@ def _prompt_of(answer: EncodedExample) -> EncodedExample:
     return answer._replace(is_target=~answer.is_target)
 
 
-def _added(one: GlobalSums, other: GlobalSums) -> GlobalSums:
-    return GlobalSums(*map(sum, zip(one, other, strict=True)))
+def _added(first: GlobalSums, second: GlobalSums) -> GlobalSums:
+    return GlobalSums(*map(sum, zip(first, second, strict=True)))

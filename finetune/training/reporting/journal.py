@@ -304,8 +304,8 @@ class Journal:
             self._saving["write_seconds"] += checkpoint.write_seconds
 
     def _say_what_was_written(self) -> None:
-        taken = [f"{record['what']}: {record['used']}" for record in self._fallbacks.as_records()]
-        fallbacks = f"fallbacks taken: {'; '.join(taken)}" if taken else "no fallbacks taken"
+        descriptions = [f"{record['what']}: {record['used']}" for record in self._fallbacks.as_records()]
+        fallbacks = f"fallbacks taken: {'; '.join(descriptions)}" if descriptions else "no fallbacks taken"
         num_skipped = self.result.get("num_skipped_steps", 0)
         _log.info(
             "%s: adapter/, checkpoints/, metrics.jsonl, run.json, config.yaml, log.txt written; %s%s",

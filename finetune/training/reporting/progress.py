@@ -84,8 +84,9 @@ class TrainingProgress:
             self._cell.show(self._view)
         if event["event"] == "step":
             step = self._view.step
-            done = max(step - self._first, 1)
-            self._view.seconds_left = (time.monotonic() - self._started) / done * (self._total - step)
+            num_steps = max(step - self._first, 1)
+            # The mean time of a step since the start, times the steps that are left.
+            self._view.seconds_left = (time.monotonic() - self._started) / num_steps * (self._total - step)
             report_progress("" if self._is_live else self._view.line())
             if step % self._log_every == 0 or step == self._total:
                 _log.info("%s", self._view.line(), extra={"is_on_view": True})
@@ -133,9 +134,9 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
 
     Args:
         folder: the run's folder.
-        prompt: a prompt from the data to ask the tuned model; None if there is none.
-        step: what `adapter/` holds; None if that is not known.
-        profile: the time of the profiled steps, if this start profiled some.
+        prompt: a prompt from the data for the command; None if the data has no prompt.
+        step: the step of the weights in `adapter/`; None if it is not known.
+        profile: a sentence on the time of the profiled steps; None if no step was profiled.
     """
     shown = shown_folder(folder)
     # A row may hold characters that steer the terminal, which quotes for the shell do not stop, or that it cannot show.

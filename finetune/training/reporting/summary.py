@@ -67,7 +67,7 @@ def _model(config: Config, model: Any) -> str:
 
 def _data(config: Config, splits: Any, row: str) -> str:
     purposes = {"validation": "validate", "test": "test"}
-    others = [f", {len(it):,} to {purposes[name]}" for name, it in named_splits(splits).items() if name in purposes]
+    others = [f", {len(rows):,} to {purposes[name]}" for name, rows in named_splits(splits).items() if name in purposes]
     size = f"{counted(len(splits.train), row)} ({_short(int(splits.train.lengths.sum()))} tokens)"
     return f"{config.data.label}, {size}{''.join(others)}"
 

@@ -84,19 +84,19 @@ def summed_group_loss(
         temperature: of the sampling.
         choices: how packed rows are computed.
     """
-    given = _as_answers(microbatch)
+    answers = _as_answers(microbatch)
     reference = None
     if loss.section.beta:
         with evaluation_mode(model), model.disable_adapter():
-            reference = nats_of_tokens(model, given, temperature=temperature, choices=choices)
+            reference = nats_of_tokens(model, answers, temperature=temperature, choices=choices)
 
     def summed(nats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         here = nats.device
-        old = None if given.old is None else given.old.to(here)
-        return loss(GroupNats(nats, old, reference, given.rows.target_row.to(here), given.advantages.to(here)))
+        old = None if answers.old is None else answers.old.to(here)
+        return loss(GroupNats(nats, old, reference, answers.rows.target_row.to(here), answers.advantages.to(here)))
 
-    total, metrics = function_of_nats(model, given.rows, summed, choices, temperature=temperature)
-    return torch.cat([total[None], metrics * given.per_token])
+    total, metrics = function_of_nats(model, answers.rows, summed, choices, temperature=temperature)
+    return torch.cat([total[None], metrics * answers.per_token])
 
 
 def nats_of_tokens(model: Any, microbatch: Any, *, temperature: float, choices: Choices = BY_DEVICE) -> torch.Tensor:

@@ -102,22 +102,22 @@ def _measure(setup: Setup, loader: EvaluationLoader, prompts: _Prompts) -> Split
     assert prompts.validation is not None
     section = setup.config.rollout
     decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=section.max_completion_length, keeps_stop=True)
-    asked = prompts.validation.prompts
-    answers = answer_unless_stopped(setup.runtime, setup.model, asked, decoding, batch_size=section.batch_size)
+    token_ids = prompts.validation.prompts
+    answers = answer_unless_stopped(setup.runtime, setup.model, token_ids, decoding, batch_size=section.batch_size)
     if answers is None:
         return SplitLosses(LossSums(num_cut_short=1.0))
-    rewards = reward_on_main(setup, prompts.rewards, prompts.validation, range(len(asked)), answers)
+    rewards = reward_on_main(setup, prompts.rewards, prompts.validation, range(len(token_ids)), answers)
     table = torch.tensor(rewards, dtype=torch.float64)
     total = advantages_of(table, prompts.rewards.weights, "none", num_generations=1).rewards[:, 0]
-    given = total[total.isnan().logical_not()]
+    valid_rewards = total[total.isnan().logical_not()]
     names = prompts.rewards.metrics
     metrics = {
-        "reward": float(given.mean()),
+        "reward": float(valid_rewards.mean()),
         **{names[name]: float(table[:, place].nanmean()) for place, name in enumerate(prompts.rewards.names)},
     }
     if not setup.runtime.is_main_process:  # the caller adds up all ranks, which have the same rewards
         return SplitLosses(LossSums(), metrics=metrics)
-    loss, count, squares = -float(given.sum()), float(len(given)), float(given.square().sum())
+    loss, count, squares = -float(valid_rewards.sum()), float(len(valid_rewards)), float(valid_rewards.square().sum())
     return SplitLosses(LossSums(loss, count, count, loss, squares), metrics=metrics)
 
 

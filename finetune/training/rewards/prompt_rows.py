@@ -60,7 +60,7 @@ class PromptRows:
 
     def answer(self, row: int, ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
         """Describe an answer to a row's prompt for reward functions."""
-        kept = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)
+        without_stop = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)
         source = self.sources[row]
         read = None if self._rows is None else self._rows[source]
         columns = (read.columns if read is not None else None) or {}
@@ -69,9 +69,9 @@ class PromptRows:
             prompt="" if read is None else read.prompt or list(read.messages[:-1]),
             expected=self.expected[row],
             columns={name: value for name, value in columns.items() if name not in _NOT_COLUMNS},
-            text=self._reader.read(kept).text,
-            whole=str(self._tokenizer.decode(kept, skip_special_tokens=True)),
-            marked=self.text(kept),
+            text=self._reader.read(without_stop).text,
+            whole=str(self._tokenizer.decode(without_stop, skip_special_tokens=True)),
+            marked=self.text(without_stop),
             ids=list(ids),
         )
 

@@ -63,13 +63,13 @@ class RolloutServer:
         """
         runtime, section = self._runtime, self._section
         runtime.liveness.enter_phase("rollout by the server", step, timed=False)
-        found: Any = None
+        answers: Any = None
         with runtime.collectives.failing_together("asking the server for answers"):
             if self._setup.journal is not None:
                 assert decoding.sampling is not None
                 try:
                     with adapter_for_server(self._setup.journal.folder, self._setup.model) as adapter:
-                        found = self._server.answer(
+                        answers = self._server.answer(
                             prompts,
                             decoding,
                             adapter=adapter,
@@ -79,14 +79,14 @@ class RolloutServer:
                             at_once=max(1, section.batch_size // section.num_generations),
                         )
                 except ServerError as error:
-                    found = error
-        found = runtime.collectives.broadcast_from_main(found)
-        if isinstance(found, ServerError):
-            found.is_reported_elsewhere = not runtime.is_main_process
-            raise found
-        return [SampledAnswer(*answer) for answer in found]
+                    answers = error
+        answers = runtime.collectives.broadcast_from_main(answers)
+        if isinstance(answers, ServerError):
+            answers.is_reported_elsewhere = not runtime.is_main_process
+            raise answers
+        return [SampledAnswer(*answer) for answer in answers]
 
-    def compare(self, step: int, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, float]:
+    def compare(self, step: int, own_nats: Sequence[float], server_nats: Sequence[float]) -> dict[str, float]:
         """Compare -log p of tokens as the run and the server compute it, both before temperature.
 
         Returns:
@@ -95,7 +95,9 @@ class RolloutServer:
         Raises:
             RunFailedError: the mean is above `rollout.max_difference`.
         """
-        differences = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+        differences = [
+            abs(own_value - server_value) for own_value, server_value in zip(own_nats, server_nats, strict=True)
+        ]
         if not differences:
             return {}
         mean = math.fsum(differences) / len(differences)

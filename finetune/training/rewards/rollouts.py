@@ -150,7 +150,9 @@ class RolloutLoader:
                 runtime=runtime if runtime.world_size > 1 else None,
             )
         runtime.liveness.enter_phase("rewards", step)
-        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, [it.ids for it in answers])
+        rewards = reward_on_main(
+            self._setup, self._rewards, self._prompts, of_answers, [answer.ids for answer in answers]
+        )
         rollout = self._compare(step, rows, answers, rewards)
         if self._config.grpo.num_iterations > 1 or self._server is not None:
             rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
@@ -178,21 +180,23 @@ class RolloutLoader:
         """Compare the server's -log p of the tokens in the loss with the run's."""
         assert self._server is not None
         chosen = self._in_loss(rollout)
-        ours = [value for n in chosen for value in nats[n]]
-        theirs = [value for n in chosen for value in rollout.answers[n].nats]
-        return self._server.compare(rollout.step, ours, theirs)
+        own_nats = [value for n in chosen for value in nats[n]]
+        server_nats = [value for n in chosen for value in rollout.answers[n].nats]
+        return self._server.compare(rollout.step, own_nats, server_nats)
 
     def _compare(self, step: int, rows: list[int], answers: list[SampledAnswer], rewards: list[list[float]]) -> Rollout:
         """Compute advantages and the metrics of a rollout."""
         names = self._rewards.metrics
         table = torch.tensor(rewards, dtype=torch.float64)
         group = self._config.rollout.num_generations
-        found = advantages_of(table, self._rewards.weights, self._config.grpo.scale_rewards, num_generations=group)
+        group_advantages = advantages_of(
+            table, self._rewards.weights, self._config.grpo.scale_rewards, num_generations=group
+        )
         metrics = {
-            "reward": float(found.rewards.nanmean()),
-            "reward_std": float(found.deviations.mean()),
+            "reward": float(group_advantages.rewards.nanmean()),
+            "reward_std": float(group_advantages.deviations.mean()),
             **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
-            "equal_groups": float((found.values == 0).all(1).double().mean()),
+            "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
             "answer_length": math.fsum(len(answer.ids) for answer in answers) / len(answers),
             "truncated": sum(self._is_truncated(answer.ids) for answer in answers) / len(answers),
         }
@@ -201,7 +205,7 @@ class RolloutLoader:
             rows=rows,
             answers=answers,
             rewards=rewards,
-            advantages=found.values.flatten().tolist(),
+            advantages=group_advantages.values.flatten().tolist(),
             metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
         )
 
@@ -213,19 +217,19 @@ class RolloutLoader:
 
     def _read(self, step: int, rows: list[int]) -> Rollout:
         """Read a rollout on the main process, and return it on every rank. Collective."""
-        found: Any = None
+        record: Any = None
         with self._runtime.collectives.failing_together("reading the rollout"):
             if self._setup.journal is not None:
-                found = read_rollout(self.recorded or self._setup.journal.folder, step)
-        found = self._runtime.collectives.broadcast_from_main(found)
-        answers = [answer for group in found["groups"] for answer in group["answers"]]
+                record = read_rollout(self.recorded or self._setup.journal.folder, step)
+        record = self._runtime.collectives.broadcast_from_main(record)
+        answers = [answer for group in record["groups"] for answer in group["answers"]]
         rewards = [
             [math.nan if (value := answer["rewards"][name]) is None else value for name in self._rewards.names]
             for answer in answers
         ]
         sampled = [SampledAnswer(answer["ids"], answer.get("sampled_nats", [])) for answer in answers]
         rollout = self._compare(step, rows, sampled, rewards)
-        metrics = {**rollout.metrics, **found.get("server", {})}
+        metrics = {**rollout.metrics, **record.get("server", {})}
         return replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
@@ -278,26 +282,26 @@ class RolloutLoader:
         """Cut the answers of a rollout into micro-batches, and return this rank's."""
         chosen = self._in_loss(rollout)
         num_tokens = sum(len(answer.ids) for answer in rollout.answers if self._counts(answer.ids))
-        whole = self._loss.denominator(len(rollout.answers), num_tokens)
+        denominator = self._loss.denominator(len(rollout.answers), num_tokens)
         in_loss = sum(len(rollout.answers[n].ids) for n in chosen)
-        groups, ours = self._split(rollout, chosen)
-        made = [
+        groups, own_groups = self._split(rollout, chosen)
+        microbatches = [
             (
                 n,
                 put_answers_together(
                     [self._scored(rollout, chosen[index]) for index in groups[n].rows],
                     rows=self._setup.collate,
                     # The first one stands for all of them: they have one denominator.
-                    num_targets=whole if n == 0 else 0,
-                    per_token=whole / in_loss,
+                    num_targets=denominator if n == 0 else 0,
+                    per_token=denominator / in_loss,
                 ),
             )
-            for n in ours
+            for n in own_groups
         ]
         if not groups and self._runtime.is_main_process:
             nothing = torch.zeros(EMPTY_MICROBATCH.num_rows, dtype=torch.float64)
-            made = [(0, GroupMicrobatch(rows=EMPTY_MICROBATCH, advantages=nothing, num_targets=whole))]
-        return made
+            microbatches = [(0, GroupMicrobatch(rows=EMPTY_MICROBATCH, advantages=nothing, num_targets=denominator))]
+        return microbatches
 
     def _split(self, rollout: Rollout, chosen: Sequence[int]) -> tuple[list[RowGroup], list[int]]:
         """Return the micro-batches of these answers, as indices in `chosen`, and which of them are this rank's."""
@@ -308,7 +312,7 @@ class RolloutLoader:
 
     def _rule_of_answers(self, rollout: Rollout, chosen: Sequence[int]) -> BatchRule:
         training = self._training
-        rows = [torch.tensor(self._whole(rollout, n), dtype=torch.int32).numpy() for n in chosen]
+        rows = [torch.tensor(self._prompt_and_answer(rollout, n), dtype=torch.int32).numpy() for n in chosen]
         return BatchRule(
             lengths=list(map(len, rows)),
             global_batch_size=max(1, len(rows)),
@@ -319,12 +323,12 @@ class RolloutLoader:
             share_prefixes=training.share_prefixes,
         )
 
-    def _whole(self, rollout: Rollout, n: int) -> list[int]:
+    def _prompt_and_answer(self, rollout: Rollout, n: int) -> list[int]:
         row = rollout.rows[n // self._config.rollout.num_generations]
         return [*self._prompts.prompts[row], *rollout.answers[n].ids]
 
     def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
-        ids = torch.tensor(self._whole(rollout, n))
+        ids = torch.tensor(self._prompt_and_answer(rollout, n))
         is_target = torch.zeros(len(ids), dtype=torch.bool)
         is_target[len(ids) - len(rollout.answers[n].ids) :] = True
         old = None if rollout.old_nats is None else rollout.old_nats[n]
@@ -334,22 +338,24 @@ class RolloutLoader:
         """Compute -log p of the tokens of answers in the loss, the same on all ranks; 0 elsewhere. Collective."""
         runtime = self._runtime
         chosen = self._in_loss(rollout)
-        groups, ours = self._split(rollout, chosen)
-        rounds = ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(ours)
+        groups, own_groups = self._split(rollout, chosen)
+        rounds = (
+            ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(own_groups)
+        )
         compute = partial(nats_of_tokens, temperature=temperature)
-        found: list[list[float]] = [[0.0] * len(answer.ids) for answer in rollout.answers]
+        answer_nats: list[list[float]] = [[0.0] * len(answer.ids) for answer in rollout.answers]
         with evaluation_mode(self._setup.model):
             for place in range(rounds):
-                if place >= len(ours):
+                if place >= len(own_groups):
                     runtime.placement.forward(compute, self._setup.model, EMPTY_MICROBATCH)
                     continue
-                answers = [chosen[index] for index in groups[ours[place]].rows]
+                answers = [chosen[index] for index in groups[own_groups[place]].rows]
                 rows = self._setup.collate([self._scored(rollout, n).row for n in answers])
                 nats = iter(runtime.placement.forward(compute, self._setup.model, rows).tolist())
                 for n in answers:
-                    found[n] = [next(nats) for _ in rollout.answers[n].ids]
-        shared = iter(runtime.collectives.sum(value for answer in found for value in answer))
-        return [[next(shared) for _ in answer] for answer in found]
+                    answer_nats[n] = [next(nats) for _ in rollout.answers[n].ids]
+        shared = iter(runtime.collectives.sum(value for answer in answer_nats for value in answer))
+        return [[next(shared) for _ in answer] for answer in answer_nats]
 
 
 def stops_of(setup: Setup) -> list[int]:
@@ -367,9 +373,9 @@ def reward_on_main(
     Raises:
         DataError: on all ranks, if a function failed.
     """
-    found: list[list[float]] = []
+    values: list[list[float]] = []
     with setup.runtime.collectives.failing_together("rewarding answers"):
         if setup.runtime.is_main_process:
             stops = stops_of(setup)
-            found = rewards([prompts.answer(row, ids, stops) for row, ids in zip(rows, answers, strict=True)])
-    return setup.runtime.collectives.broadcast_from_main(found)
+            values = rewards([prompts.answer(row, ids, stops) for row, ids in zip(rows, answers, strict=True)])
+    return setup.runtime.collectives.broadcast_from_main(values)
