@@ -89,9 +89,12 @@ def test_it_leaves_the_files_of_a_run(quickstart):
 
 def test_a_second_start_overwrites_nothing(here):
     before = (here / "runs/quickstart/metrics.jsonl").read_bytes()
-    done = run_finetune("train", "quickstart")
+    done = run_finetune("train", "quickstart", "output_dir=runs/quickstart")
     assert done.returncode == 2
     assert "resume=auto" in done.errors
+    words = ("training.max_steps=1", "data.max_rows=8", "testing.num_samples=0", "testing.metrics=[]")
+    assert run_finetune("train", "quickstart", *words).returncode == 0
+    assert (here / "runs/quickstart-2/adapter").is_dir()
     assert (here / "runs/quickstart/metrics.jsonl").read_bytes() == before
 
 
