@@ -158,7 +158,7 @@ def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple
         assert f"step {step} is skipped (number {number} of at most 5" in line
         assert ("the loss is nan (that of rank " in line) == (world != "one")
         assert "and the gradient norm nan; weights and optimizer are unchanged" in line
-    assert "3 steps were skipped" in log
+    assert "3 steps skipped" in log
 
     state = json.loads((folder / "checkpoints" / LAST / "state.json").read_text())
     assert state["num_skipped_steps"] == result(folder)["num_skipped_steps"] == NUM_EPOCHS

@@ -54,7 +54,7 @@ def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.
 
 
 def set_compute_dtype(model: torch.nn.Module, precision: Precision) -> None:
-    """Let bitsandbytes compute the products of its 4-bit layers in fp16 in an fp16 run: those GPUs have no bf16."""
+    """In an fp16 run, let bitsandbytes compute the products of its 4-bit layers in fp16, since the GPU has no bf16."""
     modules: Iterable[Any] = model.modules()
     for module in modules if precision == "fp16" else ():
         if hasattr(module, "compute_dtype"):

@@ -53,7 +53,7 @@ Microbatch: TypeAlias = PaddedMicrobatch | PackedMicrobatch
 
 @dataclass(frozen=True, kw_only=True)
 class WithRows:
-    """A micro-batch of an objective that knows more than the rows: preferences or advantages."""
+    """Base class: a micro-batch of rows with further values for its objective, such as advantages."""
 
     rows: Microbatch
 

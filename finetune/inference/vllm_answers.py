@@ -64,7 +64,7 @@ class Choice(_Fields):
 
 
 class Limits(NamedTuple):
-    """What was asked for. A completion may not hold more."""
+    """The limits of a request. An answer of the server that exceeds one is refused."""
 
     num_answers: int
     max_tokens: int

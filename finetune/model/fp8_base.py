@@ -37,9 +37,9 @@ def refuse_where_fp8_is_impossible(
 
     Args:
         config: the whole run.
-        precision: of the run.
-        device: of the run; None: not at hand.
-        why_not_device: why a device that is not at hand has no products in fp8, where that is known.
+        precision: the precision of the run.
+        device: the device of the run; None if it is not in this machine.
+        why_not_device: with a device of None: the reason why it cannot multiply in fp8, if that is known.
 
     Raises:
         ConfigError: names all reasons.

@@ -164,7 +164,7 @@ class MetricsReader:
 
 
 class EventsRead(NamedTuple):
-    """The content of a file."""
+    """The events that were read from a metrics.jsonl, and counts of what was left out."""
 
     events: list[Event]
     num_left_out: int = 0
