@@ -21,7 +21,7 @@ set_waiting()  # before any name below loads torch
 
 
 def _warn_of_other_product() -> None:
-    """Warn if `finetune` of PyPI is installed, another product whose files and ours lie in the same folder."""
+    """Warn if the package `finetune` of PyPI is installed. It is another product and uses the same folder."""
     for folder in sys.path:
         for about in Path(folder).glob("finetune-*.dist-info/METADATA"):  # importlib.metadata takes 10 ms to import
             with suppress(OSError):

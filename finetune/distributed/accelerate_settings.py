@@ -108,7 +108,7 @@ def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def refuse_another_precision(precision: str, wish: str, environ: Mapping[str, str]) -> None:
-    """Refuse a precision of `accelerate launch` other than the one that `training.precision` (`wish`) means.
+    """Refuse a mixed precision of `accelerate launch` that differs from the precision of the run.
 
     Raises:
         LaunchError: names both sides.

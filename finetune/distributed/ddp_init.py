@@ -302,7 +302,13 @@ def _choose_interface(rendezvous: Rendezvous, host: str) -> None:
 
 
 def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
-    """Share rank 0's verdict. Return if the ranks train together; else end this rank, or let it go on alone."""
+    """Share rank 0's verdict, and return if the ranks train together. Collective.
+
+    Raises:
+        LaunchError: the launch is refused.
+        LeftToMain: rank 0 trains alone, and this is another rank.
+        _TrainsAloneError: this is rank 0, which trains alone.
+    """
     rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
     decision, reason = rendezvous.share_verdict(verdict)
     if decision == "refused":

@@ -69,7 +69,7 @@ class LaunchEnvironment:
 
 @dataclass(frozen=True)
 class _Family:
-    """The variables of one family of launchers. Each text lists alternatives: the first one that is set counts."""
+    """The environment variables of a family of launchers. Where a text lists several, the first that is set counts."""
 
     name: str
     rank: str

@@ -90,13 +90,12 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         SystemExit: this process only started others, or rank 0 trains alone (`LeftToMain`).
     """
     environment = joined_environment()
-    level = logging.DEBUG if config.training.debug else log_level
     num_processes = config.parallel.num_processes or 1
     is_to_spawn = environment.launcher == "none" and num_processes > 1 and not is_joined()
     started = num_processes if is_to_spawn else environment.world_size
     if trains:
         outlive_readers()
-    configure_logs(environment.rank, level=level, num_processes=started)
+    configure_logs(environment.rank, level=logging.DEBUG if config.training.debug else log_level, num_processes=started)
     fallbacks = Fallbacks(strict=config.strict)
     launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
@@ -108,10 +107,8 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         master_port=config.parallel.master_port or environment.master_port,
     )
     if is_to_spawn:
-        parallel = config.parallel
-        raise SystemExit(
-            run_as_processes(num_processes, master_addr=parallel.master_addr, master_port=parallel.master_port)
-        )
+        place = config.parallel
+        raise SystemExit(run_as_processes(num_processes, master_addr=place.master_addr, master_port=place.master_port))
     torch.manual_seed(config.seed)
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)

@@ -157,9 +157,10 @@ class Rendezvous:
         return self._notes("joined")
 
     def share_verdict(self, verdict: Verdict) -> Verdict:
-        """Return rank 0's verdict; those of the other ranks do not count. Collective.
+        """Return rank 0's verdict on every rank. The argument of the other ranks is not used. Collective.
 
-        If the ranks do not train together, rank 0 waits until the others know it, because it takes the store along.
+        If the ranks do not train together, rank 0 waits until the others have read the verdict. The store that holds
+        it ends with rank 0.
 
         Raises:
             LaunchError: rank 0 gives none, so that nobody knows whether it trains.

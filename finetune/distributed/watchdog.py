@@ -250,7 +250,8 @@ def _start_guardian(settings: Message) -> subprocess.Popen[bytes]:
     Raises:
         LaunchError: the process cannot be started.
     """
-    # Occupy those of descriptors 0 to 2 that are closed: a pipe with such a number would be printed into.
+    # If standard input, output or error is closed, a pipe could get its number, and prints would go into the pipe.
+    # So open the null device until descriptors 0 to 2 are taken.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)

@@ -87,7 +87,7 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
             f"lora.start_from: the adapter in {folder} differs from the one to train: {'; '.join(differences)}. Give "
             "the lora section it was trained with."
         )
-    set_peft_model_state_dict(model, dict(saved), adapter_name=name)  # peft 0.20 renames keys of what it is given
+    set_peft_model_state_dict(model, dict(saved), adapter_name=name)  # a copy, because peft 0.20 renames its keys
     loaded = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     not_loaded = [key for key, value in saved.items() if not torch.equal(loaded[key].to(value), value)]
     if not_loaded:

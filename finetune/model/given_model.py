@@ -64,7 +64,7 @@ def describe_given_model(model: Any) -> dict[str, object]:
 
 
 def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Give the model the settings of one that finetune has built, and a new adapter if the run trains one.
+    """Prepare a given model for training. Without an adapter of its own, it gets one if the run trains an adapter.
 
     Raises:
         ModelError: see `add_lora`.

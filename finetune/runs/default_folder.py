@@ -1,4 +1,4 @@
-"""Choose the folder of a run whose configuration names none."""
+"""Choose the folder of a run if its configuration does not set `output_dir`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 def with_chosen_folder(config: Config) -> Config:
     """Return the configuration with the folder to use in `output_dir`. Nothing is written.
 
-    If the configuration names no folder, this is the newest run of the same configuration with `resume=auto`, and
+    If the configuration does not set it, this is the newest run of the same configuration with `resume=auto`, and
     otherwise the first free one of `runs/NAME`, `runs/NAME-2`, `runs/NAME-3` and so on. Only the main process of a
     launch calls this, because another run may begin between two calls.
     """

@@ -67,9 +67,9 @@ class EndResult(NamedTuple):
     reason: str
     """`complete`, `no improvement`, or `stopped` if a callback ended training."""
     loss: float
-    """Of the last step, in nats per target token; nan if no step was left to do."""
+    """The loss of the last step, in nats per target token; nan if no step was left to do."""
     folder: Path
-    """The run's."""
+    """The run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +198,7 @@ class Callbacks:
 
 
 def refuse_ignored_methods(trainer: object) -> None:
-    """Refuse a trainer whose class defines a method of other trainers, which nothing here would call.
+    """Refuse a subclass with a method that trainers of other libraries call and this one does not: `compute_loss`.
 
     Raises:
         ConfigError: names the method and what does the same.

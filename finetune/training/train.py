@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import compose, overrides_of
+from finetune.config.keys import values
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
@@ -127,15 +128,10 @@ def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapp
 
         described |= write_given_rows(data, config.data.cache_dir)
     for key, value in described.items():
-        chosen = _value_of(config, key)
+        chosen = values(config)[key]
         if config.origin(key) == COMMAND_LINE and chosen != value:
             raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given model. Remove the override.")
     return config.with_values({key: (value, GIVEN) for key, value in described.items()})
-
-
-def _value_of(config: Config, key: str) -> object:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
 
 
 def _metrics_of(

@@ -383,19 +383,11 @@ class Trainer:
 class PreferenceTrainer(Trainer):
     """The older name of `Trainer` for rows of pairs. A script that sets no objective trains and records dpo."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        config: Config,
-        model: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        splits: AnySplits,
-        hooks: Hooks | None = None,
-    ) -> None:
+    def __init__(self, runtime: Runtime, config: Config, *parts: Any, **named_parts: Any) -> None:
         if config.training.objective == "sft" and config.origin("training.objective") == "default":
             training = config.training.model_copy(update={"objective": "dpo"})
             config = config.model_copy(update={"training": training})
-        super().__init__(runtime, config, model, tokenizer, splits, hooks)
+        super().__init__(runtime, config, *parts, **named_parts)
 
 
 RewardTrainer = Trainer

@@ -62,7 +62,7 @@ def found_at_start(summary: str) -> Fault:
 
 
 def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
-    """Return the fault of a rank whose guardian is silent or has ended.
+    """Return the fault that is reported if a rank's guardian has ended or sends nothing any more.
 
     Args:
         rank: the rank.

@@ -39,7 +39,7 @@ class Worker(Link):
         return self._stopped_since is not None
 
     def read(self, now: float) -> None:
-        """Find out whether the worker has ended, and read what it has written."""
+        """Check whether the worker has ended, and take the messages that it has sent."""
         # The kernel then reparents this process, even if the worker is a zombie. Its last words are in the pipe.
         self.is_gone = os.getppid() != self._pid
         with suppress(EOFError):

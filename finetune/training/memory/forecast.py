@@ -259,7 +259,7 @@ def copy_without_data(model: Any) -> Any:
     for weight in model.parameters():
         copies[id(weight)] = twin = weight_without_data(weight, empty)
         if is_in_4_bits(weight):
-            copies[id(weight.quant_state)] = twin.quant_state  # its layer has it too
+            copies[id(weight.quant_state)] = twin.quant_state  # the layer refers to this object as well
     return copy.deepcopy(model, copies).train()
 
 
