@@ -20,6 +20,7 @@ from finetune.cli.generate import generate
 from finetune.cli.report import report
 from finetune.cli.run_options import JsonOption
 from finetune.cli.runs import runs
+from finetune.cli.upgrade import upgrade
 from finetune.cli.verify import verify
 from finetune.cli.watch import watch
 from finetune.terminal import fold, print_json, say
@@ -222,6 +223,7 @@ app.command()(watch)
 app.command()(runs)
 app.command()(diff)
 app.command()(bisect)
+app.command()(upgrade)
 app.command()(checkpoints)
 app.command()(report)
 

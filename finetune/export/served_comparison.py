@@ -7,7 +7,7 @@ show the rows of `rows_of_checks`. A runtime is asked through the interface `Ser
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -219,6 +219,17 @@ def compare(served: ServedModel, vectors: Vectors, *, bound: float) -> ServedCom
         most_tokens=served.most_tokens,
         without_system=_ask_without_system(served, vectors),
     )
+
+
+def served_vectors(served: ServedModel, vectors: Vectors) -> Vectors:
+    """Return the test vectors with the logits and answers that a runtime gives, to compare it with another one."""
+    answers = [
+        None if vector.answer is None else served.answer(vector.token_ids, vectors.max_new_tokens)
+        for vector in vectors.vectors
+    ]
+    logits = [served.logits(vector.token_ids, vector.positions).float().cpu() for vector in vectors.vectors]
+    answered = (replace(vector, answer=answer) for vector, answer in zip(vectors.vectors, answers, strict=True))
+    return replace(vectors, vectors=tuple(answered), logits=torch.cat(logits))
 
 
 def check_digests(folder: Path, recorded: Digests) -> dict[str, Check]:

@@ -119,15 +119,7 @@ def verify_run(
     runtime = runtime_of(run.weights)
     bound = runtime.bound(known, run.weights) if bound is None else bound
 
-    def load() -> AbstractContextManager[ServedModel]:
-        if run.is_full:
-            return _load(run.weights, runtime, known, vllm)
-        base_model = locate_model(run.config.model)
-        if vllm is not None:
-            return served_by_vllm(run.weights, known, vllm, base=base_model)
-        return nullcontext(load_peft(run.weights, base_model, run.config.model.revision))
-
-    comparison = _compare(load, run.weights, known, bound, recorded)
+    comparison = _compare(partial(load_served, run, known, vllm), run.weights, known, bound, recorded)
     notes = [] if run.is_full else limits_of_adapter(run.weights)
     if not recorded.tensors:
         notes.insert(
@@ -135,6 +127,16 @@ def verify_run(
         )
     source = str(vectors or "the forward pass that trained it")
     return Verified(folder=run.weights, source=source, vectors=known, comparison=comparison, notes=tuple(notes))
+
+
+def load_served(run: FinishedRun, known: Vectors, vllm: InVllm | None = None) -> AbstractContextManager[ServedModel]:
+    """Load a run's weights in plain PEFT or transformers, or in vLLM, which is asked for the prompts of `known`."""
+    if run.is_full:
+        return _load(run.weights, runtime_of(run.weights), known, vllm)
+    base_model = locate_model(run.config.model)
+    if vllm is not None:
+        return served_by_vllm(run.weights, known, vllm, base=base_model)
+    return nullcontext(load_peft(run.weights, base_model, run.config.model.revision))
 
 
 def vectors_of_run(run: FinishedRun) -> Vectors:

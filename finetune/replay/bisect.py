@@ -139,23 +139,34 @@ def bisect_overrides(path: Path, overrides: Sequence[str], plan: StepPlan, setti
 def bisect_environment(path: Path, python: str | None, plan: StepPlan, settings: Sequence[str] = ()) -> Bisection:
     """Compare what a run recorded with what this environment computes, or this environment with another Python.
 
-    By default, a few recorded steps after the start and after each kept checkpoint are computed. The settings, as
-    `key=value`, change the configuration of both.
-
-    Raises:
-        FinetuneError: the folder is not a run that has trained, or the steps cannot be computed.
+    See `compute_in_both` for the arguments and errors.
     """
-    first = _recorded_side(open_run(path), settings)
-    second = _computed(first, plan, [first.run])._replace(title="this environment")
-    if python is not None:
-        trace = compute_trace_with(python, first.run, second.trace.plan, settings)
-        first, second = second, first._replace(title=python, trace=trace)
+    first, second = compute_in_both(path, python, plan, settings)
     result = Bisection.of(first, second)
     if result.step is None:
         return result
     again = _bisect_command(second, result.step)
     commands = [again] if python is None else [again, f"{shlex.quote(python)} -m {again}"]
     return result.explained(_cause_outside_of_settings(first, second, result.bound), *commands)
+
+
+def compute_in_both(
+    path: Path, python: str | None, plan: StepPlan, settings: Sequence[str] = ()
+) -> tuple[ComparedSide, ComparedSide]:
+    """Compute recorded steps of a run here and with another Python; without one, return the recorded and those here.
+
+    By default, a few recorded steps after the start and after each kept checkpoint are computed. The settings, as
+    `key=value`, change the configuration of both.
+
+    Raises:
+        FinetuneError: the folder is not a run that has trained, or the steps cannot be computed.
+    """
+    recorded = _recorded_side(open_run(path), settings)
+    here = _computed(recorded, plan, [recorded.run])._replace(title="this environment")
+    if python is None:
+        return recorded, here
+    trace = compute_trace_with(python, recorded.run, here.trace.plan, settings)
+    return here, here._replace(title=python, trace=trace)
 
 
 def _explain_settings(result: Bisection, a: ComparedSide, b: ComparedSide, runs: Sequence[RecordedRun]) -> Bisection:

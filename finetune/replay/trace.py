@@ -47,6 +47,13 @@ class Trace:
     """Empty if the steps were recorded."""
     weights: Mapping[str, str] = field(default_factory=dict)
     """Digests of all weights before the first step, by name. Empty if the steps were recorded."""
+    trained: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the trained weights after the last step, by name. Empty if the steps were recorded."""
+
+    def has_bytes_of(self, other: Trace) -> bool:
+        """Return whether another trace has the same steps, values and weights, to the last bit."""
+        parts = [(trace.steps, trace.weights, trace.trained) for trace in (self, other)]
+        return bool(as_json(parts[0]) == as_json(parts[1]))  # as text, NaN equals itself
 
 
 def recorded_trace(run: RecordedRun) -> Trace:
@@ -72,8 +79,10 @@ def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path |
         weights = {name: digest_tensor(value) for name, value in replay.trainer.model.state_dict().items()}
         plan = plan or replay.choose_steps(recorded_trace(run).steps, NUM_REPLAYED_STEPS)
         steps = {step: {name: getattr(result, name) for name in FIELDS} for step, result in replay.compute(plan)}
+        parameters = replay.trainer.model.named_parameters()
+        trained = {name: digest_tensor(value) for name, value in parameters if value.requires_grad}
         record = RecordedRun(replay.trainer.config.output_dir).record
-        del replay
+        del replay, parameters
     gc.collect()  # the next replay needs the memory of this model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -81,40 +90,47 @@ def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path |
     # The record has our own version. pip may know this package by another name in another environment.
     modules = {name.partition(".")[0] for name in sys.modules} - {"finetune"}
     versions = {package: version(package) for module in sorted(modules) for package in packages.get(module, ())}
-    return Trace(steps, {**record, "versions": {**versions, **record["versions"]}}, plan, weights)
+    return Trace(steps, {**record, "versions": {**versions, **record["versions"]}}, plan, weights, trained)
 
 
 def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: Sequence[str] = ()) -> Trace:
     """Compute steps by another Python, in a process of its own. The settings change the run's configuration.
 
     Raises:
-        ConfigError: the Python cannot be started or did not compute the steps.
+        ConfigError: see `run_other_python`.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
-        command = [
-            python,
-            "-P",
-            "-m",
-            "finetune.replay.trace",
-            str(run.folder.path),
-            json.dumps(plan),
-            str(file),
-            *settings,
-        ]
-        try:
-            process = subprocess.run(command, capture_output=True, text=True)
-        except OSError as error:
-            raise ConfigError(f"--python is {python}, which cannot be started: {error}. Name a Python.") from error
-        if process.returncode or not file.is_file():
-            raise ConfigError(
-                f"--python is {python}, which did not compute the steps (exit code {process.returncode}: "
-                f"{last_line(process.stderr)}). Its environment needs this version of finetune."
-            )
-        trace = json.loads(file.read_bytes())
+        words = ["finetune.replay.trace", str(run.folder.path), json.dumps(plan), str(file), *settings]
+        trace = run_other_python(python, words, file, "compute the steps")
     # In JSON, keys and values that are not finite are texts.
     steps = {int(step): {name: float(value) for name, value in row.items()} for step, row in trace["steps"].items()}
-    return Trace(steps, trace["record"], plan, trace["weights"])
+    return Trace(steps, trace["record"], plan, trace["weights"], trace["trained"])
+
+
+def run_other_python(python: str, words: Sequence[str], file: Path, task: str) -> Any:
+    """Run one of our modules by another Python, and read the JSON file that it writes.
+
+    Args:
+        python: the Python of an environment that has finetune.
+        words: the module and its arguments.
+        file: the file that the module writes.
+        task: completes "did not …" in the error.
+
+    Raises:
+        ConfigError: the Python cannot be started or did not write the file.
+    """
+    try:
+        # -P: a folder that happens to be the current one must not supply modules.
+        process = subprocess.run([python, "-P", "-m", *words], capture_output=True, text=True)
+    except OSError as error:
+        raise ConfigError(f"--python is {python}, which cannot be started: {error}. Name a Python.") from error
+    if not file.is_file():
+        raise ConfigError(
+            f"--python is {python}, which did not {task} (exit code {process.returncode}: "
+            f"{last_line(process.stderr)}). Its environment needs this version of finetune."
+        )
+    return json.loads(file.read_bytes())
 
 
 def _main(path: str, plan: str, file: str, *settings: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,17 @@ OTHER_TEMPLATE = (
     .replace("<|user|>", "<|system|>")
     .replace("{{ '<|' + message['role'] + '|>'", "{{ '<|' + message['role'] + '|>:'")
 )
+
+PATCH = """
+import importlib.util, sys
+
+class Patched:
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            return importlib.util.spec_from_file_location(name, {file!r})
+
+sys.meta_path.insert(0, Patched())
+"""
 
 
 @dataclass
@@ -110,3 +124,22 @@ def change_losses(run: Path, since: int = 2, by: float = 1e-3) -> None:
         ]
 
     edit_lines(run / "metrics.jsonl", change)
+
+
+def other_environment(folder: Path, module: str = "", file: Path | None = None) -> str:
+    """A Python with the packages of this one, of which a module comes from another file."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    (site / "packages.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    if file is not None:
+        (site / "patch_of_a_module.py").write_text(PATCH.format(module=module, file=str(file)))
+        (site / "patched.pth").write_text("import patch_of_a_module\n")
+    return str(folder / "bin/python")
+
+
+def claim_version(environment: Path, package: str, version: str) -> None:
+    """Let an environment say that it has another version of a package."""
+    (site,) = environment.glob("lib/python*/site-packages")
+    metadata = site / f"{package}-{version}.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")

@@ -4,44 +4,20 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import subprocess
 import sys
-import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from tests.bisect.scene import Scene, edit_lines, make_scene
+from tests.bisect.scene import Scene, claim_version, edit_lines, make_scene, other_environment
 from tests.in_process import run_finetune
 from tests.launches import run_command
-
-PATCH = """
-import importlib.util, sys
-
-class Patched:
-    def find_spec(self, name, path, target=None):
-        if name == {module!r}:
-            return importlib.util.spec_from_file_location(name, {file!r})
-
-sys.meta_path.insert(0, Patched())
-"""
 
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Scene:
     return make_scene(tmp_path_factory.mktemp("bisect"))
-
-
-def other_environment(folder: Path, module: str = "", file: Path | None = None) -> str:
-    """A Python with the packages of this one, of which a module comes from another file."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    (site / "packages.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    if file is not None:
-        (site / "patch_of_a_module.py").write_text(PATCH.format(module=module, file=str(file)))
-        (site / "patched.pth").write_text("import patch_of_a_module\n")
-    return str(folder / "bin/python")
 
 
 @pytest.mark.slow
@@ -158,9 +134,7 @@ def test_another_environment_with_a_patched_optimizer_and_another_package(scene,
         "loss of step 2",
     )
     assert found["commands"][1] == f"{python} -m finetune bisect {scene.place / 'a'} --steps 1-2"
-    (site,) = (tmp_path / "env").glob("lib/python*/site-packages")
-    (site / "psutil-1.0.dist-info").mkdir()
-    (site / "psutil-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: psutil\nVersion: 1.0\n")
+    claim_version(tmp_path / "env", "psutil", "1.0")
     code, found = scene.bisect(str(scene.place / "a"), "--python", python)
     assert (code, found["step"], found["cause"]["type"], found["cause"]["name"]) == (3, 2, "package", "psutil"), found
 
