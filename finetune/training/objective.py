@@ -11,6 +11,7 @@ from finetune.data.batches import Collate, EvaluationLoader
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices
 from finetune.inference.losses import SplitLosses
+from finetune.training.reporting.run_warnings import RunWarnings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -60,6 +61,7 @@ class TrainingObjective:
         longest_row: returns the tokens of the longest row of a micro-batch, given the splits.
         loaders: replaces loaders. `Prepared.prompts` is the second argument.
         start: called on every rank when training starts or resumes at a state. Collective.
+        warnings: makes what checks the events of a run for warnings.
     """
 
     loss: Callable[[Config, Choices], LossFunction]
@@ -72,6 +74,7 @@ class TrainingObjective:
     longest_row: Callable[[Config, Any], int] = lambda _config, splits: int(splits.train.lengths.max())
     loaders: Callable[[Setup, Any, Loaders], Loaders] = lambda _setup, _prompts, loaders: loaders
     start: Callable[[Setup, Any, TrainerState], None] = lambda _setup, _train_loader, _state: None
+    warnings: Callable[[], RunWarnings] = RunWarnings
 
     def with_loss(self, function: GivenLoss | None) -> TrainingObjective:
         """Return the objective with a script's loss, if there is one. Validations still measure the cross-entropy."""

@@ -101,7 +101,7 @@ def set_up(
     journal = None
     with runtime.collectives.failing_together("opening the run's folder"):
         if runtime.is_main_process:
-            journal = _open_journal(runtime, config, model, tokenizer, splits, base, hooks)
+            journal = _open_journal(runtime, config, model, tokenizer, splits, base, objective, hooks)
     _read_saved_base(runtime, config, model)
     if runtime.placement.shard_size is None:
         runtime.placement.place(model)
@@ -251,6 +251,7 @@ def _open_journal(
     tokenizer: PreTrainedTokenizerBase,
     splits: EncodedSplits,
     base: str | None,
+    objective: TrainingObjective,
     hooks: Hooks,
 ) -> Journal:
     environment = runtime.environment
@@ -280,6 +281,7 @@ def _open_journal(
         },
         rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
         fingerprints=inputs,
+        warnings=objective.warnings(),
     )
     runtime.liveness.on_close(journal.close)
     if script_parts := hooks.as_record(config, model):

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from finetune.training.reporting.run_warnings import RunWarnings
+from finetune.training.rewards.warnings import RewardWarnings
 from tests.runs.made_runs import step_event
 
 HEALTHY = {"reward": 0.5, "equal_groups": 0.5, "truncated": 0.1, "entropy": 1.0}
@@ -92,7 +93,7 @@ def test_what_an_earlier_start_has_said_is_not_said_again():
 
 
 def kinds(events):
-    warnings = RunWarnings()
+    warnings = RewardWarnings()
     return [found.name for event in events if (found := warnings.take(event))]
 
 

@@ -11,13 +11,13 @@ import psutil
 
 from finetune.runs.metrics import Event, MetricsWriter, iterate_events
 from finetune.training.reporting.progress import TrainingProgress
-from finetune.training.reporting.run_warnings import RunWarnings
 from finetune.training.reporting.trackers import Trackers
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
     from finetune.runs.folder import RunFolder
+    from finetune.training.reporting.run_warnings import RunWarnings
 
 _log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ class Sink(Protocol):
 class RunEvents:
     """Write each event to metrics.jsonl and to all sinks, and log the warnings that follow from it."""
 
-    def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks) -> None:
+    def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks, warnings: RunWarnings) -> None:
         self.metrics = MetricsWriter(folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue")
         self._log_every = config.training.log_every
-        self._warnings = RunWarnings()
+        self._warnings = warnings
         self._trackers = Trackers(config, folder, fallbacks)
         self._progress: TrainingProgress | None = None
         self._sinks: list[Sink] = [self._trackers]

@@ -28,6 +28,7 @@ from finetune.terminal import shown_folder
 from finetune.training.profiling import Profile
 from finetune.training.reporting.events import Interval, RunEvents
 from finetune.training.reporting.progress import TRACE_VIEWER, show_what_next
+from finetune.training.reporting.run_warnings import RunWarnings
 from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.step import StepResult
@@ -71,6 +72,7 @@ class Journal:
         global_batch: Mapping[str, Any],
         fingerprints: Mapping[str, str],
         rows_read_as: Mapping[str, Sequence[str]] | None = None,
+        warnings: RunWarnings | None = None,
     ) -> None:
         self.folder = RunFolder(config.output_dir).open(config.resume)
         self.result: dict[str, Any] = {}
@@ -82,7 +84,7 @@ class Journal:
         self._num_steps = 0
         self._interval = Interval()
         self._last_step_at = time.monotonic()
-        self._events = RunEvents(config, self.folder, fallbacks)
+        self._events = RunEvents(config, self.folder, fallbacks, warnings or RunWarnings())
         # If a checkpoint survives a crash, so must the metrics of the steps before it.
         self._saver = Saver(self.folder, config.checkpoint, fallbacks, before=self._events.metrics.sync)
         self._num_tokens = self._num_computed = 0

@@ -17,14 +17,15 @@ from finetune.engine.loss import Choices, cross_entropy_per_target
 from finetune.inference.decoding import Decoding
 from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
-from finetune.inference.rewards import Rewards
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Prepared, TrainingObjective
+from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.group_loss import METRICS, GroupLoss, advantages_of
 from finetune.training.rewards.groups import summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
+from finetune.training.rewards.warnings import RewardWarnings
 from finetune.training.step import LossWithMetrics
 
 if TYPE_CHECKING:
@@ -145,4 +146,5 @@ GRPO = TrainingObjective(
     longest_row=_longest_row,
     loaders=_loaders,
     start=_start,
+    warnings=RewardWarnings,
 )

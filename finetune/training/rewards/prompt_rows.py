@@ -10,7 +10,7 @@ from finetune.data.examples import load_examples
 from finetune.data.formats import Example
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
-from finetune.inference.rewards import GeneratedAnswer, Rewards
+from finetune.training.rewards.functions import GeneratedAnswer, Rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

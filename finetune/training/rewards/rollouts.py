@@ -21,10 +21,10 @@ from finetune.data.templates import stop_ids
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
 from finetune.inference.decoding import Decoding, SampledAnswer, Sampling, sample_answers
-from finetune.inference.rewards import Rewards
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
+from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.group_loss import GroupLoss, advantages_of
 from finetune.training.rewards.groups import (
     GroupMicrobatch,

@@ -11,7 +11,7 @@ import pytest
 from finetune import load_config
 from finetune.config.schema import RewardSection
 from finetune.errors import ConfigError, DataError
-from finetune.inference.rewards import GeneratedAnswer, Rewards, built_in_functions
+from finetune.training.rewards.functions import GeneratedAnswer, Rewards, built_in_functions
 
 MODULE = "rewards_of_mine.orders"
 SOURCE = """
