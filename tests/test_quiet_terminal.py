@@ -90,12 +90,16 @@ SHOWN = {
     ),
     "merge": (["merge", "finished/run", "merged"], ["Reloaded by transformers alone", "finetune export merged"]),
     "verify": (["verify", "finished/run", "--out", "certificate.json"], ["7 of 7", "Written: certificate.json"]),
+    "upgrade": (
+        ["upgrade", "finished/run", "--python", "no/such/python"],
+        ["--python is no/such/python, which cannot be started"],
+    ),
     "export": (["export", "merged", "ollama"], ["Written to ollama: Modelfile", "ollama create my-model -f Modelfile"]),
 }
 """Words of each command, and values that must be whole."""
 STARTS_PROCESSES = {"sweep": (pytest.mark.warm, pytest.mark.process)}
-CODES = {"diff": 1, "push": 2}
-"""There are differences; there is no token for the hub."""
+CODES = {"diff": 1, "push": 2, "upgrade": 2}
+"""There are differences; there is no token for the hub, and no other Python."""
 ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"}
 """Training has a test of its own, below, and a rehearsal in tests/diagnose; the others write a path, and JSON."""
 

@@ -25,7 +25,8 @@ def commands_page() -> str:
 def all_commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield every command and group, with the words that call it."""
     yield path, command
-    for name, inner in getattr(command, "commands", {}).items():
+    for name in command.list_commands(None) if hasattr(command, "list_commands") else []:
+        inner = command.get_command(None, name)
         if not inner.hidden:
             yield from all_commands(inner, f"{path} {name}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,19 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from finetune import __version__
-from finetune.cli.bisect import bisect
-from finetune.cli.chat import chat
-from finetune.cli.checkpoints import checkpoints
-from finetune.cli.diff import diff
-from finetune.cli.evaluate import evaluate
-from finetune.cli.export import export, merge, push
-from finetune.cli.generate import generate
-from finetune.cli.report import report
 from finetune.cli.run_options import JsonOption
-from finetune.cli.runs import runs
-from finetune.cli.upgrade import upgrade
-from finetune.cli.verify import verify
-from finetune.cli.watch import watch
 from finetune.terminal import fold, print_json, say
 
 
@@ -40,20 +29,43 @@ _MEANT = {
     **{"convert": "export", "preprocess": "preview", "estimate": "plan", "status": "watch", "upload": "push"},
 }
 """Names that other tools give to what a command of ours does."""
+_AFTER_A_RUN = {
+    **{name: name for name in ("evaluate", "generate", "chat")},
+    **dict.fromkeys(("merge", "export"), "export"),
+    **{"verify": "verify", "push": "export"},
+    **{name: name for name in ("watch", "runs", "diff", "bisect", "upgrade", "checkpoints", "report")},
+}
+"""The commands about finished runs, with the module in which each is a function. Training does not import them."""
 
 
 class _Commands(TyperGroup):
     """The commands, with a suggestion for the names of other tools."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        """List all commands: those before a run, those about finished runs, and the groups."""
+        names = [name for name in super().list_commands(ctx) if name not in _AFTER_A_RUN]
+        return [*names[:-2], *_AFTER_A_RUN, *names[-2:]]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command, and import its module first."""
+        if cmd_name in _AFTER_A_RUN and cmd_name not in self.commands:
+            module = import_module(f"finetune.cli.{_AFTER_A_RUN[cmd_name]}")
+            alone = typer.Typer(add_completion=False)
+            alone.command(cmd_name)(getattr(module, cmd_name))
+            self.commands[cmd_name] = typer.main.get_command(alone)
+        return super().get_command(ctx, cmd_name)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that the first argument names."""
         if args[0] in _MEANT:
             ctx.fail(f"No such command '{args[0]}'. Did you mean '{_MEANT[args[0]]}'?")
-        if args[0] not in self.commands:
+        if args[0] not in self.list_commands(ctx):
             from finetune.cli.help import find_task
 
             if task := find_task(args[0]):
                 ctx.fail(f"No such command '{args[0]}'. Did you mean 'train task={task}'?")
+            for name in _AFTER_A_RUN:  # typer suggests the names of commands that are loaded
+                self.get_command(ctx, name)
         return super().resolve_command(ctx, args)
 
 
@@ -210,22 +222,6 @@ def init(
     from finetune.cli.init import init_from_overrides
 
     init_from_overrides(overrides or [], file, source)
-
-
-app.command()(evaluate)
-app.command()(generate)
-app.command()(chat)
-app.command()(merge)
-app.command()(export)
-app.command()(verify)
-app.command()(push)
-app.command()(watch)
-app.command()(runs)
-app.command()(diff)
-app.command()(bisect)
-app.command()(upgrade)
-app.command()(checkpoints)
-app.command()(report)
 
 
 @app.command(cls=_TakesOverrides)
