@@ -9,7 +9,7 @@ import typer
 
 from finetune.cli.diff import show_differences
 from finetune.cli.option_rules import OptionRules
-from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, refuse_several_processes
+from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, StepsOption, refuse_several_processes
 from finetune.errors import RunFailedError
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, say
@@ -33,14 +33,7 @@ def bisect(
         str | None,
         typer.Option(metavar="FILE", help="Compare this environment with that of another Python.", show_default=False),
     ] = None,
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N-M",
-            help="The steps to compute, from 1 or from the step after a kept checkpoint. Default: a few of them.",
-            show_default=False,
-        ),
-    ] = None,
+    steps: StepsOption = None,
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -62,6 +62,15 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.", show_default=False),
 ]
+StepsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--steps",
+        metavar="N-M",
+        help="The steps to compute, from 1 or from the step after a kept checkpoint. Default: a few of them.",
+        show_default=False,
+    ),
+]
 SystemOption = Annotated[
     str | None,
     typer.Option(help="The system prompt; empty: none. Default: the most frequent one in the training rows."),

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, refuse_several_processes
+from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, StepsOption, refuse_several_processes
 from finetune.errors import RunFailedError
 from finetune.logs import configure_logs, importing, waiting
 from finetune.terminal import print_json, print_table, say
@@ -21,14 +21,7 @@ def upgrade(
     python: Annotated[
         str, typer.Option(metavar="FILE", help="The Python of the other environment.", show_default=False)
     ],
-    steps: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N-M",
-            help="The steps to compute, from 1 or from the step after a kept checkpoint. Default: a few of them.",
-            show_default=False,
-        ),
-    ] = None,
+    steps: StepsOption = None,
     same_bytes: Annotated[
         bool, typer.Option("--same-bytes", help="End with exit code 3 if they differ by rounding, too.")
     ] = False,
