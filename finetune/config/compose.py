@@ -315,7 +315,7 @@ def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[st
         if not equals or not key or key.startswith("-"):
             problems.append(f"{COMMAND_LINE}: {override}: {_how_to_write(override, before)}")
         elif not value.strip():
-            problems.append(f"{COMMAND_LINE}: {key}: has no value. {_what_it_takes(key)}".rstrip())
+            problems.append(f"{COMMAND_LINE}: {key}: has no value. {_describe_values(key)}".rstrip())
         elif key == "run" and asked.run and asked.run.name != value:
             problems.append(f"{COMMAND_LINE}: run={value}: the run file is already {asked.run.name}. Keep one.")
         elif key == "run":
@@ -341,7 +341,7 @@ def _with_keys(overrides: Sequence[str], problems: list[str]) -> list[str]:
     return [f"data={data}", *(override for override in overrides if override not in files)]
 
 
-def _what_it_takes(key: str) -> str:
+def _describe_values(key: str) -> str:
     """Complete a message about a key without a value."""
     if not _chooses_or_sets(key):
         return f"There is no such key. {did_you_mean_key(key)}"

@@ -335,7 +335,7 @@ class DataSection(Section):
 
     @field_validator("train", "validation", "test", mode="before")
     @classmethod
-    def _number_is_text(cls, value: object) -> object:
+    def _read_number_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
     @field_validator("columns")
@@ -455,7 +455,7 @@ class LoraSection(Section):
 
     @field_validator("new_tokens")
     @classmethod
-    def _tokens_are_different_texts(cls, tokens: list[str]) -> list[str]:
+    def _refuse_repeated_tokens(cls, tokens: list[str]) -> list[str]:
         bad = [token for token in tokens if not token.strip() or tokens.count(token) > 1]
         if bad:
             raise ValueError(f"expected different tokens that are not empty, got {bad[0]!r} among them")
@@ -672,7 +672,7 @@ class RolloutSection(Section):
 
     @field_validator("server")
     @classmethod
-    def _server_is_an_address(cls, server: str | None) -> str | None:
+    def _check_address_of_server(cls, server: str | None) -> str | None:
         if server is not None:
             split_server_address(server)
         return server

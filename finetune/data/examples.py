@@ -289,7 +289,7 @@ def _is_one_source(at_path: _Splits | None) -> bool:
 def _hold_out(splits: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:
     train = splits["train"]
     choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=train.label)
-    return splits | {split: train.taking(partial(choose, split=split)) for split in ("train", *sizes)}
+    return splits | {split: train.with_choice(partial(choose, split=split)) for split in ("train", *sizes)}
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:

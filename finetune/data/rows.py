@@ -149,7 +149,7 @@ class Examples(_OfRows):
         self.unread: list[str] = []
         self.num_dropped = 0
 
-    def taking(self, choose: Callable[[Sequence[str]], list[int]]) -> Examples:
+    def with_choice(self, choose: Callable[[Sequence[str]], list[int]]) -> Examples:
         """Return a split with some of these rows. The source is read once for all its splits."""
         part = Examples(self.source, self.format, self.columns, self.max_rows, reads=self.reads, drops=self.drops)
         part.whole, part.choose = self.whole, choose

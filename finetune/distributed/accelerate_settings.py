@@ -177,7 +177,7 @@ def settings_of_accelerate(
 
 
 @contextmanager
-def fsdp_is_hidden() -> Iterator[None]:
+def hide_fsdp() -> Iterator[None]:
     """Hide from the libraries inside the block that accelerate was asked for FSDP. Only finetune may shard."""
     hidden = {name: os.environ.pop(name) for name in _FSDP_SWITCHES if name in os.environ}
     try:

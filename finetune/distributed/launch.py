@@ -21,7 +21,7 @@ from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import (
     compare_accelerate_command,
-    fsdp_is_hidden,
+    hide_fsdp,
     is_cpu_requested,
     settings_of_accelerate,
 )
@@ -112,7 +112,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     torch.manual_seed(config.seed)
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
-    with ExitStack() as signals, ExitStack() as leaving, fsdp_is_hidden():
+    with ExitStack() as signals, ExitStack() as leaving, hide_fsdp():
         signals.enter_context(_signals_of_run(environment) if trains else termination_raises())
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:

@@ -141,7 +141,7 @@ class Rendezvous:
 
     def wait_for_all(self) -> str | None:
         """Wait until every rank has joined; else return who is missing and what to do about it. Rank 0 only."""
-        if self._wait_for_notes("joined", self.environment.world_size, self.seconds_left, self._who_is_missing):
+        if self._wait_for_notes("joined", self.environment.world_size, self.seconds_left, self._missing_ranks):
             return None
         joined = self.joined()
         self._num_present = len(joined)
@@ -172,7 +172,7 @@ class Rendezvous:
             if verdict.decision != "together":
                 self._wait_for_notes(key, self._num_present - 1, _LEAVE_SECONDS, lambda: "the other ranks, which leave")
             return verdict
-        verdict = Verdict(*self._read(key, self._who_is_missing))
+        verdict = Verdict(*self._read(key, self._missing_ranks))
         if verdict.decision != "together":
             self._post(key, "")
         return verdict
@@ -296,7 +296,7 @@ class Rendezvous:
     def _notes(self, topic: str) -> dict[int, str]:
         return dict(sorted(json.loads(line) for line in self._ask("get", f"{topic}/notes").splitlines()))
 
-    def _who_is_missing(self) -> str:
+    def _missing_ranks(self) -> str:
         return f"missing: {self._ranks_without(self.joined())}"
 
     def _ranks_without(self, joined: dict[int, str]) -> str:

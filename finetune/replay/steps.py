@@ -32,7 +32,7 @@ from finetune.training.checks import named_splits
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
 from finetune.training.rewards.rollouts import RolloutLoader
-from finetune.training.schedule_free import go_on_training
+from finetune.training.schedule_free import restore_trained_weights
 from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
@@ -124,7 +124,7 @@ class OpenReplay:
         for start, steps in plan.items():
             if start:
                 load_checkpoint(self.run.folder.checkpoint(start), model=trainer.model, optimizer=optimizer)
-                go_on_training(optimizer)
+                restore_trained_weights(optimizer)
             for step in range(start + 1, steps[-1] + 1):
                 microbatches = next(self.loader.steps(*divmod(step - 1, cadence.steps_per_epoch)))
                 settings = StepSettings.of(trainer.config, step, cadence.num_steps)

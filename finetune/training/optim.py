@@ -13,7 +13,7 @@ import torch
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, SCRIPT_PREFIX, is_allowed_object
 from finetune.errors import ConfigError
 from finetune.model.adapter_start import is_half_frozen
-from finetune.training.schedule_free import go_on_training, is_schedule_free
+from finetune.training.schedule_free import is_schedule_free, restore_trained_weights
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
@@ -53,7 +53,7 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
             f"{section.optimizer} needs a learning rate that does not fall, and optim.schedule is {section.schedule}. "
             "Set optim.schedule=constant."
         )
-    go_on_training(optimizer)
+    restore_trained_weights(optimizer)
     return optimizer
 
 

@@ -145,7 +145,7 @@ def _last_state(folder: RunFolder) -> TrainerState | None:
     return None
 
 
-def at_its_place(state: TrainerState, steps_per_epoch: int) -> TrainerState:
+def renumbered_in_epoch(state: TrainerState, steps_per_epoch: int) -> TrainerState:
     """Return the state with epoch and step in the epoch computed again, because other rows may change the epochs."""
     epoch, steps_in_epoch = divmod(state.step, steps_per_epoch)
     return replace(state, epoch=epoch, steps_in_epoch=steps_in_epoch)

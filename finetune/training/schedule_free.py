@@ -19,13 +19,13 @@ _OF_GROUP = ("k", "weight_sum", "lr_max")
 
 
 def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has weights of its own to answer with."""
+    """Return whether an optimizer averages weights beside those that it trains."""
     return "train_mode" in optimizer.param_groups[0]
 
 
 @contextmanager
-def weights_to_answer_with(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let the model have the weights to measure and to save in the block. Other optimizers have the same for both."""
+def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the averaged weights into the model in the block, to measure or save them. Other optimizers have none."""
     if not is_schedule_free(optimizer):
         yield
         return
@@ -36,11 +36,11 @@ def weights_to_answer_with(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     try:
         yield
     finally:
-        go_on_training(optimizer)
+        restore_trained_weights(optimizer)
 
 
-def go_on_training(optimizer: torch.optim.Optimizer) -> None:
-    """Let the model have the weights to train, at the start, after a block above and after a checkpoint was loaded."""
+def restore_trained_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Put the weights that are trained into the model: at the start, after `averaged_weights` and after loading."""
     if not is_schedule_free(optimizer):
         return
     for group, weight, state in _weights_with_state(optimizer):

@@ -42,11 +42,11 @@ from finetune.training.profiling import StepProfiler
 from finetune.training.publishing import log_disk_need, publish_best
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
-from finetune.training.resume import at_its_place
-from finetune.training.schedule_free import go_on_training
+from finetune.training.resume import renumbered_in_epoch
+from finetune.training.schedule_free import restore_trained_weights
 from finetune.training.setup import set_up
 from finetune.training.training_run import TrainingRun
-from finetune.training.validation import Criteria, under_criteria
+from finetune.training.validation import Criteria, without_other_criteria
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ class Trainer:
         config, runtime, setup = self.config, self.runtime, self._setup
         cadence = self._plan_steps(train_loader)
         optimizer = runtime.placement.prepare_optimizer(build_optimizer(self.model, config.optim))
-        state = at_its_place(self._resume(optimizer), cadence.steps_per_epoch)
+        state = renumbered_in_epoch(self._resume(optimizer), cadence.steps_per_epoch)
         setup.objective.start(setup, train_loader, state)
         self._begin(train_loader, state, cadence, optimizer)
 
@@ -338,9 +338,9 @@ class Trainer:
             return state
         with self.runtime.collectives.failing_together("resuming"):
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
-            go_on_training(optimizer)
+            restore_trained_weights(optimizer)
         _log.info("resumed from step=%d", state.step)
-        state = under_criteria(state, Criteria.of(self.config))
+        state = without_other_criteria(state, Criteria.of(self.config))
         return replace(state, world_size=self.runtime.world_size)  # the processes that continue it
 
     def _start_journal(

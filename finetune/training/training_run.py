@@ -30,7 +30,7 @@ from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
 from finetune.training.profiling import StepProfiler
-from finetune.training.schedule_free import weights_to_answer_with
+from finetune.training.schedule_free import averaged_weights
 from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
 from finetune.training.validation import Validated, answered_rows
 
@@ -130,7 +130,7 @@ class TrainingRun:
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
         assert self._val_loader is not None
-        with weights_to_answer_with(self._optimizer), waiting("validation"):
+        with averaged_weights(self._optimizer), waiting("validation"):
             return self._validate(state, self._val_loader)
 
     def _validate(self, state: TrainerState, loader: EvaluationLoader) -> Validated | None:
@@ -161,7 +161,7 @@ class TrainingRun:
 
     def save(self, state: TrainerState) -> None:
         """Commit a checkpoint of the state."""
-        with weights_to_answer_with(self._optimizer):
+        with averaged_weights(self._optimizer):
             self._save(state)
         if self.callbacks.listen_to("on_save"):
             self._setup.on_main(lambda journal: journal.finish_saves(), f"saving step {state.step}")

@@ -78,7 +78,7 @@ def after_validation(state: TrainerState, validated: Validated, criteria: Criter
     )
 
 
-def under_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
+def without_other_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
     """Return a resumed state that fits the criteria of this run.
 
     If the metric of a criterion has changed, the best value of the old metric is dropped, because values of different

@@ -20,7 +20,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
-from finetune.training.resume import accepted_changes, at_its_place, record_of_start
+from finetune.training.resume import accepted_changes, record_of_start, renumbered_in_epoch
 from tests.crash import IS_FULL
 from tests.methods.tiny_training import contents, curve, record
 from tests.tiny_runs import write_base, write_rows
@@ -480,8 +480,8 @@ def test_fewer_rows_once_allowed_make_shorter_epochs(words: list[str], tmp_path:
 
 def test_a_place_in_an_epoch_follows_from_the_step() -> None:
     state = TrainerState(step=7, epoch=1, steps_in_epoch=1, best_loss=0.5, best_step=6)
-    assert at_its_place(state, 6) == state
-    moved = at_its_place(state, 4)
+    assert renumbered_in_epoch(state, 6) == state
+    moved = renumbered_in_epoch(state, 4)
     assert (moved.epoch, moved.steps_in_epoch, moved.best_step) == (1, 3, 6)
 
 

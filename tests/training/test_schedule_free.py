@@ -12,7 +12,7 @@ from finetune.config.schema import OptimSection
 from finetune.errors import ConfigError
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
 from finetune.training.optim import build_optimizer, resolve_optimizer
-from finetune.training.schedule_free import go_on_training, weights_to_answer_with
+from finetune.training.schedule_free import averaged_weights, restore_trained_weights
 from tests.in_process import run_finetune
 from tests.methods.tiny_training import (
     adapter_tensors,
@@ -56,13 +56,13 @@ def test_measuring_in_between_changes_no_bit_and_gives_the_weights_of_the_librar
     optimizer = built(name, ours, learning_rate=0.1)
     take_steps(ours, optimizer, 1, 8)  # in its first ones RAdam only gathers the squares of gradients
     trained = ours.weight.clone()
-    with weights_to_answer_with(optimizer):
+    with averaged_weights(optimizer):
         assert not torch.equal(ours.weight, trained)
     assert torch.equal(ours.weight, trained)
     take_steps(ours, optimizer, 9, 12)
     assert torch.equal(ours.weight, plain.weight)
     alone.eval()
-    with weights_to_answer_with(optimizer):
+    with averaged_weights(optimizer):
         assert torch.equal(ours.weight, plain.weight)
         assert torch.equal(ours.bias, plain.bias)
 
@@ -72,7 +72,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(name, tmp_path):
     whole, again = layer(), layer()
     optimizer = built(name, whole, learning_rate=0.1)
     take_steps(whole, optimizer, 1, 8)
-    with weights_to_answer_with(optimizer):
+    with averaged_weights(optimizer):
         weights = {key: value.clone() for key, value in whole.state_dict().items()}
         (content,) = encode_optimizer(whole, optimizer).items()
         (tmp_path / content[0]).write_bytes(b"".join(map(bytes, content[1])))
@@ -80,7 +80,7 @@ def test_a_saved_state_goes_on_with_the_same_bits(name, tmp_path):
     resumed = built(name, again, learning_rate=0.1)
     again.load_state_dict(weights)
     load_optimizer(again, resumed, tmp_path)
-    go_on_training(resumed)
+    restore_trained_weights(resumed)
     take_steps(again, resumed, 9, 12)
     assert torch.equal(again.weight, whole.weight)
     assert torch.equal(again.bias, whole.bias)

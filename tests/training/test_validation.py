@@ -17,7 +17,7 @@ from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
 from finetune.runs.view import RunView
 from finetune.training.train import checked_objective
-from finetune.training.validation import Criteria, Validated, after_validation, check_metrics, under_criteria
+from finetune.training.validation import Criteria, Validated, after_validation, check_metrics, without_other_criteria
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training
@@ -61,9 +61,9 @@ def test_a_figure_that_was_not_measured_is_no_improvement():
 
 def test_values_of_another_metric_are_forgotten_and_those_of_the_same_are_kept(caplog):
     before = states(DISAGREEING, Criteria())[-1]
-    assert under_criteria(before, Criteria()) == before
+    assert without_other_criteria(before, Criteria()) == before
     assert not caplog.messages
-    state = under_criteria(before, Criteria(best="exact_match"))
+    state = without_other_criteria(before, Criteria(best="exact_match"))
     assert (state.best_step, state.best_loss, state.best_value) == (None, None, None)
     assert (state.stopping_merit, state.validations_without_improvement) == (-0.5, 1)
     assert caplog.messages == [
@@ -71,7 +71,7 @@ def test_values_of_another_metric_are_forgotten_and_those_of_the_same_are_kept(c
     ]
     state = after_validation(state, Validated(0.6, {"exact_match": 0.25}), Criteria(best="exact_match"))
     assert (state.best_step, state.best_value, state.validations_without_improvement) == (3, 0.25, 2)
-    by_match = under_criteria(state, Criteria(best="exact_match", stopping="exact_match"))
+    by_match = without_other_criteria(state, Criteria(best="exact_match", stopping="exact_match"))
     assert (by_match.best_value, by_match.validations_without_improvement) == (0.25, 0)
     assert caplog.messages[1:] == [
         "early_stopping.metric is exact_match now and was loss: validations without improvement are counted anew"
