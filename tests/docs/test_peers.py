@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from dataclasses import fields
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -130,3 +131,10 @@ def test_trl_trains_on_the_whole_conversation_by_default_and_has_more_methods():
     assert {field.name: field.default for field in fields(trl.SFTConfig)}["assistant_only_loss"] is False
     for name in ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"):
         assert hasattr(trl, name)
+
+
+def test_trl_packs_shared_prefixes_of_async_grpo():
+    (folder,) = importlib.util.find_spec("trl").submodule_search_locations
+    trainer = (Path(folder) / "experimental/async_grpo/async_grpo_trainer.py").read_text(encoding="utf-8")
+    assert "rows = [TreeRow() for _ in range(self.num_processes)]" in trainer
+    assert "attn_implementation=TREE_ATTENTION" in trainer
