@@ -133,6 +133,7 @@ def test_trl_trains_on_the_whole_conversation_by_default_and_has_more_methods():
         assert hasattr(trl, name)
 
 
+@pytest.mark.needs("trl")
 def test_trl_packs_shared_prefixes_of_async_grpo():
     (folder,) = importlib.util.find_spec("trl").submodule_search_locations
     trainer = (Path(folder) / "experimental/async_grpo/async_grpo_trainer.py").read_text(encoding="utf-8")
