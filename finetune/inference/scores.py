@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
 
+from finetune.errors import ConfigError
 from finetune.inference.answer_metrics import SHARES
+from finetune.inference.forgetting import Forgetting
+from finetune.inference.verdict import Verdict, compare
+from finetune.data.values import quote
 from finetune.runs.row_record import RowChanges
-from finetune.terminal import print_table, print_texts
+from finetune.terminal import print_table, print_texts, say
 from finetune.units import counted
 
 ModelName = Literal["base", "tuned"]
@@ -72,6 +77,16 @@ class AnsweredRow:
     metrics: Mapping[ModelName, Mapping[str, float]] = field(default_factory=dict)
 
 
+class RowValues(NamedTuple):
+    """The values of each row under one model, from which two models are compared."""
+
+    nats: Sequence[float]
+    """The loss, summed over the targets of a row."""
+    num_targets: Sequence[float]
+    metrics: Mapping[str, Sequence[float]]
+    """The metrics of the rows that were answered, by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The scores on a split. On other ranks than the main process there are no metrics and no answers."""
@@ -92,6 +107,70 @@ class Evaluation:
     """Rows of the split that were left out because the run was trained on them. None if that is not known."""
     changes: RowChanges | None = None
     """How the rows differ from those that the run recorded. None if they were not compared."""
+    rows: Mapping[ModelName, RowValues] = field(default_factory=dict)
+    row_digests: Sequence[str] = ()
+    """The content of each row."""
+    tokens: str = ""
+    """A digest of the tokens and targets of all rows."""
+    other_name: str = "base"
+    """The model in the place of the base, for tables: another run's folder if the runs are compared."""
+    forgetting: Forgetting | None = None
+
+    @cached_property
+    def verdicts(self) -> dict[str, Verdict]:
+        """The comparison of both models by each metric and the loss; empty with one model, or fewer than two rows."""
+        if not {"base", "tuned"} <= self.rows.keys():
+            return {}
+        base, tuned = self.rows["base"], self.rows["tuned"]
+        verdicts = {
+            name: compare(name, values, base.metrics[name])
+            for name, values in tuned.metrics.items()
+            if len(values) > 1 and name in base.metrics
+        }
+        with_loss = [row for row, count in enumerate(tuned.num_targets) if count]
+        if tuned.num_targets == base.num_targets and len(with_loss) > 1:
+            sizes, *nats = ([of[row] for row in with_loss] for of in (tuned.num_targets, tuned.nats, base.nats))
+            verdicts["loss"] = compare("loss", *nats, weights=sizes)
+        return verdicts
+
+    def against(self, other: Evaluation, name: str) -> Evaluation:
+        """Return this evaluation with the tuned model of another one, of the same rows, in the place of the base.
+
+        If the two models have other tokens for the rows, their losses per token are not comparable, and only this
+        model's is kept.
+
+        Raises:
+            ConfigError: the other evaluation is of other rows, or there are fewer than two.
+        """
+        if self.row_digests != other.row_digests or self.num_rows < 2:
+            both = f"{self.num_rows:,} and {other.num_rows:,} rows are left"
+            raise ConfigError(
+                f"{name} cannot be compared on these rows: at least two are needed, and the same for both runs, but "
+                f"{both}, without the rows that a run was trained on. Give other rows with data.test=FILE."
+            )
+        scores, values = other.tuned, other.rows["tuned"]
+        if self.tokens != other.tokens:
+            scores, values = replace(scores, loss=math.nan, standard_error=math.nan), values._replace(num_targets=())
+        answers = (
+            replace(
+                row,
+                answers={"base": theirs.answers["tuned"], **row.answers},
+                metrics={"base": theirs.metrics["tuned"], **row.metrics},
+            )
+            for row, theirs in zip(self.answers, other.answers, strict=True)
+        )
+        subsets = {
+            key: replace(each, scores={"base": other.subsets[key].tuned, **each.scores})
+            for key, each in self.subsets.items()
+        }
+        return replace(
+            self,
+            scores={"base": scores, **self.scores},
+            rows={"base": values, **self.rows},
+            answers=tuple(answers),
+            subsets=subsets,
+            other_name=name,
+        )
 
     @property
     def tuned(self) -> Scores:
@@ -104,6 +183,16 @@ class Evaluation:
         return self.scores.get("base")
 
 
+def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
+    """Return the rows whose metrics fell most first. Rows that did not get worse keep their order."""
+
+    def change(row: AnsweredRow) -> float:
+        base, tuned = (row.metrics.get(name, {}) for name in ("base", "tuned"))
+        return min([0.0, *(tuned[name] - before for name, before in base.items())])  # type: ignore[attr-defined]
+
+    return sorted(rows, key=change)
+
+
 def show_test_result(evaluation: Evaluation) -> None:
     """Print the result of the test phase of training."""
     show_evaluation(evaluation.split, evaluation, num_answers=_MAX_ANSWERS)
@@ -112,7 +201,7 @@ def show_test_result(evaluation: Evaluation) -> None:
 def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, with_perplexity: bool = False) -> None:
     """Print a table with a column of scores for each model, then prompts with the expected and the models' answers."""
     columns = {
-        name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
+        evaluation.other_name if name == "base" else name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
         for name, each in evaluation.scores.items()
     }
     labels = {**_LABELS, "loss": f"loss ({evaluation.loss_unit})"}
@@ -128,9 +217,16 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
     print_table(["", *columns], rows, right=columns, title=title)
     if evaluation.subsets:
         _show_subsets(evaluation.subsets)
-    for row in evaluation.answers[:num_answers]:
+    for name, verdict in evaluation.verdicts.items():
+        say(f"{_LABELS.get(name, name)}: {verdict}", indent="  ")
+    if (forgetting := evaluation.forgetting) is not None:
+        say(str(forgetting), indent="  ")
+        for prompt, divergence in forgetting.most_changed:
+            say(f"  {divergence:.4f} {quote(prompt)}", indent="    ")
+    for row in worse_first(evaluation.answers)[:num_answers]:
         context = [("context", row.context)] if row.context else []
-        print_texts([*context, ("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
+        answers = [(evaluation.other_name if name == "base" else name, text) for name, text in row.answers.items()]
+        print_texts([*context, ("prompt", row.prompt), ("expected", row.expected), *answers])
 
 
 def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:

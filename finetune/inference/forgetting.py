@@ -1,0 +1,168 @@
+"""Measure how far a tuned model has moved from its base on general prompts, which the run was not about."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.data.templates import AnswerTokens, stop_ids
+from finetune.distributed.runtime import Runtime
+from finetune.engine.microbatch import PaddedMicrobatch
+from finetune.engine.reference import in_float64, logits_of_padded
+from finetune.errors import DataError
+from finetune.inference.decoding import Decoding, generate_answers
+from finetune.inference.prompts import Prompt, encode_prompt
+from finetune.logs import waiting
+from finetune.model.base import evaluation_mode
+from finetune.runs.model_files import has_adapter
+from finetune.units import counted, format_duration
+
+if TYPE_CHECKING:
+    from finetune.inference.finished_run import LoadedRun
+
+_MAX_NEW_TOKENS = 32
+_AT_ONCE = 6
+"""Prompts that are answered together. After each such batch, the remaining time is predicted."""
+_NUM_LISTED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetting:
+    """The divergence of a tuned model from its base on the base's own greedy answers to general prompts."""
+
+    num_prompts: int = 0
+    divergence: float = 0.0
+    """KL(base || tuned) in nats per token: the mean over prompts of the mean over an answer's tokens."""
+    standard_error: float = 0.0
+    """Of `divergence`, over prompts."""
+    base_log_probability: float = 0.0
+    """Log-probability per token of the base's answers under the base, the mean over prompts."""
+    tuned_log_probability: float = 0.0
+    """The same under the tuned model."""
+    most_changed: Sequence[tuple[str, float]] = ()
+    """The prompts with the largest divergence, and their divergence."""
+    why_not: str = ""
+    """The reason why nothing was measured."""
+
+    def __str__(self) -> str:
+        """Return the result in a sentence."""
+        if self.why_not:
+            return f"What it forgot was not measured: {self.why_not}"
+        return (
+            f"What it forgot: {self.divergence:.4f} ± {self.standard_error:.4f} nats per token from the base, over "
+            f"{counted(self.num_prompts, 'general prompt')}. The log-probability of the base's own answers is "
+            f"{self.tuned_log_probability:.3f} per token; under the base it is {self.base_log_probability:.3f}"
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values: the reason, or the numbers and the sentence."""
+        return {"why_not": self.why_not} if self.why_not else {**asdict(self), "sentence": str(self)}
+
+
+def measure_forgetting(
+    runtime: Runtime,
+    tuned: LoadedRun,
+    prompts: Sequence[Prompt],
+    *,
+    base: LoadedRun | None = None,
+    has_random_base: bool = False,
+    max_seconds: float = math.inf,
+    is_alone: bool = False,
+) -> Forgetting:
+    """Measure KL(base || tuned) on the base's greedy answers to general prompts.
+
+    Collective: every rank answers some of the prompts, unless `is_alone`.
+
+    Args:
+        runtime: the world of processes.
+        tuned: the tuned model, placed.
+        prompts: at least one.
+        base: the model to compare with, placed. None: switch the adapter off.
+        has_random_base: the base was never trained.
+        max_seconds: stop as soon as the measurement is predicted to take longer.
+        is_alone: this process measures all prompts without communication.
+    """
+    if has_random_base:
+        return Forgetting(why_not="the base has random weights, so it knows nothing that could be forgotten")
+    if runtime.placement.shard_size is not None:
+        return Forgetting(why_not="the weights are sharded; measure in processes that hold all weights")
+    if base is None and not has_adapter(tuned.model):
+        return Forgetting(why_not="every weight was trained, and the base was not loaded")
+    try:
+        ids, others = (
+            [encode_prompt(AnswerTokens(loaded.tokenizer), prompt) for prompt in prompts]
+            for loaded in (tuned, base or tuned)
+        )
+        if ids != others:
+            return Forgetting(why_not="the two models read the prompts as different tokens")
+        rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
+        batches = [range(len(ids))[start : start + _AT_ONCE] for start in range(0, len(ids), _AT_ONCE)]
+        measured = [[0.0, 0.0, 0.0] for _ in ids]
+        begun = time.monotonic()
+        with waiting("measuring what it forgot"):
+            for number, rows in enumerate(own := batches[rank::world_size], start=1):
+                for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
+                    measured[row] = values
+                predicted = (time.monotonic() - begun) / number * len(own)
+                if predicted > max_seconds:
+                    takes, limit = format_duration(predicted), format_duration(max_seconds)
+                    return Forgetting(why_not=f"it would take {takes}, more than a tenth of the run's time ({limit})")
+    except DataError as error:
+        return Forgetting(why_not=str(error))
+    if world_size > 1:
+        sums = iter(runtime.collectives.sum([value for values in measured for value in values]))
+        measured = [list(values) for values in zip(sums, sums, sums, strict=True)]
+    divergences, of_base, of_tuned = zip(*measured, strict=True)
+    listed = sorted(range(len(ids)), key=lambda row: -divergences[row])[:_NUM_LISTED]
+    return Forgetting(
+        num_prompts=len(ids),
+        divergence=fmean(divergences),
+        standard_error=stdev(divergences) / math.sqrt(len(ids)) if len(ids) > 1 else 0.0,
+        base_log_probability=fmean(of_base),
+        tuned_log_probability=fmean(of_tuned),
+        most_changed=[(prompts[row].shown, divergences[row]) for row in listed],
+    )
+
+
+def _measure(
+    runtime: Runtime, tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]
+) -> Iterator[list[float]]:
+    """Yield, for each prompt, the divergence and the log-probabilities of the base's answer, as means over its tokens.
+
+    An answer includes the token that ends it.
+    """
+    model = tuned.model if base is None else base.model
+    as_base = tuned.model.disable_adapter if base is None else nullcontext
+    ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
+    decoding = Decoding(stop_ids=ends, max_new_tokens=_MAX_NEW_TOKENS, keeps_stop=True)
+    with as_base():
+        answers = generate_answers(model, prompts, decoding, batch_size=_AT_ONCE)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        row = _as_microbatch(prompt, answer)
+        with evaluation_mode(model), as_base():
+            before = _logits(runtime, model, row)
+        with evaluation_mode(tuned.model):
+            after = _logits(runtime, tuned.model, row)
+        size = min(before.shape[1], after.shape[1])  # one may have more rows of padding in its embedding
+        before, after = before[:, :size].log_softmax(1), after[:, :size].log_softmax(1)
+        divergence = (before.exp() * (before - after)).sum(1)
+        labels = torch.tensor(answer, device=before.device).unsqueeze(1)
+        yield [float(values.mean()) for values in (divergence, before.gather(1, labels), after.gather(1, labels))]
+
+
+def _logits(runtime: Runtime, model: Any, row: PaddedMicrobatch) -> torch.Tensor:
+    """Return the logits of the tokens of the answer, (tokens, vocabulary), in float64."""
+    return in_float64(runtime.placement.forward(logits_of_padded, model, row)[0])
+
+
+def _as_microbatch(prompt: Sequence[int], answer: Sequence[int]) -> PaddedMicrobatch:
+    ids = torch.tensor([[*prompt, *answer]])
+    is_target = torch.arange(ids.shape[1]) >= len(prompt)
+    return PaddedMicrobatch(ids, is_target[None], num_tokens=ids.shape[1], num_targets=len(answer))
