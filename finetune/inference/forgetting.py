@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.data.batches import pad
+from finetune.data.encoded import EncodedExample
 from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.distributed.runtime import Runtime
-from finetune.engine.microbatch import PaddedMicrobatch
 from finetune.engine.reference import in_float64, logits_of_padded
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, generate_answers
@@ -106,14 +107,14 @@ def measure_forgetting(
         batches = [range(len(ids))[start : start + _AT_ONCE] for start in range(0, len(ids), _AT_ONCE)]
         measured = [[0.0, 0.0, 0.0] for _ in ids]
         begun = time.monotonic()
-        with waiting("measuring what it forgot"):
-            for number, rows in enumerate(own := batches[rank::world_size], start=1):
+        for number, rows in enumerate(own := batches[rank::world_size], start=1):
+            with waiting(f"measuring what it forgot, prompts {rows[0] + 1} to {rows[-1] + 1} of {len(ids)}"):
                 for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
                     measured[row] = values
-                predicted = (time.monotonic() - begun) / number * len(own)
-                if predicted > max_seconds:
-                    takes, limit = format_duration(predicted), format_duration(max_seconds)
-                    return Forgetting(why_not=f"it would take {takes}, more than a tenth of the run's time ({limit})")
+            predicted = (time.monotonic() - begun) / number * len(own)
+            if predicted > max_seconds:
+                takes, limit = format_duration(predicted), format_duration(max_seconds)
+                return Forgetting(why_not=f"it would take {takes}, more than a tenth of the run's time ({limit})")
     except DataError as error:
         return Forgetting(why_not=str(error))
     if world_size > 1:
@@ -144,25 +145,18 @@ def _measure(
     decoding = Decoding(stop_ids=ends, max_new_tokens=_MAX_NEW_TOKENS, keeps_stop=True)
     with as_base():
         answers = generate_answers(model, prompts, decoding, batch_size=_AT_ONCE)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        row = _as_microbatch(prompt, answer)
-        with evaluation_mode(model), as_base():
-            before = _logits(runtime, model, row)
-        with evaluation_mode(tuned.model):
-            after = _logits(runtime, tuned.model, row)
-        size = min(before.shape[1], after.shape[1])  # one may have more rows of padding in its embedding
-        before, after = before[:, :size].log_softmax(1), after[:, :size].log_softmax(1)
-        divergence = (before.exp() * (before - after)).sum(1)
-        labels = torch.tensor(answer, device=before.device).unsqueeze(1)
-        yield [float(values.mean()) for values in (divergence, before.gather(1, labels), after.gather(1, labels))]
-
-
-def _logits(runtime: Runtime, model: Any, row: PaddedMicrobatch) -> torch.Tensor:
-    """Return the logits of the tokens of the answer, (tokens, vocabulary), in float64."""
-    return in_float64(runtime.placement.forward(logits_of_padded, model, row)[0])
-
-
-def _as_microbatch(prompt: Sequence[int], answer: Sequence[int]) -> PaddedMicrobatch:
-    ids = torch.tensor([[*prompt, *answer]])
-    is_target = torch.arange(ids.shape[1]) >= len(prompt)
-    return PaddedMicrobatch(ids, is_target[None], num_tokens=ids.shape[1], num_targets=len(answer))
+    rows = [torch.tensor([*both[0], *both[1]]) for both in zip(prompts, answers, strict=True)]
+    targets = [torch.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    microbatch = pad([EncodedExample(*both) for both in zip(rows, targets, strict=True)])
+    with evaluation_mode(model), as_base():
+        before, labels = runtime.placement.forward(logits_of_padded, model, microbatch)
+    with evaluation_mode(tuned.model):
+        after, _ = runtime.placement.forward(logits_of_padded, tuned.model, microbatch)
+    size = min(before.shape[1], after.shape[1])  # one embedding may have more rows of padding
+    lengths = [len(answer) for answer in answers]
+    for of_base, of_tuned, ids in zip(*(each.split(lengths) for each in (before, after, labels)), strict=True):
+        base_log, tuned_log = (in_float64(each[:, :size]).log_softmax(1) for each in (of_base, of_tuned))
+        divergence = (base_log.exp() * (base_log - tuned_log)).sum(1)
+        places = ids.unsqueeze(1).to(base_log.device)
+        chosen = (each.gather(1, places) for each in (base_log, tuned_log))
+        yield [float(values.mean()) for values in (divergence, *chosen)]

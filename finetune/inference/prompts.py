@@ -90,7 +90,9 @@ def read_prompts_file(path: Path, *, named_by: str = "--from") -> list[Prompt]:
         instead = "give - for standard input" if named_by == "--from" else "give none"
         raise DataError(f"{named_by} is {path}, but that file does not exist. Correct the path, or {instead}.")
     if suffix_of(path) not in SUFFIXES:
-        raise DataError(f"{named_by} is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
+        raise DataError(
+            f"{named_by} is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}."
+        )
     rows = FileRows(path, str(path))
     return _read_rows(rows.rows(), rows.label, rows.place)
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+from finetune.data.values import quote
 from finetune.errors import ConfigError
 from finetune.inference.answer_metrics import SHARES
 from finetune.inference.forgetting import Forgetting
 from finetune.inference.verdict import Verdict, compare
-from finetune.data.values import quote
 from finetune.runs.row_record import RowChanges
 from finetune.terminal import print_table, print_texts, say
 from finetune.units import counted
@@ -129,9 +129,29 @@ class Evaluation:
         }
         with_loss = [row for row, count in enumerate(tuned.num_targets) if count]
         if tuned.num_targets == base.num_targets and len(with_loss) > 1:
-            sizes, *nats = ([of[row] for row in with_loss] for of in (tuned.num_targets, tuned.nats, base.nats))
-            verdicts["loss"] = compare("loss", *nats, weights=sizes)
+            sizes, judged, other = ([of[row] for row in with_loss] for of in (tuned.num_targets, tuned.nats, base.nats))
+            verdicts["loss"] = compare("loss", judged, other, weights=sizes)
         return verdicts
+
+    def exceeded(self, margins: Mapping[str, float]) -> list[str]:
+        """Return a sentence for each metric that is worse than its margin allows.
+
+        Raises:
+            ConfigError: there is no verdict on one of them.
+        """
+        for name in margins:
+            if name not in self.verdicts:
+                why = "fewer than two rows have it"
+                if "base" not in self.rows:
+                    why = "only one model was measured. Compare with --against RUN2, or set testing.compare_base=true"
+                elif name == "loss" and self.num_rows > 1:
+                    why = "the two models have other tokens for these rows. Choose a metric of answers"
+                raise ConfigError(f"--fail-if-worse {name}: no verdict, because {why}.")
+        return [
+            f"{name} is worse than --fail-if-worse allows ({margin:g}): {self.verdicts[name]}"
+            for name, margin in margins.items()
+            if self.verdicts[name].is_worse_than(margin)
+        ]
 
     def against(self, other: Evaluation, name: str) -> Evaluation:
         """Return this evaluation with the tuned model of another one, of the same rows, in the place of the base.
@@ -188,7 +208,7 @@ def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
 
     def change(row: AnsweredRow) -> float:
         base, tuned = (row.metrics.get(name, {}) for name in ("base", "tuned"))
-        return min([0.0, *(tuned[name] - before for name, before in base.items())])  # type: ignore[attr-defined]
+        return min([0.0, *(tuned[name] - before for name, before in base.items())])
 
     return sorted(rows, key=change)
 
@@ -201,7 +221,7 @@ def show_test_result(evaluation: Evaluation) -> None:
 def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, with_perplexity: bool = False) -> None:
     """Print a table with a column of scores for each model, then prompts with the expected and the models' answers."""
     columns = {
-        evaluation.other_name if name == "base" else name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
+        name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
         for name, each in evaluation.scores.items()
     }
     labels = {**_LABELS, "loss": f"loss ({evaluation.loss_unit})"}
@@ -214,7 +234,9 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
     if evaluation.num_trained:
         title += f"; left out, because the run was trained on them: {evaluation.num_trained:,}"
-    print_table(["", *columns], rows, right=columns, title=title)
+    names = {"base": evaluation.other_name}
+    head = [names.get(name, name) for name in columns]
+    print_table(["", *head], rows, right=head, title=title)
     if evaluation.subsets:
         _show_subsets(evaluation.subsets)
     for name, verdict in evaluation.verdicts.items():
@@ -225,7 +247,7 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
             say(f"  {divergence:.4f} {quote(prompt)}", indent="    ")
     for row in worse_first(evaluation.answers)[:num_answers]:
         context = [("context", row.context)] if row.context else []
-        answers = [(evaluation.other_name if name == "base" else name, text) for name, text in row.answers.items()]
+        answers = [(names.get(name, name), text) for name, text in row.answers.items()]
         print_texts([*context, ("prompt", row.prompt), ("expected", row.expected), *answers])
 
 

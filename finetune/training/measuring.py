@@ -76,9 +76,9 @@ def measure_split(
         wanted, used = "the rows that the run recorded", "those that there are now"
         runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
     num_rows = len(examples)
-    records = [*others, *([] if recorded is None else [recorded])]
-    if records and split != "train":
-        examples = _without_trained_rows(runtime, examples, split, records)
+    leaves_out = [*others, *([] if recorded is None else [recorded])]
+    if leaves_out and split != "train":
+        examples = _without_trained_rows(runtime, examples, split, leaves_out)
     if recorded is None and has_same_data and rows_of_run not in (None, examples.fingerprint):
         why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
         fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
@@ -98,7 +98,7 @@ def measure_split(
     evaluation = evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
     return replace(
         evaluation,
-        num_trained=num_rows - len(examples) if records else None,
+        num_trained=num_rows - len(examples) if leaves_out else None,
         changes=changes,
         row_digests=examples.raw_digests(),
         tokens=examples.fingerprint,

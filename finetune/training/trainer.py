@@ -32,8 +32,8 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
-from finetune.terminal import shown_folder
 from finetune.signals import begin_steps, end_steps
+from finetune.terminal import shown_folder
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.half_precision import LossScale
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
