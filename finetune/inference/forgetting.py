@@ -15,6 +15,7 @@ import torch
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.templates import AnswerTokens, stop_ids
+from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
 from finetune.engine.reference import in_float64, logits_of_padded
 from finetune.errors import DataError
@@ -56,15 +57,17 @@ class Forgetting:
         """Return the result in a sentence."""
         if self.why_not:
             return f"What it forgot was not measured: {self.why_not}"
+        listed = ", ".join(f"{quote(prompt)} ({divergence:.2f})" for prompt, divergence in self.most_changed)
         return (
             f"What it forgot: {self.divergence:.4f} ± {self.standard_error:.4f} nats per token from the base, over "
             f"{counted(self.num_prompts, 'general prompt')}. The log-probability of the base's own answers is "
-            f"{self.tuned_log_probability:.3f} per token; under the base it is {self.base_log_probability:.3f}"
+            f"{self.tuned_log_probability:.3f} per token; under the base it is {self.base_log_probability:.3f}. "
+            f"Most changed: {listed}"
         )
 
     def as_record(self) -> dict[str, Any]:
-        """Return plain values: the reason, or the numbers and the sentence."""
-        return {"why_not": self.why_not} if self.why_not else {**asdict(self), "sentence": str(self)}
+        """Return plain values: the sentence, and the reason or the numbers."""
+        return {"sentence": str(self), **({"why_not": self.why_not} if self.why_not else asdict(self))}
 
 
 def measure_forgetting(

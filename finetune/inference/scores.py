@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from finetune.data.values import quote
 from finetune.errors import ConfigError
 from finetune.inference.answer_metrics import SHARES
 from finetune.inference.forgetting import Forgetting
@@ -241,10 +240,8 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
         _show_subsets(evaluation.subsets)
     for name, verdict in evaluation.verdicts.items():
         say(f"{_LABELS.get(name, name)}: {verdict}", indent="  ")
-    if (forgetting := evaluation.forgetting) is not None:
-        say(str(forgetting), indent="  ")
-        for prompt, divergence in forgetting.most_changed:
-            say(f"  {divergence:.4f} {quote(prompt)}", indent="    ")
+    if evaluation.forgetting is not None and (with_perplexity or not evaluation.forgetting.why_not):
+        say(str(evaluation.forgetting), indent="  ")
     for row in worse_first(evaluation.answers)[:num_answers]:
         context = [("context", row.context)] if row.context else []
         answers = [(names.get(name, name), text) for name, text in row.answers.items()]

@@ -305,7 +305,7 @@ def test_pairs_are_refused_unless_the_command_names_other_rows(tmp_path, words, 
         "model: {path: owner/phi}\ndata: {path: pairs.jsonl, max_length: 32}\ntraining: {objective: dpo}\n"
     )
     config = load_config(words, run=str(folder.config_file))
-    run = FinishedRun(recorded=RecordedRun(tmp_path), config=config, weights=tmp_path)
+    run = FinishedRun(recorded=RecordedRun(tmp_path), config=config, weights=tmp_path, base_model=config.model)
     with nullcontext() if are_named else pytest.raises(ConfigError, match="was trained on pairs of answers"):
         _refuse_rows_without_one_answer(run)
 
