@@ -22,7 +22,7 @@ from finetune.cli.run_options import (
 )
 from finetune.errors import ConfigError, RunFailedError, WorseError
 from finetune.logs import importing
-from finetune.terminal import print_json, print_table
+from finetune.terminal import print_json, print_table, shown_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -128,7 +128,9 @@ def evaluate(
     if evaluation is not None:
         _report(run, split, evaluation, as_json=as_json, output=output)
     if worse:
-        raise WorseError("\n  ".join(worse))
+        error = WorseError("\n  ".join(worse))
+        error.is_reported_elsewhere = evaluation is None
+        raise error
 
 
 def _report(run: FinishedRun, split: Split, evaluation: Evaluation, *, as_json: bool, output: Path | None) -> None:
@@ -236,7 +238,7 @@ def _measure(
             same = {"data": data, "testing": config.testing, "validation": config.validation}
             there = other.config.model_copy(update=same)
             theirs = measure_split(runtime, there, second, split, metrics, others=trained)
-            evaluation = evaluation.against(theirs, "base" if other.folder is run.folder else str(other.folder.path))
+            evaluation = evaluation.against(theirs, "base" if other.folder is run.folder else str(shown_folder(other.folder.path)))
         if prompts:
             is_random = run.base_model.init == "random"
             forgetting = measure_forgetting(runtime, loaded, prompts, base=second, has_random_base=is_random)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _MAX_NEW_TOKENS = 32
 _AT_ONCE = 6
 """Prompts that are answered together. After each such batch, the remaining time is predicted."""
+_LEAST_SECONDS = 5.0
+"""What the measurement is expected to take before anything is known."""
 _NUM_LISTED = 3
 
 
@@ -43,13 +45,10 @@ class Forgetting:
     divergence: float = 0.0
     """KL(base || tuned) in nats per token: the mean over prompts of the mean over an answer's tokens."""
     standard_error: float = 0.0
-    """Of `divergence`, over prompts."""
     base_log_probability: float = 0.0
-    """Log-probability per token of the base's answers under the base, the mean over prompts."""
+    """Log-probability per token of the base's answers, the mean over prompts; likewise for the tuned model."""
     tuned_log_probability: float = 0.0
-    """The same under the tuned model."""
     most_changed: Sequence[tuple[str, float]] = ()
-    """The prompts with the largest divergence, and their divergence."""
     why_not: str = ""
     """The reason why nothing was measured."""
 
@@ -109,15 +108,15 @@ def measure_forgetting(
         rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
         batches = [range(len(ids))[start : start + _AT_ONCE] for start in range(0, len(ids), _AT_ONCE)]
         measured = [[0.0, 0.0, 0.0] for _ in ids]
-        begun = time.monotonic()
+        begun, predicted = time.monotonic(), _LEAST_SECONDS
         for number, rows in enumerate(own := batches[rank::world_size], start=1):
+            if predicted > max_seconds:
+                takes, limit = format_duration(predicted), format_duration(max_seconds)
+                return Forgetting(why_not=f"it may take {takes} or more, and a tenth of the run's time is {limit}")
             with waiting(f"measuring what it forgot, prompts {rows[0] + 1} to {rows[-1] + 1} of {len(ids)}"):
                 for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
                     measured[row] = values
             predicted = (time.monotonic() - begun) / number * len(own)
-            if predicted > max_seconds:
-                takes, limit = format_duration(predicted), format_duration(max_seconds)
-                return Forgetting(why_not=f"it would take {takes}, more than a tenth of the run's time ({limit})")
     except DataError as error:
         return Forgetting(why_not=str(error))
     if world_size > 1:
