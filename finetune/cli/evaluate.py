@@ -20,7 +20,8 @@ from finetune.cli.run_options import (
     log_as_this_rank,
     refuse_missing_folder,
 )
-from finetune.errors import ConfigError, RunFailedError, WorseError
+from finetune.errors import ConfigError, ModelError, RunFailedError, WorseError
+from finetune.fallbacks import Fallback
 from finetune.logs import importing
 from finetune.terminal import print_json, print_table, shown_folder
 
@@ -118,12 +119,14 @@ def evaluate(
     _refuse_rows_without_one_answer(run)
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
     limits = _read_limits(fail_if_worse or [], metrics)
-    other = find_run(against) if against is not None else run.base if run.config.testing.compare_base else None
-    if other is not None and run.config.parallel.sharding != "none":
+    is_sharded = run.config.parallel.sharding != "none"
+    if against is not None and is_sharded:
         raise ConfigError(
-            f"parallel.sharding is {run.config.parallel.sharding}, and a second model would be loaded to compare with. "
-            "Drop it, or drop --against and set testing.compare_base=false."
+            "parallel.sharding: only one model can be sharded, and --against loads two. Drop one of them."
         )
+    other = find_run(against) if against is not None else None
+    if other is None and run.config.testing.compare_base and not is_sharded:
+        other = run.base
     evaluation, worse = _measure(run, split, metrics, other, limits)
     if evaluation is not None:
         _report(run, split, evaluation, as_json=as_json, output=output)
@@ -229,16 +232,26 @@ def _measure(
             recorded=recorded,
             has_same_data=_keeps_data(run),
             rows_of_run=run.fingerprints.get(f"data.{split}"),
-            others=trained,
+            other_records=trained,
         )
         second = None
         if other is not None:
-            second = read_finished_run(runtime, other)
+            is_base = other.folder is run.folder
+            try:
+                second = read_finished_run(runtime, other)
+            except ModelError as error:
+                if not is_base:
+                    raise
+                wanted, used = "the base of the run as well", "the tuned model alone"
+                fallback = Fallback(what="testing.compare_base", wanted=wanted, used=used, why=str(error))
+                runtime.fallbacks.take(fallback)
+        if other is not None and second is not None:
             data = config.data.model_copy(update={"chat_template": other.config.data.chat_template})
             same = {"data": data, "testing": config.testing, "validation": config.validation}
             there = other.config.model_copy(update=same)
-            theirs = measure_split(runtime, there, second, split, metrics, others=trained)
-            evaluation = evaluation.against(theirs, "base" if other.folder is run.folder else str(shown_folder(other.folder.path)))
+            theirs = measure_split(runtime, there, second, split, metrics, other_records=trained)
+            name = "base" if is_base else str(shown_folder(other.folder.path))
+            evaluation = evaluation.against(theirs, name)
         if prompts:
             is_random = run.base_model.init == "random"
             forgetting = measure_forgetting(runtime, loaded, prompts, base=second, has_random_base=is_random)

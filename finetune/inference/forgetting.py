@@ -19,7 +19,7 @@ from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
 from finetune.engine.reference import in_float64, logits_of_padded
 from finetune.errors import DataError
-from finetune.inference.decoding import Decoding, generate_answers
+from finetune.inference.decoding import Decoding, generate_answers, group_prompts
 from finetune.inference.prompts import Prompt, encode_prompt
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
@@ -98,6 +98,7 @@ def measure_forgetting(
         return Forgetting(why_not="the weights are sharded; measure in processes that hold all weights")
     if base is None and not has_adapter(tuned.model):
         return Forgetting(why_not="every weight was trained, and the base was not loaded")
+    reference = tuned.model if base is None else base.model
     try:
         ids, others = (
             [encode_prompt(AnswerTokens(loaded.tokenizer), prompt) for prompt in prompts]
@@ -105,20 +106,20 @@ def measure_forgetting(
         )
         if ids != others:
             return Forgetting(why_not="the two models read the prompts as different tokens")
-        rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
-        batches = [range(len(ids))[start : start + _AT_ONCE] for start in range(0, len(ids), _AT_ONCE)]
-        measured = [[0.0, 0.0, 0.0] for _ in ids]
-        begun, predicted = time.monotonic(), _LEAST_SECONDS
-        for number, rows in enumerate(own := batches[rank::world_size], start=1):
-            if predicted > max_seconds:
-                takes, limit = format_duration(predicted), format_duration(max_seconds)
-                return Forgetting(why_not=f"it may take {takes} or more, and a tenth of the run's time is {limit}")
-            with waiting(f"measuring what it forgot, prompts {rows[0] + 1} to {rows[-1] + 1} of {len(ids)}"):
-                for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
-                    measured[row] = values
-            predicted = (time.monotonic() - begun) / number * len(own)
+        batches = group_prompts(reference, ids, batch_size=_AT_ONCE, max_new_tokens=_MAX_NEW_TOKENS)
     except DataError as error:
         return Forgetting(why_not=str(error))
+    rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
+    measured = [[0.0, 0.0, 0.0] for _ in ids]
+    begun, predicted = time.monotonic(), _LEAST_SECONDS
+    for number, rows in enumerate(own := batches[rank::world_size], start=1):
+        if predicted > max_seconds:
+            takes, limit = format_duration(predicted), format_duration(max_seconds)
+            return Forgetting(why_not=f"it may take {takes} or more, and a tenth of the run's time is {limit}")
+        with waiting(f"measuring what it forgot, batch {number} of {len(own)}"):
+            for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
+                measured[row] = values
+        predicted = (time.monotonic() - begun) / number * len(own)
     if world_size > 1:
         sums = iter(runtime.collectives.sum([value for values in measured for value in values]))
         measured = [list(values) for values in zip(sums, sums, sums, strict=True)]
@@ -156,7 +157,7 @@ def _measure(
         after, _ = runtime.placement.forward(logits_of_padded, tuned.model, microbatch)
     size = min(before.shape[1], after.shape[1])  # one embedding may have more rows of padding
     lengths = [len(answer) for answer in answers]
-    for of_base, of_tuned, ids in zip(*(each.split(lengths) for each in (before, after, labels)), strict=True):
+    for of_base, of_tuned, ids in zip(*(torch.split(each, lengths) for each in (before, after, labels)), strict=True):
         base_log, tuned_log = (in_float64(each[:, :size]).log_softmax(1) for each in (of_base, of_tuned))
         divergence = (base_log.exp() * (base_log - tuned_log)).sum(1)
         places = ids.unsqueeze(1).to(base_log.device)

@@ -138,14 +138,11 @@ class Evaluation:
         Raises:
             ConfigError: there is no verdict on one of them.
         """
-        for name in margins:
-            if name not in self.verdicts:
-                why = "fewer than two rows have it"
-                if "base" not in self.rows:
-                    why = "only one model was measured. Compare with --against RUN2, or set testing.compare_base=true"
-                elif name == "loss" and self.num_rows > 1:
-                    why = "the two models have other tokens for these rows. Choose a metric of answers"
-                raise ConfigError(f"--fail-if-worse {name}: no verdict, because {why}.")
+        if missing := margins.keys() - self.verdicts.keys():
+            raise ConfigError(
+                f"--fail-if-worse {missing.pop()}: there is no verdict on it. It needs at least two rows and a second "
+                "model (--against RUN2, or testing.compare_base=true), and for the loss the same tokens in both."
+            )
         return [
             f"{name} is worse than --fail-if-worse allows ({margin:g}): {self.verdicts[name]}"
             for name, margin in margins.items()
@@ -161,11 +158,10 @@ class Evaluation:
         Raises:
             ConfigError: the other evaluation is of other rows, or there are fewer than two.
         """
-        if self.row_digests != other.row_digests or self.num_rows < 2:
-            both = f"{self.num_rows:,} and {other.num_rows:,} rows are left"
+        if self.row_digests != other.row_digests or (self.num_rows < 2 and name != "base"):
             raise ConfigError(
-                f"{name} cannot be compared on these rows: at least two are needed, and the same for both runs, but "
-                f"{both}, without the rows that a run was trained on. Give other rows with data.test=FILE."
+                f"{name} cannot be compared on these rows: at least two are needed, the same for both runs. Without "
+                f"training rows, {self.num_rows:,} and {other.num_rows:,} are left. Give others with data.test=FILE."
             )
         scores, values = other.tuned, other.rows["tuned"]
         if self.tokens != other.tokens:
@@ -178,18 +174,8 @@ class Evaluation:
             )
             for row, theirs in zip(self.answers, other.answers, strict=True)
         )
-        subsets = {
-            key: replace(each, scores={"base": other.subsets[key].tuned, **each.scores})
-            for key, each in self.subsets.items()
-        }
-        return replace(
-            self,
-            scores={"base": scores, **self.scores},
-            rows={"base": values, **self.rows},
-            answers=tuple(answers),
-            subsets=subsets,
-            other_name=name,
-        )
+        both, rows = {"base": scores, **self.scores}, {"base": values, **self.rows}
+        return replace(self, scores=both, rows=rows, answers=tuple(answers), other_name=name)
 
     @property
     def tuned(self) -> Scores:

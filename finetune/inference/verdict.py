@@ -11,7 +11,7 @@ Two tests, each with an interval that leaves out 0 exactly where p <= 0.05:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from statistics import NormalDist
 from typing import Any, Literal
@@ -146,24 +146,19 @@ def _bootstrap_t(delta: Floats, sizes: Floats) -> tuple[float, float, float]:
     if not delta.any():
         return 0.0, 0.0, 1.0
     estimate, error = (float(value[0]) for value in _ratio(delta[None], sizes[None]))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        at_random = np.concatenate(
-            [np.abs(mean - estimate) / spread for mean, spread in (_ratio(*rows) for rows in _resamples(delta, sizes))]
-        )
+    random, n = np.random.default_rng(0), len(delta)
+    at_random = np.empty(0)
+    while (num_left := _RESAMPLES - len(at_random)) > 0:
+        rows = random.integers(n, size=(min(num_left, max(1, _DRAWN_AT_ONCE // n)), n))
+        mean, spread = _ratio(delta[rows], sizes[rows])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at_random = np.append(at_random, np.abs(mean - estimate) / spread)
     # A resample of equal rows has no spread. It counts as far away, so too few differing rows show nothing.
     at_random[np.isnan(at_random)] = np.inf
     observed = abs(estimate) / error if error else 0.0
     p_value = (1 + int((at_random >= observed).sum())) / (_RESAMPLES + 1)
     reach = error * float(np.sort(at_random)[-int(LEVEL * (_RESAMPLES + 1))])
     return estimate - reach, estimate + reach, p_value
-
-
-def _resamples(delta: Floats, sizes: Floats) -> Iterator[tuple[Floats, Floats]]:
-    random, n = np.random.default_rng(0), len(delta)
-    at_once = max(1, _DRAWN_AT_ONCE // n)
-    for start in range(0, _RESAMPLES, at_once):
-        rows = random.integers(n, size=(min(at_once, _RESAMPLES - start), n))
-        yield delta[rows], sizes[rows]
 
 
 def _ratio(delta: Floats, sizes: Floats) -> tuple[Floats, Floats]:

@@ -35,7 +35,7 @@ def measure_split(
     recorded: RowRecord | None = None,
     has_same_data: bool = False,
     rows_of_run: str | None = None,
-    others: Sequence[RowRecord] = (),
+    other_records: Sequence[RowRecord] = (),
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
 
@@ -50,7 +50,7 @@ def measure_split(
         recorded: the rows that the run recorded; None if it recorded none.
         has_same_data: whether the configuration names the data of the run. The rows are then compared with its own.
         rows_of_run: for a run that recorded no rows: the fingerprint of its split. None: not known.
-        others: the rows of other runs. Their training rows are left out too.
+        other_records: the rows of other runs. Their training rows are left out too.
 
     Raises:
         ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed
@@ -76,7 +76,7 @@ def measure_split(
         wanted, used = "the rows that the run recorded", "those that there are now"
         runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
     num_rows = len(examples)
-    leaves_out = [*others, *([] if recorded is None else [recorded])]
+    leaves_out = [*other_records, *([] if recorded is None else [recorded])]
     if leaves_out and split != "train":
         examples = _without_trained_rows(runtime, examples, split, leaves_out)
     if recorded is None and has_same_data and rows_of_run not in (None, examples.fingerprint):

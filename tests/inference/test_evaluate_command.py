@@ -405,6 +405,7 @@ def compared(adapter_run, full_run, tmp_path_factory):
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_another_run_stands_in_for_the_base(compared, figures, full_run):
     alone = figures(full_run, "testing.compare_base=false", metric=METRICS)
     assert compared["against"] == str(full_run)
@@ -425,6 +426,16 @@ def test_the_base_of_a_run_of_all_weights_is_loaded_beside_it(figures, whole, fu
     assert found["verdict"]["loss"]["result"] == "better"
 
 
+@pytest.mark.slow
+def test_a_run_of_all_weights_is_measured_without_its_base_if_that_is_gone(figures, full_run, tmp_path, caplog):
+    run = Path(shutil.copytree(full_run, tmp_path / "run"))
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("shipped:phi_tiny", str(tmp_path / "gone")))
+    assert "base" not in figures(run, "testing.num_samples=0", "testing.metrics=[]")
+    assert "wanted the base of the run as well, using the tuned model alone" in caplog.text
+
+
+@pytest.mark.slow
 def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapter_run, full_run):
     assert compared["verdict"]["loss"]["result"] in ("better", "worse")
     both = (adapter_run, full_run)
@@ -445,8 +456,11 @@ def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapte
         ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match. Measure others with --metric"),
         ([], {"fail_if_worse": ["loss:-1"]}, "expected a margin of at least 0"),
         ([], {"fail_if_worse": ["loss:much"]}, "expected a margin of at least 0"),
-        (["testing.compare_base=false"], {"fail_if_worse": ["loss"]}, "only one model was measured"),
-        (["parallel.sharding=fsdp2"], {"against": "itself"}, "a second model would be loaded"),
+        pytest.param(
+            *(["testing.compare_base=false"], {"fail_if_worse": ["loss"]}, "there is no verdict on it"),
+            marks=pytest.mark.slow,
+        ),
+        (["parallel.sharding=fsdp2"], {"against": "itself"}, "only one model can be sharded"),
     ],
 )
 def test_what_cannot_be_judged_is_refused(adapter_run, words, options, reason):
@@ -493,7 +507,7 @@ def test_losses_over_other_tokens_are_not_compared():
     against = one.against(other, "RUN2")
     assert list(against.verdicts) == ["token_f1"]
     assert math.isnan(against.base.loss)
-    with pytest.raises(ConfigError, match="the two models have other tokens"):
+    with pytest.raises(ConfigError, match="there is no verdict on it"):
         against.exceeded({"loss": 0.0})
     with pytest.raises(ConfigError, match="RUN2 cannot be compared on these rows"):
         one.against(replace(one, row_digests=["a", "c"]), "RUN2")
