@@ -427,12 +427,14 @@ def test_the_base_of_a_run_of_all_weights_is_loaded_beside_it(figures, whole, fu
 
 
 @pytest.mark.slow
-def test_a_run_of_all_weights_is_measured_without_its_base_if_that_is_gone(figures, full_run, tmp_path, caplog):
+def test_a_run_of_all_weights_is_measured_without_its_base_if_that_is_gone(figures, full_run, tmp_path):
     run = Path(shutil.copytree(full_run, tmp_path / "run"))
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("shipped:phi_tiny", str(tmp_path / "gone")))
-    assert "base" not in figures(run, "testing.num_samples=0", "testing.metrics=[]")
-    assert "wanted the base of the run as well, using the tuned model alone" in caplog.text
+    words = ["testing.num_samples=0", "testing.metrics=[]"]
+    assert "base" not in figures(run, *words)
+    with pytest.raises(ConfigError, match="wanted the base of the run as well, using the tuned model alone"):
+        evaluate(run, [*words, "strict=true"])
 
 
 @pytest.mark.slow
