@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ from finetune.logs import importing
 from finetune.terminal import print_json, print_table, shown_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from finetune.inference.answer_metrics import Metric
     from finetune.inference.finished_run import FinishedRun
@@ -127,13 +128,8 @@ def evaluate(
     other = find_run(against) if against is not None else None
     if other is None and run.config.testing.compare_base and not is_sharded:
         other = run.base
-    evaluation, worse = _measure(run, split, metrics, other, limits)
-    if evaluation is not None:
-        _report(run, split, evaluation, as_json=as_json, output=output)
-    if worse:
-        error = WorseError("\n  ".join(worse))
-        error.is_reported_elsewhere = evaluation is None
-        raise error
+    report = partial(_report, run, split, as_json=as_json, output=output)
+    _measure(run, split, metrics, other, limits, report)
 
 
 def _report(run: FinishedRun, split: Split, evaluation: Evaluation, *, as_json: bool, output: Path | None) -> None:
@@ -200,11 +196,14 @@ def _measure(
     metrics: Mapping[str, Metric],
     other: FinishedRun | None,
     limits: Mapping[str, float],
-) -> tuple[Evaluation | None, list[str]]:
+    report: Callable[[Evaluation], None],
+) -> None:
     """Launch the processes, load the run and measure it, and in place of its base `other`: another run, or its base.
 
-    Returns:
-        The evaluation, None on every rank but the main one; and a sentence for each limit that does not hold.
+    The main process reports the evaluation.
+
+    Raises:
+        WorseError: on all ranks, if the run is worse than the limits allow.
     """
     with importing():
         from finetune.distributed.launch import launch
@@ -214,7 +213,7 @@ def _measure(
         from finetune.runs.row_record import read_row_record
         from finetune.training.measuring import measure_split
 
-    prompts = read_general_prompts(run.config.testing.general_prompts)
+    read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
     recorded = read_row_record(run.folder)
     records = [recorded, read_row_record(other.folder) if other else None]
     trained = [record for record in records if record is not None]
@@ -252,13 +251,14 @@ def _measure(
             theirs = measure_split(runtime, there, second, split, metrics, other_records=trained)
             name = "base" if is_base else str(shown_folder(other.folder.path))
             evaluation = evaluation.against(theirs, name)
-        if prompts:
-            is_random = run.base_model.init == "random"
-            forgetting = measure_forgetting(runtime, loaded, prompts, base=second, has_random_base=is_random)
-            evaluation = replace(evaluation, forgetting=forgetting)
-        with runtime.collectives.failing_together("judging the run"):
-            worse = evaluation.exceeded(limits) if runtime.is_main_process else []
-        return evaluation if runtime.is_main_process else None, runtime.collectives.broadcast_from_main(worse)
+        is_random, prompts = run.base_model.init == "random", config.testing.general_prompts
+        forgetting = measure_forgetting(runtime, loaded, prompts, base=second, has_random_base=is_random)
+        evaluation = replace(evaluation, forgetting=forgetting)
+        with runtime.collectives.failing_together("judging the run"):  # the others wait for the report
+            if runtime.is_main_process:
+                report(evaluation)
+                if worse := evaluation.exceeded(limits):
+                    raise WorseError("\n  ".join(worse))
 
 
 def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:

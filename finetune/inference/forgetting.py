@@ -20,7 +20,7 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.reference import in_float64, logits_of_padded
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, generate_answers, group_prompts
-from finetune.inference.prompts import Prompt, encode_prompt
+from finetune.inference.prompts import encode_prompt, read_general_prompts
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.model_files import has_adapter
@@ -72,32 +72,35 @@ class Forgetting:
 def measure_forgetting(
     runtime: Runtime,
     tuned: LoadedRun,
-    prompts: Sequence[Prompt],
+    general_prompts: str,
     *,
     base: LoadedRun | None = None,
     has_random_base: bool = False,
     max_seconds: float = math.inf,
     is_alone: bool = False,
-) -> Forgetting:
-    """Measure KL(base || tuned) on the base's greedy answers to general prompts.
+) -> Forgetting | None:
+    """Measure KL(base || tuned) on the base's greedy answers to general prompts; None if there are to be none.
 
     Collective: every rank answers some of the prompts, unless `is_alone`.
 
     Args:
         runtime: the world of processes.
         tuned: the tuned model, placed.
-        prompts: at least one.
+        general_prompts: see `read_general_prompts`.
         base: the model to compare with, placed. None: switch the adapter off.
         has_random_base: the base was never trained.
         max_seconds: stop as soon as the measurement is predicted to take longer.
         is_alone: this process measures all prompts without communication.
     """
+    prompts = read_general_prompts(general_prompts)
+    if not prompts:
+        return None
     if has_random_base:
         return Forgetting(why_not="the base has random weights, so it knows nothing that could be forgotten")
     if runtime.placement.shard_size is not None:
         return Forgetting(why_not="the weights are sharded; measure in processes that hold all weights")
     if base is None and not has_adapter(tuned.model):
-        return Forgetting(why_not="every weight was trained, and the base was not loaded")
+        return Forgetting(why_not="every weight was trained: `finetune evaluate RUN` loads the base, and measures it")
     reference = tuned.model if base is None else base.model
     try:
         ids, others = (
@@ -115,7 +118,10 @@ def measure_forgetting(
     for number, rows in enumerate(own := batches[rank::world_size], start=1):
         if predicted > max_seconds:
             takes, limit = format_duration(predicted), format_duration(max_seconds)
-            return Forgetting(why_not=f"it may take {takes} or more, and a tenth of the run's time is {limit}")
+            why_not = (
+                f"it may take {takes}, and a tenth of the run's time is {limit}; `finetune evaluate RUN` measures it"
+            )
+            return Forgetting(why_not=why_not)
         with waiting(f"measuring what it forgot, batch {number} of {len(own)}"):
             for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
                 measured[row] = values

@@ -59,10 +59,11 @@ class Verdict:
 
     def __str__(self) -> str:
         """Return a sentence without the metric's name."""
-        num_rows = self.num_better + self.num_worse + self.num_equal
-        text = self.result if self.p_value <= LEVEL else f"no difference that {num_rows:,} rows could show"
-        if self.p_value > LEVEL and self.rows_needed is not None:
-            text += f" (about {self.rows_needed:,} rows would show one of this size)"
+        text: str = self.result
+        if self.p_value > LEVEL:
+            text += f" that {self.num_better + self.num_worse + self.num_equal:,} rows could show"
+            if self.rows_needed is not None:
+                text += f" (about {self.rows_needed:,} rows would show one of this size)"
         interval = "unknown" if self.low is None else f"{self.low:+.4f} to {self.high:+.4f}"
         counts = f"{self.num_better:,} rows better, {self.num_worse:,} worse, {self.num_equal:,} equal"
         return f"{text}: {self.difference:+.4f}, 95 % interval {interval}, p = {self.p_value:.2g}; {counts}"

@@ -21,9 +21,9 @@ from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import run_test_phase
 from finetune.inference.finished_run import LoadedRun
-from finetune.inference.forgetting import Forgetting, measure_forgetting
+from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
-from finetune.inference.prompts import read_general_prompts, read_opening
+from finetune.inference.prompts import read_opening
 from finetune.inference.scores import Evaluation, ModelName, Scores, show_test_result
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary
@@ -33,7 +33,6 @@ from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
-from finetune.terminal import shown_folder
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.half_precision import LossScale
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
@@ -291,30 +290,20 @@ class Trainer:
             self.runtime.liveness.enter_phase("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None
-            evaluation = replace(evaluation, forgetting=self._measure_forgetting())
+            forgetting = measure_forgetting(
+                self.runtime,
+                LoadedRun(self.model, self.tokenizer),
+                self.config.testing.general_prompts,
+                has_random_base=self.config.model.init == "random",
+                max_seconds=(time.monotonic() - self._begun) / 10,
+                is_alone=True,
+            )
+            evaluation = replace(evaluation, forgetting=forgetting)
             if not self.journal.is_closed:  # a script may measure again after its run has ended
                 self.journal.test(evaluation)
             show_test_result(evaluation)
             _log.info("Training and testing completed successfully!")
             return evaluation
-
-    def _measure_forgetting(self) -> Forgetting | None:
-        """Measure the published weights on general prompts, if that takes less than a tenth of the time so far."""
-        config = self.config
-        prompts = read_general_prompts(config.testing.general_prompts)
-        if not prompts:
-            return None
-        forgetting = measure_forgetting(
-            self.runtime,
-            LoadedRun(self.model, self.tokenizer),
-            prompts,
-            has_random_base=config.model.init == "random",
-            max_seconds=(time.monotonic() - self._begun) / 10,
-            is_alone=True,
-        )
-        is_possible = not forgetting.why_not or config.model.init == "random"
-        command = f". `finetune evaluate {shown_folder(Path(config.output_dir))}` measures it"
-        return forgetting if is_possible else replace(forgetting, why_not=forgetting.why_not + command)
 
     def load_published(self) -> None:
         """Load the weights in `adapter/`, on rank 0 and, if the model is sharded, on the others. Collective."""

@@ -17,6 +17,7 @@ from tests.inference.conftest import train
 
 pytestmark = pytest.mark.slow
 FEW = "testing.metrics=[]"
+SHIPPED = "shipped:general_prompts.jsonl"
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +98,9 @@ def test_prompts_are_left_out_or_refused(runs, forgotten):
 
 
 def test_a_base_with_random_weights_costs_nothing():
-    assert "random weights" in measure_forgetting(None, None, [], has_random_base=True).why_not
+    assert "random weights" in measure_forgetting(None, None, SHIPPED, has_random_base=True).why_not
 
 
 def test_sixty_prompts_are_shipped():
-    shipped = read_general_prompts("shipped:general_prompts.jsonl")
+    shipped = read_general_prompts(SHIPPED)
     assert len({prompt.shown for prompt in shipped}) == 60
