@@ -81,16 +81,8 @@ def measure_forgetting(
 ) -> Forgetting | None:
     """Measure KL(base || tuned) on the base's greedy answers to general prompts; None if there are to be none.
 
-    Collective: every rank answers some of the prompts, unless `is_alone`.
-
-    Args:
-        runtime: the world of processes.
-        tuned: the tuned model, placed.
-        general_prompts: see `read_general_prompts`.
-        base: the model to compare with, placed. None: switch the adapter off.
-        has_random_base: the base was never trained.
-        max_seconds: stop as soon as the measurement is predicted to take longer.
-        is_alone: this process measures all prompts without communication.
+    Both models are placed. Without `base`, the adapter is switched off. The measurement ends as soon as it is predicted
+    to take longer than `max_seconds`. Collective: every rank answers some of the prompts, unless `is_alone`.
     """
     prompts = read_general_prompts(general_prompts)
     if not prompts:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 LEVEL = 0.05
-POWER = 0.8
 LOWER_IS_BETTER = frozenset({"loss"})
 _RESAMPLES = 4_999
 _DRAWN_AT_ONCE = 2_000_000
@@ -42,7 +41,7 @@ class Verdict:
     num_worse: int
     num_equal: int
     rows_needed: int | None
-    """Rows that would show a difference of this size; None if the difference is 0. See `_rows_needed`."""
+    """See `_rows_needed`; None if the difference is 0."""
 
     @property
     def result(self) -> Literal["better", "worse", "no difference"]:
@@ -113,23 +112,17 @@ def _sign_test(num_more: int, num_less: int, num_rows: int) -> tuple[float, floa
     """
     differing = num_more + num_less
     tail = _tails(differing, 0.5)[max(num_more, num_less)]
-    least, most = _clopper_pearson(num_more, differing, LEVEL)
-    few, many = _clopper_pearson(differing, num_rows, LEVEL)
-    low, high = 2 * least - 1, 2 * most - 1
+    low, high = 2 * _lower_limit(num_more, differing) - 1, 1 - 2 * _lower_limit(num_less, differing)
+    few, many = _lower_limit(differing, num_rows), 1 - _lower_limit(num_rows - differing, num_rows)
     return low * (few if low > 0 else many), high * (few if high < 0 else many), min(1.0, 2 * float(tail))
 
 
-def _clopper_pearson(count: int, num_rows: int, level: float) -> tuple[float, float]:
-    """Return the exact interval of a share (Clopper and Pearson, Biometrika 26, 1934); 0 to 1 without rows."""
-    return _lower_limit(count, num_rows, level / 2), 1 - _lower_limit(num_rows - count, num_rows, level / 2)
-
-
-def _lower_limit(count: int, num_rows: int, level: float) -> float:
-    """Return the share at which at least `count` of the rows have the probability `level`."""
+def _lower_limit(count: int, num_rows: int) -> float:
+    """Return the lower end of the exact interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
     low, high = 0.0, count / max(num_rows, 1)
     for _ in range(50 if count else 0):
         middle = (low + high) / 2
-        low, high = (low, middle) if _tails(num_rows, middle)[count] > level else (middle, high)
+        low, high = (low, middle) if _tails(num_rows, middle)[count] > LEVEL / 2 else (middle, high)
     return low
 
 
@@ -181,5 +174,5 @@ def _rows_needed(delta: Floats, sizes: Floats) -> int | None:
         return None
     square, variance = float((delta**2).mean() / sizes.mean() ** 2), len(delta) * error**2
     z = NormalDist().inv_cdf
-    root = z(1 - LEVEL / 2) * math.sqrt(square) + z(POWER) * math.sqrt(variance)
+    root = z(1 - LEVEL / 2) * math.sqrt(square) + z(0.8) * math.sqrt(variance)
     return max(2, math.ceil((root / estimate) ** 2))
