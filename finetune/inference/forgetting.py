@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from finetune.inference.finished_run import LoadedRun
 
 _MAX_NEW_TOKENS = 32
-_AT_ONCE = 6
+_AT_ONCE = 4
 """Prompts that are answered together. After each such batch, the remaining time is predicted."""
 _LEAST_SECONDS = 5.0
 """What the measurement is expected to take before anything is known."""
