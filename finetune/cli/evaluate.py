@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -19,12 +21,13 @@ from finetune.cli.run_options import (
     log_as_this_rank,
     refuse_missing_folder,
 )
-from finetune.errors import ConfigError, RunFailedError
+from finetune.errors import ConfigError, ModelError, RunFailedError, WorseError
+from finetune.fallbacks import Fallback
 from finetune.logs import importing
-from finetune.terminal import print_json, print_table
+from finetune.terminal import print_json, print_table, shown_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from finetune.inference.answer_metrics import Metric
     from finetune.inference.finished_run import FinishedRun
@@ -49,6 +52,20 @@ def evaluate(
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="RUN2", help="Compare with another run on the same rows, not with the base.", show_default=False
+        ),
+    ] = None,
+    fail_if_worse: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="METRIC[:MARGIN]",
+            help="Exit with 3 if the metric, or loss, is worse by more than MARGIN (0), at 95 %. Repeatable.",
+            show_default=False,
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="Write scores and answers to a new JSON file.", show_default=False)
     ] = None,
@@ -65,7 +82,6 @@ def evaluate(
     from finetune.inference.answer_metrics import resolve_metrics
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
-    from finetune.inference.scores import show_evaluation
 
     _refuse_to_overwrite(output)
     rules = OptionRules(
@@ -75,6 +91,8 @@ def evaluate(
             "--split": split != "test",
             "--metric": metric or None,
             "--metrics-from": metrics_from or None,
+            "--against": against,
+            "--fail-if-worse": fail_if_worse or None,
         }
     )
     rules.need("--harness-tasks", "--harness")
@@ -83,6 +101,8 @@ def evaluate(
         "--split",
         "--metric",
         "--metrics-from",
+        "--against",
+        "--fail-if-worse",
         because="--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each.",
     )
     if harness is not None:
@@ -99,9 +119,23 @@ def evaluate(
         return
     _refuse_rows_without_one_answer(run)
     metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
-    evaluation = _measure(run, split, metrics)
-    if evaluation is None:
-        return
+    limits = _read_limits(fail_if_worse or [], metrics)
+    is_sharded = run.config.parallel.sharding != "none"
+    if against is not None and is_sharded:
+        raise ConfigError(
+            "parallel.sharding: only one model can be sharded, and --against loads two. Drop one of them."
+        )
+    other = find_run(against) if against is not None else None
+    if other is None and run.config.testing.compare_base and not is_sharded:
+        other = run.base
+    report = partial(_report, run, split, as_json=as_json, output=output)
+    _measure(run, split, metrics, other, limits, report)
+
+
+def _report(run: FinishedRun, split: Split, evaluation: Evaluation, *, as_json: bool, output: Path | None) -> None:
+    """Print the scores, and write them to `output`."""
+    from finetune.inference.scores import show_evaluation
+
     record = _as_record(run, split, evaluation)
     if as_json:
         print_json(record, indent=None)
@@ -109,6 +143,24 @@ def evaluate(
         show_evaluation(split, evaluation, num_answers=run.config.testing.num_samples, with_perplexity=True)
     if output is not None:
         _write(output, {**record, "rows": _rows(evaluation)})
+
+
+def _read_limits(options: Sequence[str], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """Return the margin of each metric that `--fail-if-worse` names."""
+    limits = {}
+    for option in options:
+        name, _, margin = option.partition(":")
+        if name not in (known := ["loss", *metrics]):
+            raise ConfigError(
+                f"--fail-if-worse is {option}; expected one of {', '.join(known)}. Measure others with --metric NAME."
+            )
+        try:
+            limits[name] = float(margin or 0)
+        except ValueError:
+            limits[name] = math.nan
+        if not 0 <= limits[name] < math.inf:
+            raise ConfigError(f"--fail-if-worse is {option}; expected a margin of at least 0, as {name}:0.02.")
+    return limits
 
 
 def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
@@ -138,28 +190,75 @@ def _keeps_data(run: FinishedRun, *keys: str) -> bool:
     return all(is_same or origin.startswith(recorded) for is_same, origin in zip(same, origins, strict=True))
 
 
-def _measure(run: FinishedRun, split: Split, metrics: Mapping[str, Metric]) -> Evaluation | None:
-    """Launch the processes, load the run and measure it. Return None on every rank but the main one."""
+def _measure(
+    run: FinishedRun,
+    split: Split,
+    metrics: Mapping[str, Metric],
+    other: FinishedRun | None,
+    limits: Mapping[str, float],
+    report: Callable[[Evaluation], None],
+) -> None:
+    """Launch the processes, load the run and measure it, and in place of its base `other`: another run, or its base.
+
+    The main process reports the evaluation.
+
+    Raises:
+        WorseError: on all ranks, if the run is worse than the limits allow.
+    """
     with importing():
         from finetune.distributed.launch import launch
         from finetune.inference.finished_run import read_finished_run
+        from finetune.inference.forgetting import measure_forgetting
+        from finetune.inference.prompts import read_general_prompts
         from finetune.runs.row_record import read_row_record
         from finetune.training.measuring import measure_split
 
-    recorded, has_same_data = read_row_record(run.folder), _keeps_data(run)
-    with launch(run.config, trains=False) as runtime:
+    read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
+    recorded = read_row_record(run.folder)
+    records = [recorded, read_row_record(other.folder) if other else None]
+    trained = [record for record in records if record is not None]
+    config = run.config
+    if other is not None:
+        config = config.model_copy(update={"testing": config.testing.model_copy(update={"compare_base": False})})
+    with launch(config, trains=False) as runtime:
         loaded = read_finished_run(runtime, run)
         evaluation = measure_split(
             runtime,
-            run.config,
+            config,
             loaded,
             split,
             metrics,
             recorded=recorded,
-            has_same_data=has_same_data,
+            has_same_data=_keeps_data(run),
             rows_of_run=run.fingerprints.get(f"data.{split}"),
+            other_records=trained,
         )
-        return evaluation if runtime.is_main_process else None
+        second = None
+        if other is not None:
+            is_base = other.folder is run.folder
+            try:
+                second = read_finished_run(runtime, other)
+            except ModelError as error:
+                if not is_base:
+                    raise
+                wanted, used = "the base of the run as well", "the tuned model alone"
+                fallback = Fallback(what="testing.compare_base", wanted=wanted, used=used, why=str(error))
+                runtime.fallbacks.take(fallback)
+        if other is not None and second is not None:
+            data = config.data.model_copy(update={"chat_template": other.config.data.chat_template})
+            same = {"data": data, "testing": config.testing, "validation": config.validation}
+            there = other.config.model_copy(update=same)
+            theirs = measure_split(runtime, there, second, split, metrics, other_records=trained)
+            name = "base" if is_base else str(shown_folder(other.folder.path))
+            evaluation = evaluation.against(theirs, name)
+        is_random, prompts = run.base_model.init == "random", config.testing.general_prompts
+        forgetting = measure_forgetting(runtime, loaded, prompts, base=second, has_random_base=is_random)
+        evaluation = replace(evaluation, forgetting=forgetting)
+        with runtime.collectives.failing_together("judging the run"):  # the others wait for the report
+            if runtime.is_main_process:
+                report(evaluation)
+                if worse := evaluation.exceeded(limits):
+                    raise WorseError("\n  ".join(worse))
 
 
 def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:
@@ -200,6 +299,9 @@ def _write(output: Path, record: Mapping[str, Any]) -> None:
 def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
     """Convert the scores to plain values. A score that is not finite becomes None."""
     record = {"run": str(run.folder.path), "weights": run.weights_name, "split": split, **_scores_as_record(evaluation)}
+    record["against"] = None if evaluation.other_name == "base" else evaluation.other_name
+    record["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
+    record["forgetting"] = evaluation.forgetting and evaluation.forgetting.as_record()
     changes = evaluation.changes
     record["trained_rows_left_out"] = evaluation.num_trained
     record["recorded_rows_missing"], record["new_rows"] = changes or (None, None)

@@ -722,11 +722,13 @@ class TestingSection(LoaderKeys):
     metrics: Free[list[Literal["exact_match", "json_valid"]]] = Field(default_factory=list)
     """Metrics of generated answers. Empty: measure only the loss."""
     compare_base: Free[bool] = True
-    """Also measure the base model, if the run trains an adapter."""
+    """Also measure the base model; of a run that trains every weight, only `finetune evaluate` does so."""
     max_new_tokens: Free[PositiveInt] = 256
     """Maximum number of tokens in a generated answer."""
     num_samples: Free[NonNegativeInt] = 3
-    """Number of prompts to print with the answers of both models."""
+    """Number of prompts to print with the answers of both models; rows that got worse come first."""
+    general_prompts: Free[str] = "shipped:general_prompts.jsonl"
+    """A file of prompts on which to measure what the model forgot (docs/verdict.md); none: do not measure it."""
 
 
 class EarlyStoppingSection(Section):

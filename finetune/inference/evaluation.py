@@ -26,7 +26,7 @@ from finetune.inference.answer_metrics import METRICS, Metric, measure
 from finetune.inference.answer_reader import AnswerReader
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
-from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, Scores
+from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, Scores, worse_first
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key
@@ -56,7 +56,7 @@ def run_test_phase(
     metrics: dict[str, Metric] = {name: METRICS[name] for name in section.metrics} | dict(given)
     is_alone = runtime.placement.shard_size is None
     evaluation = evaluate_model(runtime, model, tokenizer, loader, section, metrics=metrics, is_alone=is_alone)
-    return replace(evaluation, answers=evaluation.answers[: section.num_samples])
+    return replace(evaluation, answers=tuple(worse_first(evaluation.answers)[: section.num_samples]))
 
 
 def evaluate_model(
@@ -90,9 +90,17 @@ def evaluate_model(
         adapter = model.disable_adapter() if name == "base" else nullcontext()
         with adapter, waiting(f"measuring the {name} model on {counted(len(examples), 'row')}"):
             losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
+    chosen = list(range(len(dialogue.prompts)))
+    if not metrics and len(names) > 1:  # show the rows whose loss rose; the others keep their order
+        rise = (losses["tuned"][0] - losses["base"][0]) / losses["base"][1].clamp(min=1)
+        chosen.sort(key=lambda row: min(0.0, -float(rise[dialogue.rows[row]])))
+    chosen = chosen[:num_answers]
+    for name in names:
+        adapter = model.disable_adapter() if name == "base" else nullcontext()
+        with adapter, waiting(f"answering {counted(num_answers, 'prompt')} with the {name} model"):
             ids = generate_answers(
                 model,
-                dialogue.prompts[:num_answers],
+                [dialogue.prompts[row] for row in chosen],
                 Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens),
                 batch_size=section.batch_size,
                 runtime=runtime if is_shared else None,
@@ -111,11 +119,12 @@ def evaluate_model(
                 context=dialogue.context(row),
                 question=dialogue.question(row),
                 expected=dialogue.expected[row],
-                answers={name: answers[name][row] for name in names},
-                metrics={name: {key: values[row] for key, values in measured[name].items()} for name in names},
+                answers={name: answers[name][place] for name in names},
+                metrics={name: {key: values[place] for key, values in measured[name].items()} for name in names},
             )
-            for row in range(num_answers if is_writer else 0)
+            for place, row in enumerate(chosen if is_writer else ())
         ),
+        rows={name: RowValues(*losses[name].tolist(), measured[name]) for name in names},
         num_left_out=loader.num_left_out,
     )
 
@@ -185,6 +194,7 @@ class Dialogues:
         tokenizer: the model's.
 
     Attributes:
+        rows: the index of each row in the examples.
         sources: file and line of each row.
         prompts: token ids, including the header of the assistant's turn.
         expected: the text of the assistant's answer, after its thinking.
@@ -193,6 +203,7 @@ class Dialogues:
     """
 
     def __init__(self, examples: EncodedExamples | None, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.rows: list[int] = []
         self.sources: list[str] = []
         self.prompts: list[list[int]] = []
         self.expected: list[str] = []
@@ -203,6 +214,7 @@ class Dialogues:
             return
         for row in examples.has_answer.nonzero()[:, 0].tolist():
             prompt, answer = examples.prompt_and_answer(row)
+            self.rows.append(row)
             self.sources.append(examples.source(row))
             self.prompts.append([int(token) for token in prompt])
             self.expected.append(self.reader.read(answer).text)

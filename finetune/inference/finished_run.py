@@ -33,6 +33,15 @@ class FinishedRun:
     """The configuration of the training, with the changes of this command."""
     weights: Path
     """`adapter/` or a checkpoint, verified."""
+    base_model: ModelSection
+    """The model from which the training began."""
+
+    @property
+    def base(self) -> FinishedRun | None:
+        """The base of a run that trained every weight, to load in its place; None if the run has no such base."""
+        if not self.is_full or self.base_model.init == "random":
+            return None
+        return replace(self, config=self.config.model_copy(update={"model": self.base_model}))
 
     @property
     def folder(self) -> RunFolder:
@@ -113,6 +122,7 @@ def find_run(
         model = model.model_copy(update={"tokenizer": str(saved)})
     elif model.path and not model.tokenizer:
         model = model.model_copy(update={"tokenizer": model.path})
+    base_model = model
     if base is not None:
         model = _pretrained(model, base)
     elif config.training.method == "full":
@@ -123,7 +133,7 @@ def find_run(
     if saved is not None and not _changes("data.chat_template", overrides):
         data = data.model_copy(update={"chat_template": None})  # the saved tokenizer has it, and the file may be gone
     config = config.model_copy(update={"model": model, "data": data})
-    return FinishedRun(recorded=recorded, config=config, weights=weights)
+    return FinishedRun(recorded=recorded, config=config, weights=weights, base_model=base_model)
 
 
 def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:

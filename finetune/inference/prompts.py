@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.schema import name_files
+from finetune.config.shipped_files import resolve_shipped
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
 from finetune.data.compressed import suffix_of
 from finetune.data.formats import Example, Reads, detect_format, parse_row
@@ -77,20 +78,33 @@ def user_prompt(text: str, source: str) -> Prompt:
         raise DataError(f"{source}: {error}.") from None
 
 
-def read_prompts_file(path: Path) -> list[Prompt]:
+def read_prompts_file(path: Path, *, named_by: str = "--from") -> list[Prompt]:
     """Read the prompts of a file: each row has `prompt`, `messages` or `text`.
+
+    In messages, `named_by` is the option or key that names the file.
 
     Raises:
         DataError: the file does not exist, or has rows that are not prompts.
     """
     if not path.is_file():
-        raise DataError(
-            f"--from is {path}, but that file does not exist. Correct the path, or give - for standard input."
-        )
+        instead = "give - for standard input" if named_by == "--from" else "give none"
+        raise DataError(f"{named_by} is {path}, but that file does not exist. Correct the path, or {instead}.")
     if suffix_of(path) not in SUFFIXES:
-        raise DataError(f"--from is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}.")
+        raise DataError(
+            f"{named_by} is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}."
+        )
     rows = FileRows(path, str(path))
     return _read_rows(rows.rows(), rows.label, rows.place)
+
+
+def read_general_prompts(value: str) -> list[Prompt]:
+    """Read the prompts that `testing.general_prompts` names; empty for `none`.
+
+    Raises:
+        DataError: the file does not exist, or has rows that are not prompts.
+    """
+    path = Path(resolve_shipped(value)).expanduser()
+    return [] if value == "none" else read_prompts_file(path, named_by="testing.general_prompts")
 
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, NamedTuple
 
+from finetune.errors import ConfigError
 from finetune.inference.answer_metrics import SHARES
+from finetune.inference.forgetting import Forgetting
+from finetune.inference.verdict import Verdict, compare
 from finetune.runs.row_record import RowChanges
-from finetune.terminal import print_table, print_texts
+from finetune.terminal import print_table, print_texts, say
 from finetune.units import counted
 
 ModelName = Literal["base", "tuned"]
@@ -72,6 +76,16 @@ class AnsweredRow:
     metrics: Mapping[ModelName, Mapping[str, float]] = field(default_factory=dict)
 
 
+class RowValues(NamedTuple):
+    """The values of each row under one model, from which two models are compared."""
+
+    nats: Sequence[float]
+    """The loss, summed over the targets of a row."""
+    num_targets: Sequence[float]
+    metrics: Mapping[str, Sequence[float]]
+    """The metrics of the rows that were answered, by name."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The scores on a split. On other ranks than the main process there are no metrics and no answers."""
@@ -92,6 +106,76 @@ class Evaluation:
     """Rows of the split that were left out because the run was trained on them. None if that is not known."""
     changes: RowChanges | None = None
     """How the rows differ from those that the run recorded. None if they were not compared."""
+    rows: Mapping[ModelName, RowValues] = field(default_factory=dict)
+    row_digests: Sequence[str] = ()
+    """The content of each row."""
+    tokens: str = ""
+    """A digest of the tokens and targets of all rows."""
+    other_name: str = "base"
+    """The model in the place of the base, for tables: another run's folder if the runs are compared."""
+    forgetting: Forgetting | None = None
+
+    @cached_property
+    def verdicts(self) -> dict[str, Verdict]:
+        """The comparison of both models by each metric and the loss; empty with one model, or fewer than two rows."""
+        if not {"base", "tuned"} <= self.rows.keys():
+            return {}
+        base, tuned = self.rows["base"], self.rows["tuned"]
+        verdicts = {
+            name: compare(name, values, base.metrics[name])
+            for name, values in tuned.metrics.items()
+            if len(values) > 1 and name in base.metrics
+        }
+        with_loss = [row for row, count in enumerate(tuned.num_targets) if count]
+        if tuned.num_targets == base.num_targets and len(with_loss) > 1:
+            sizes, judged, other = ([of[row] for row in with_loss] for of in (tuned.num_targets, tuned.nats, base.nats))
+            verdicts["loss"] = compare("loss", judged, other, weights=sizes)
+        return verdicts
+
+    def exceeded(self, margins: Mapping[str, float]) -> list[str]:
+        """Return a sentence for each metric that is worse than its margin allows.
+
+        Raises:
+            ConfigError: there is no verdict on one of them.
+        """
+        if missing := margins.keys() - self.verdicts.keys():
+            raise ConfigError(
+                f"--fail-if-worse {missing.pop()}: there is no verdict on it. It needs at least two rows and a second "
+                "model (--against RUN2, or testing.compare_base=true), and for the loss the same tokens in both."
+            )
+        return [
+            f"{name} is worse than --fail-if-worse allows ({margin:g}): {self.verdicts[name]}"
+            for name, margin in margins.items()
+            if self.verdicts[name].is_worse_than(margin)
+        ]
+
+    def against(self, other: Evaluation, name: str) -> Evaluation:
+        """Return this evaluation with the tuned model of another one, of the same rows, in the place of the base.
+
+        If the two models have other tokens for the rows, their losses per token are not comparable, and only this
+        model's is kept.
+
+        Raises:
+            ConfigError: the other evaluation is of other rows, or there are fewer than two.
+        """
+        if self.row_digests != other.row_digests or (self.num_rows < 2 and name != "base"):
+            raise ConfigError(
+                f"{name} cannot be compared on these rows: at least two are needed, the same for both runs. Without "
+                f"training rows, {self.num_rows:,} and {other.num_rows:,} are left. Give others with data.test=FILE."
+            )
+        scores, values = other.tuned, other.rows["tuned"]
+        if self.tokens != other.tokens:
+            scores, values = replace(scores, loss=math.nan, standard_error=math.nan), values._replace(num_targets=())
+        answers = (
+            replace(
+                row,
+                answers={"base": theirs.answers["tuned"], **row.answers},
+                metrics={"base": theirs.metrics["tuned"], **row.metrics},
+            )
+            for row, theirs in zip(self.answers, other.answers, strict=True)
+        )
+        both, rows = {"base": scores, **self.scores}, {"base": values, **self.rows}
+        return replace(self, scores=both, rows=rows, answers=tuple(answers), other_name=name)
 
     @property
     def tuned(self) -> Scores:
@@ -102,6 +186,16 @@ class Evaluation:
     def base(self) -> Scores | None:
         """The scores of the base. None if it was not measured (`testing.compare_base=false`, or full fine-tuning)."""
         return self.scores.get("base")
+
+
+def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
+    """Return the rows whose metrics fell most first. Rows that did not get worse keep their order."""
+
+    def change(row: AnsweredRow) -> float:
+        base, tuned = (row.metrics.get(name, {}) for name in ("base", "tuned"))
+        return min([0.0, *(tuned[name] - before for name, before in base.items())])
+
+    return sorted(rows, key=change)
 
 
 def show_test_result(evaluation: Evaluation) -> None:
@@ -125,12 +219,19 @@ def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, wit
         title += f"; the loss is over {evaluation.num_rows - evaluation.num_left_out:,} of them (drop_last)"
     if evaluation.num_trained:
         title += f"; left out, because the run was trained on them: {evaluation.num_trained:,}"
-    print_table(["", *columns], rows, right=columns, title=title)
+    names = {"base": evaluation.other_name}
+    head = [names.get(name, name) for name in columns]
+    print_table(["", *head], rows, right=head, title=title)
     if evaluation.subsets:
         _show_subsets(evaluation.subsets)
-    for row in evaluation.answers[:num_answers]:
+    for name, verdict in evaluation.verdicts.items():
+        say(f"{_LABELS.get(name, name)}: {verdict}", indent="  ")
+    if evaluation.forgetting is not None and (with_perplexity or not evaluation.forgetting.why_not):
+        say(str(evaluation.forgetting), indent="  ")
+    for row in worse_first(evaluation.answers)[:num_answers]:
         context = [("context", row.context)] if row.context else []
-        print_texts([*context, ("prompt", row.prompt), ("expected", row.expected), *row.answers.items()])
+        answers = [(names.get(name, name), text) for name, text in row.answers.items()]
+        print_texts([*context, ("prompt", row.prompt), ("expected", row.expected), *answers])
 
 
 def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:

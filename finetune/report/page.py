@@ -163,6 +163,7 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "resume_changes": [mapping(entry) for entry in run.entries("resume_changes")],
         "has_scores": bool(summary.base or summary.tuned),
         "answers": _answers(run),
+        "verdict": _verdict(run),
         "rollouts": _rollouts(run),
         "checkpoints": _checkpoints(run),
         "versions": {str(name): str(value) for name, value in run.part("versions").items()},
@@ -183,6 +184,13 @@ def _facts(run: RecordedRun) -> dict[str, str]:
     prints = run.part("fingerprints")
     digests = {f"digest of {name}": str(value)[:_DIGITS] for name, value in prints.items()}
     return {**({"started": ", ".join(starts)} if starts else {}), **facts, **batch, **profile, **digests}
+
+
+def _verdict(run: RecordedRun) -> list[str]:
+    """Return the sentences in run.json on each metric, and on what the model forgot."""
+    forgetting = mapping(run.result.get("forgetting"))
+    records = [*map(mapping, mapping(run.result.get("verdict")).values()), forgetting]
+    return [str(record["sentence"]) for record in records if record.get("sentence")]
 
 
 def _answers(run: RecordedRun) -> list[dict[str, str | None]]:

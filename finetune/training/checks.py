@@ -12,6 +12,7 @@ from finetune.data.examples import check_local_rows, missing_here
 from finetune.data.labelled import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError, ModelError
+from finetune.inference.prompts import read_general_prompts
 from finetune.model.base import max_context
 from finetune.model.from_hub import Part, has_to_use_cache, locate, missing_from_cache, repository_of
 from finetune.training.optim import build_optimizer
@@ -76,6 +77,10 @@ def check_paths(config: Config) -> None:
         ModelError: a folder of the model is missing.
     """
     problems = missing_here(config.data)
+    try:
+        read_general_prompts(config.testing.general_prompts)
+    except DataError as error:
+        problems.append(str(error))
     try:
         list(_parts_at_hub(config.model, needs_weights=True))
     except ModelError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -35,6 +35,7 @@ def measure_split(
     recorded: RowRecord | None = None,
     has_same_data: bool = False,
     rows_of_run: str | None = None,
+    other_records: Sequence[RowRecord] = (),
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
 
@@ -49,6 +50,7 @@ def measure_split(
         recorded: the rows that the run recorded; None if it recorded none.
         has_same_data: whether the configuration names the data of the run. The rows are then compared with its own.
         rows_of_run: for a run that recorded no rows: the fingerprint of its split. None: not known.
+        other_records: the rows of other runs. Their training rows are left out too.
 
     Raises:
         ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed
@@ -74,8 +76,9 @@ def measure_split(
         wanted, used = "the rows that the run recorded", "those that there are now"
         runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
     num_rows = len(examples)
-    if recorded is not None and split != "train":
-        examples = _without_trained_rows(runtime, examples, split, recorded)
+    leaves_out = [*other_records, *([] if recorded is None else [recorded])]
+    if leaves_out and split != "train":
+        examples = _without_trained_rows(runtime, examples, split, leaves_out)
     if recorded is None and has_same_data and rows_of_run not in (None, examples.fingerprint):
         why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
         fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
@@ -93,16 +96,22 @@ def measure_split(
         collate=forward.collate,
     )
     evaluation = evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
-    num_trained = None if recorded is None else num_rows - len(examples)
-    return replace(evaluation, num_trained=num_trained, changes=changes)
+    return replace(
+        evaluation,
+        num_trained=num_rows - len(examples) if leaves_out else None,
+        changes=changes,
+        row_digests=examples.raw_digests(),
+        tokens=examples.fingerprint,
+    )
 
 
 def _without_trained_rows(
-    runtime: Runtime, examples: EncodedExamples, split: str, recorded: RowRecord
+    runtime: Runtime, examples: EncodedExamples, split: str, records: Sequence[RowRecord]
 ) -> EncodedExamples:
-    """Return the rows that the run was not trained on."""
+    """Return the rows that no run was trained on."""
+    trained = set[str]().union(*(record.trained for record in records))
     both = zip(examples.raw_digests(), examples.digests(with_targets=False), strict=True)
-    untrained = [row for row, (raw, ids) in enumerate(both) if recorded.trained.isdisjoint((raw, ids.hex()))]
+    untrained = [row for row, (raw, ids) in enumerate(both) if trained.isdisjoint((raw, ids.hex()))]
     if not untrained:
         raise DataError(
             f"the run was trained on all {len(examples):,} rows of the {split} split, so none is left to measure. Give "

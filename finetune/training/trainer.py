@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -19,6 +20,8 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import run_test_phase
+from finetune.inference.finished_run import LoadedRun
+from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.inference.prompts import read_opening
 from finetune.inference.scores import Evaluation, ModelName, Scores, show_test_result
@@ -116,6 +119,7 @@ class Trainer:
         hooks: Hooks | None = None,
     ) -> None:
         refuse_ignored_methods(self)
+        self._begun = time.monotonic()
         objective = training_objective(config.training.objective)
         self._setup = set_up(objective, runtime, config, model, tokenizer, splits, hooks or Hooks())
         self.runtime = runtime
@@ -286,6 +290,15 @@ class Trainer:
             self.runtime.liveness.enter_phase("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None
+            forgetting = measure_forgetting(
+                self.runtime,
+                LoadedRun(self.model, self.tokenizer),
+                self.config.testing.general_prompts,
+                has_random_base=self.config.model.init == "random",
+                max_seconds=(time.monotonic() - self._begun) / 10,
+                is_alone=True,
+            )
+            evaluation = replace(evaluation, forgetting=forgetting)
             if not self.journal.is_closed:  # a script may measure again after its run has ended
                 self.journal.test(evaluation)
             show_test_result(evaluation)

@@ -58,7 +58,7 @@ KEYS = {
     "server_timeout_minutes",
     "reward": "functions functions_from weights pattern timeout_seconds",
     "validation": f"{LOADER_KEYS} validate_every by metrics metrics_from num_samples max_new_tokens",
-    "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples",
+    "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples general_prompts",
     "early_stopping": "patience min_delta metric",
     "checkpoint": "save_every save_every_epochs save_total_limit best_metric background on_disk_failure",
 }

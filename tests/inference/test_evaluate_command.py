@@ -5,16 +5,19 @@ import shutil
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save
 
 from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.held_out import digest_row
-from finetune.errors import ConfigError, DataError, ModelError, RunFailedError
+from finetune.errors import ConfigError, DataError, ModelError, RunFailedError, WorseError
 from finetune.inference.finished_run import FinishedRun
+from finetune.inference.scores import AnsweredRow, Evaluation, RowValues, Scores, worse_first
 from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun
@@ -22,7 +25,7 @@ from finetune.runs.row_record import read_row_record
 from finetune.training.resume import _sha256
 from tests.data.conftest import write_lines
 from tests.inference.conftest import NUM_ROWS, train
-from tests.launches import run_launched
+from tests.launches import run_command, run_launched
 
 METRICS = ["json_valid", "token_f1"]
 
@@ -249,7 +252,7 @@ def test_a_table_and_some_answers_are_shown(measured, whole, adapter_run, full_r
     for part in ("base", "tuned", "exact match", "perplexity", f"{found['tuned']['loss']:.4f}", f"{NUM_ROWS} rows"):
         assert part in shown
     assert shown.count("\n prompt ") == shown.count("\n expected ") == 2
-    only_tuned = measured(full_run, [])
+    only_tuned = measured(full_run, ["testing.compare_base=false"])
     assert "tuned" in only_tuned
     assert "base" not in only_tuned
 
@@ -305,7 +308,7 @@ def test_pairs_are_refused_unless_the_command_names_other_rows(tmp_path, words, 
         "model: {path: owner/phi}\ndata: {path: pairs.jsonl, max_length: 32}\ntraining: {objective: dpo}\n"
     )
     config = load_config(words, run=str(folder.config_file))
-    run = FinishedRun(recorded=RecordedRun(tmp_path), config=config, weights=tmp_path)
+    run = FinishedRun(recorded=RecordedRun(tmp_path), config=config, weights=tmp_path, base_model=config.model)
     with nullcontext() if are_named else pytest.raises(ConfigError, match="was trained on pairs of answers"):
         _refuse_rows_without_one_answer(run)
 
@@ -392,3 +395,130 @@ def test_the_harness_measures_a_task_of_ones_own(adapter_run, tmp_path):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["harness"]["pens"]["exact_match,none"] == 0.0
     assert "does not know" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def compared(adapter_run, full_run, tmp_path_factory):
+    """What evaluate writes of the adapter's run against the run of all weights."""
+    output = tmp_path_factory.mktemp("compared") / "figures.json"
+    evaluate(adapter_run, [], metric=METRICS, against=full_run, output=output)
+    return json.loads(output.read_text())
+
+
+@pytest.mark.slow
+def test_another_run_stands_in_for_the_base(compared, figures, full_run):
+    alone = figures(full_run, "testing.compare_base=false", metric=METRICS)
+    assert compared["against"] == str(full_run)
+    for name in ("loss", "exact_match", *METRICS):
+        assert compared["base"][name] == pytest.approx(alone["tuned"][name], rel=1e-6)
+        verdict = compared["verdict"][name]
+        assert verdict["difference"] == pytest.approx(compared["tuned"][name] - compared["base"][name], abs=1e-6)
+        assert verdict["num_better"] + verdict["num_worse"] + verdict["num_equal"] == NUM_ROWS
+    assert alone["verdict"] == {}
+    assert all({"answer", "token_f1"} <= row["base"].keys() <= row["tuned"].keys() for row in compared["rows"])
+
+
+@pytest.mark.slow
+def test_the_base_of_a_run_of_all_weights_is_loaded_beside_it(figures, whole, full_run):
+    found = figures(full_run, "testing.num_samples=0", "testing.metrics=[]")
+    assert found["base"]["loss"] == pytest.approx(whole["base"]["loss"], rel=1e-6)
+    assert found["against"] is None
+    assert found["verdict"]["loss"]["result"] == "better"
+
+
+@pytest.mark.slow
+def test_a_run_of_all_weights_is_measured_without_its_base_if_that_is_gone(figures, full_run, tmp_path):
+    run = Path(shutil.copytree(full_run, tmp_path / "run"))
+    config = (run / "config.yaml").read_text()
+    (run / "config.yaml").write_text(config.replace("shipped:phi_tiny", str(tmp_path / "gone")))
+    words = ["testing.num_samples=0", "testing.metrics=[]"]
+    assert "base" not in figures(run, *words)
+    with pytest.raises(ConfigError, match="wanted the base of the run as well, using the tuned model alone"):
+        evaluate(run, [*words, "strict=true"])
+
+
+@pytest.mark.slow
+def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapter_run, full_run):
+    assert compared["verdict"]["loss"]["result"] in ("better", "worse")
+    both = (adapter_run, full_run)
+    worse, better = both if compared["verdict"]["loss"]["result"] == "worse" else reversed(both)
+    words = ["testing.metrics=[]", "testing.num_samples=0"]
+    with pytest.raises(WorseError, match="loss is worse than --fail-if-worse allows") as caught:
+        evaluate(worse, words, against=better, fail_if_worse=["loss"])
+    assert caught.value.exit_code == 3
+    shown = capsys.readouterr().out
+    assert "loss: worse: +" in shown
+    evaluate(worse, words, against=better, fail_if_worse=["loss:10"])
+    evaluate(better, words, against=worse, fail_if_worse=["loss"])
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "reason"),
+    [
+        ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match. Measure others with --metric"),
+        ([], {"fail_if_worse": ["loss:-1"]}, "expected a margin of at least 0"),
+        ([], {"fail_if_worse": ["loss:much"]}, "expected a margin of at least 0"),
+        pytest.param(
+            *(["testing.compare_base=false"], {"fail_if_worse": ["loss"]}, "there is no verdict on it"),
+            marks=pytest.mark.slow,
+        ),
+        (["parallel.sharding=fsdp2"], {"against": "itself"}, "only one model can be sharded"),
+    ],
+)
+def test_what_cannot_be_judged_is_refused(adapter_run, words, options, reason):
+    if "against" in options:
+        options = {"against": adapter_run}
+    with pytest.raises(ConfigError, match=reason):
+        evaluate(adapter_run, [*words, "testing.num_samples=0"], **options)
+
+
+@pytest.mark.slow
+def test_rows_that_either_run_was_trained_on_are_left_out(figures, own_copy, adapter_run):
+    path = RunFolder(own_copy).row_file
+    arrays = load_file(path)
+    figures_of = lambda: figures(  # noqa: E731
+        adapter_run, "testing.metrics=[]", "testing.num_samples=0", against=own_copy
+    )
+    for num_trained in (NUM_ROWS - 2, NUM_ROWS - 1):
+        path.write_bytes(save({**arrays, "train": arrays["test"][:num_trained]}))
+        if num_trained < NUM_ROWS - 1:
+            found = figures_of()
+            assert (found["num_rows"], found["trained_rows_left_out"]) == (2, num_trained)
+            assert found["verdict"]["loss"]["result"] == "no difference"
+        else:
+            with pytest.raises(ConfigError, match="at least two are needed"):
+                figures_of()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_several_processes_end_with_the_same_exit_code(compared, adapter_run, full_run):
+    both = (adapter_run, full_run)
+    worse, better = both if compared["verdict"]["loss"]["result"] == "worse" else reversed(both)
+    words = ["evaluate", worse, "--against", better, "--fail-if-worse", "loss", "testing.metrics=[]"]
+    done = run_command([sys.executable, "-m", "finetune", *words, "testing.num_samples=0", "parallel.num_processes=2"])
+    assert done.returncode == 3, done.stdout
+    assert done.stdout.count("finetune: WorseError: loss is worse") == 1
+
+
+def test_losses_over_other_tokens_are_not_compared():
+    rows = {"tuned": RowValues([1.0, 2.0], [3.0, 3.0], {"token_f1": [0.5, 1.0]})}
+    one = Evaluation(num_rows=2, scores={"tuned": Scores(loss=0.5)}, rows=rows, row_digests=["a", "b"], tokens="x")
+    other = replace(one, tokens="y")
+    assert list(one.against(one, "RUN2").verdicts) == ["token_f1", "loss"]
+    against = one.against(other, "RUN2")
+    assert list(against.verdicts) == ["token_f1"]
+    assert math.isnan(against.base.loss)
+    with pytest.raises(ConfigError, match="there is no verdict on it"):
+        against.exceeded({"loss": 0.0})
+    with pytest.raises(ConfigError, match="RUN2 cannot be compared on these rows"):
+        one.against(replace(one, row_digests=["a", "c"]), "RUN2")
+
+
+def test_rows_that_got_worse_come_first():
+    def row(source, base, tuned):
+        metrics = {"base": {"exact_match": base}, "tuned": {"exact_match": tuned}}
+        return AnsweredRow(source=source, prompt="", expected="", answers={}, metrics=metrics)
+
+    rows = [row("same", 1.0, 1.0), row("better", 0.0, 1.0), row("worse", 1.0, 0.0)]
+    assert [each.source for each in worse_first(rows)] == ["worse", "same", "better"]

@@ -246,6 +246,11 @@ class Journal:
         self.result["test_split"] = evaluation.split
         self.result["test_rows"] = evaluation.num_rows
         self.result["test_rows_left_out"] = evaluation.num_left_out
+        if evaluation.verdicts:
+            self.result["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
+        if evaluation.forgetting is not None:
+            self.result["forgetting"] = evaluation.forgetting.as_record()
+            _log.info("%s", evaluation.forgetting)
         for model, scores in evaluation.scores.items():
             metrics = {"exact_match": None, "json_valid": None, **scores.metrics}
             in_subsets = {

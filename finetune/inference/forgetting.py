@@ -1,0 +1,163 @@
+"""Measure how far a tuned model has moved from its base on general prompts, which the run was not about."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from finetune.data.batches import pad
+from finetune.data.encoded import EncodedExample
+from finetune.data.templates import AnswerTokens, stop_ids
+from finetune.data.values import quote
+from finetune.distributed.runtime import Runtime
+from finetune.engine.reference import in_float64, logits_of_padded
+from finetune.errors import DataError
+from finetune.inference.decoding import Decoding, generate_answers, group_prompts
+from finetune.inference.prompts import encode_prompt, read_general_prompts
+from finetune.logs import waiting
+from finetune.model.base import evaluation_mode
+from finetune.runs.model_files import has_adapter
+from finetune.units import counted, format_duration
+
+if TYPE_CHECKING:
+    from finetune.inference.finished_run import LoadedRun
+
+_MAX_NEW_TOKENS = 32
+_AT_ONCE = 4
+"""Prompts that are answered together. After each such batch, the remaining time is predicted."""
+_LEAST_SECONDS = 5.0
+"""What the measurement is expected to take before anything is known."""
+_NUM_LISTED = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forgetting:
+    """The divergence of a tuned model from its base on the base's own greedy answers to general prompts."""
+
+    num_prompts: int = 0
+    divergence: float = 0.0
+    """KL(base || tuned) in nats per token: the mean over prompts of the mean over an answer's tokens."""
+    standard_error: float = 0.0
+    base_log_probability: float = 0.0
+    """Log-probability per token of the base's answers, the mean over prompts; likewise for the tuned model."""
+    tuned_log_probability: float = 0.0
+    most_changed: Sequence[tuple[str, float]] = ()
+    why_not: str = ""
+    """The reason why nothing was measured."""
+
+    def __str__(self) -> str:
+        """Return the result in a sentence."""
+        if self.why_not:
+            return f"What it forgot was not measured: {self.why_not}"
+        listed = ", ".join(f"{quote(prompt)} ({divergence:.2f})" for prompt, divergence in self.most_changed)
+        return (
+            f"What it forgot: {self.divergence:.4f} ± {self.standard_error:.4f} nats per token from the base, over "
+            f"{counted(self.num_prompts, 'general prompt')}. The log-probability of the base's own answers is "
+            f"{self.tuned_log_probability:.3f} per token; under the base it is {self.base_log_probability:.3f}. "
+            f"Most changed: {listed}"
+        )
+
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values: the sentence, and the reason or the numbers."""
+        return {"sentence": str(self), **({"why_not": self.why_not} if self.why_not else asdict(self))}
+
+
+def measure_forgetting(
+    runtime: Runtime,
+    tuned: LoadedRun,
+    general_prompts: str,
+    *,
+    base: LoadedRun | None = None,
+    has_random_base: bool = False,
+    max_seconds: float = math.inf,
+    is_alone: bool = False,
+) -> Forgetting | None:
+    """Measure KL(base || tuned) on the base's greedy answers to general prompts; None if there are to be none.
+
+    Both models are placed. Without `base`, the adapter is switched off. The measurement ends as soon as it is predicted
+    to take longer than `max_seconds`. Collective: every rank answers some of the prompts, unless `is_alone`.
+    """
+    prompts = read_general_prompts(general_prompts)
+    if not prompts:
+        return None
+    if has_random_base:
+        return Forgetting(why_not="the base has random weights, so it knows nothing that could be forgotten")
+    if runtime.placement.shard_size is not None:
+        return Forgetting(why_not="the weights are sharded; measure in processes that hold all weights")
+    if base is None and not has_adapter(tuned.model):
+        return Forgetting(why_not="every weight was trained: `finetune evaluate RUN` loads the base, and measures it")
+    reference = tuned.model if base is None else base.model
+    try:
+        ids, others = (
+            [encode_prompt(AnswerTokens(loaded.tokenizer), prompt) for prompt in prompts]
+            for loaded in (tuned, base or tuned)
+        )
+        if ids != others:
+            return Forgetting(why_not="the two models read the prompts as different tokens")
+        batches = group_prompts(reference, ids, batch_size=_AT_ONCE, max_new_tokens=_MAX_NEW_TOKENS)
+    except DataError as error:
+        return Forgetting(why_not=str(error))
+    rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
+    measured = [[0.0, 0.0, 0.0] for _ in ids]
+    begun, predicted = time.monotonic(), _LEAST_SECONDS
+    for number, rows in enumerate(own := batches[rank::world_size], start=1):
+        if predicted > max_seconds:
+            takes, limit = format_duration(predicted), format_duration(max_seconds)
+            why_not = (
+                f"it may take {takes}, and a tenth of the run's time is {limit}; `finetune evaluate RUN` measures it"
+            )
+            return Forgetting(why_not=why_not)
+        with waiting(f"measuring what it forgot, batch {number} of {len(own)}"):
+            for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
+                measured[row] = values
+        predicted = (time.monotonic() - begun) / number * len(own)
+    if world_size > 1:
+        sums = iter(runtime.collectives.sum([value for values in measured for value in values]))
+        measured = [list(values) for values in zip(sums, sums, sums, strict=True)]
+    divergences, of_base, of_tuned = zip(*measured, strict=True)
+    listed = sorted(range(len(ids)), key=lambda row: -divergences[row])[:_NUM_LISTED]
+    return Forgetting(
+        num_prompts=len(ids),
+        divergence=fmean(divergences),
+        standard_error=stdev(divergences) / math.sqrt(len(ids)) if len(ids) > 1 else 0.0,
+        base_log_probability=fmean(of_base),
+        tuned_log_probability=fmean(of_tuned),
+        most_changed=[(prompts[row].shown, divergences[row]) for row in listed],
+    )
+
+
+def _measure(
+    runtime: Runtime, tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]
+) -> Iterator[list[float]]:
+    """Yield, for each prompt, the divergence and the log-probabilities of the base's answer, as means over its tokens.
+
+    An answer includes the token that ends it.
+    """
+    model = tuned.model if base is None else base.model
+    as_base = tuned.model.disable_adapter if base is None else nullcontext
+    ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
+    decoding = Decoding(stop_ids=ends, max_new_tokens=_MAX_NEW_TOKENS, keeps_stop=True)
+    with as_base():
+        answers = generate_answers(model, prompts, decoding, batch_size=_AT_ONCE)
+    rows = [torch.tensor([*both[0], *both[1]]) for both in zip(prompts, answers, strict=True)]
+    targets = [torch.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    microbatch = pad([EncodedExample(*both) for both in zip(rows, targets, strict=True)])
+    with evaluation_mode(model), as_base():
+        before, labels = runtime.placement.forward(logits_of_padded, model, microbatch)
+    with evaluation_mode(tuned.model):
+        after, _ = runtime.placement.forward(logits_of_padded, tuned.model, microbatch)
+    size = min(before.shape[1], after.shape[1])  # one embedding may have more rows of padding
+    lengths = [len(answer) for answer in answers]
+    for of_base, of_tuned, ids in zip(*(torch.split(each, lengths) for each in (before, after, labels)), strict=True):
+        base_log, tuned_log = (in_float64(each[:, :size]).log_softmax(1) for each in (of_base, of_tuned))
+        divergence = (base_log.exp() * (base_log - tuned_log)).sum(1)
+        places = ids.unsqueeze(1).to(base_log.device)
+        chosen = (each.gather(1, places) for each in (base_log, tuned_log))
+        yield [float(values.mean()) for values in (divergence, *chosen)]

@@ -1,0 +1,178 @@
+"""Decide from the same rows whether one model is better than another: difference, interval, p-value, rows needed.
+
+Two tests, each with an interval that leaves out 0 exactly where p <= 0.05:
+
+- Values that are 0 or 1: the exact sign test (exact McNemar test) on the rows that differ. The interval is the product
+  of two Clopper-Pearson intervals: for the share of rows that differ, and for the share of better rows among them.
+- All other values: the symmetric bootstrap-t over rows (Hall, "On symmetric bootstrap confidence intervals", J. R.
+  Stat. Soc. B 50, 1988). The usual percentile bootstrap covers too little with few rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import NormalDist
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+LEVEL = 0.05
+LOWER_IS_BETTER = frozenset({"loss"})
+_RESAMPLES = 4_999
+_DRAWN_AT_ONCE = 2_000_000
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The paired comparison of two models by one metric."""
+
+    metric: str
+    difference: float
+    """The judged model minus the other one, in the metric's unit."""
+    low: float | None
+    """The 95 % interval of the difference; None where too few rows differ to bound it."""
+    high: float | None
+    p_value: float
+    num_better: int
+    num_worse: int
+    num_equal: int
+    rows_needed: int | None
+    """See `_rows_needed`; None if the difference is 0."""
+
+    @property
+    def result(self) -> Literal["better", "worse", "no difference"]:
+        """What these rows show at the 5 % level."""
+        if self.p_value > LEVEL:
+            return "no difference"
+        return "worse" if (self.difference > 0) == (self.metric in LOWER_IS_BETTER) else "better"
+
+    def is_worse_than(self, margin: float) -> bool:
+        """Return whether the whole interval lies beyond the margin on the bad side."""
+        if self.low is None or self.high is None:
+            return False
+        return self.low > margin if self.metric in LOWER_IS_BETTER else self.high < -margin
+
+    def __str__(self) -> str:
+        """Return a sentence without the metric's name."""
+        text: str = self.result
+        if self.p_value > LEVEL:
+            text += f" that {self.num_better + self.num_worse + self.num_equal:,} rows could show"
+            if self.rows_needed is not None:
+                text += f" (about {self.rows_needed:,} rows would show one of this size)"
+        interval = "unknown" if self.low is None else f"{self.low:+.4f} to {self.high:+.4f}"
+        counts = f"{self.num_better:,} rows better, {self.num_worse:,} worse, {self.num_equal:,} equal"
+        return f"{text}: {self.difference:+.4f}, 95 % interval {interval}, p = {self.p_value:.2g}; {counts}"
+
+    def as_record(self) -> dict[str, Any]:
+        """Return plain values, with the result and the sentence."""
+        return {**asdict(self), "result": self.result, "sentence": f"{self.metric}: {self}"}
+
+
+def compare(metric: str, judged: Sequence[float], other: Sequence[float], weights: Sequence[float] = ()) -> Verdict:
+    """Compare two models on the same rows.
+
+    Args:
+        metric: its name. The loss is better if it is lower, every other metric if it is higher.
+        judged: the values of the judged model, one for each row; at least two rows.
+        other: the values of the model that it is compared with.
+        weights: the size of each row, for a ratio of sums: `sum(values) / sum(weights)`. Empty: a mean over rows.
+    """
+    first, second = np.asarray(judged, np.float64), np.asarray(other, np.float64)
+    sizes = np.asarray(weights, np.float64) if len(weights) else np.ones(len(first))
+    delta = first - second
+    difference = float(delta.sum() / sizes.sum())
+    num_more, num_less = int((delta > 0).sum()), int((delta < 0).sum())
+    if not len(weights) and np.isin(np.concatenate([first, second]), (0.0, 1.0)).all():
+        low, high, p_value = _sign_test(num_more, num_less, len(delta))
+    else:
+        low, high, p_value = _bootstrap_t(delta, sizes)
+    num_better, num_worse = (num_less, num_more) if metric in LOWER_IS_BETTER else (num_more, num_less)
+    return Verdict(
+        metric=metric,
+        difference=difference,
+        low=low if math.isfinite(low) else None,
+        high=high if math.isfinite(high) else None,
+        p_value=p_value,
+        num_better=num_better,
+        num_worse=num_worse,
+        num_equal=len(delta) - num_more - num_less,
+        rows_needed=_rows_needed(delta, sizes),
+    )
+
+
+def _sign_test(num_more: int, num_less: int, num_rows: int) -> tuple[float, float, float]:
+    """Return the interval of the difference of two shares, and the p-value of the exact two-sided sign test.
+
+    The difference is d * (2 q - 1), where d is the share of rows that differ and q the share of them with more. Its
+    sign is that of q - 1/2, so the interval of q decides whether 0 is inside.
+    """
+    differing = num_more + num_less
+    tail = _tails(differing, 0.5)[max(num_more, num_less)]
+    low, high = 2 * _lower_limit(num_more, differing) - 1, 1 - 2 * _lower_limit(num_less, differing)
+    few, many = _lower_limit(differing, num_rows), 1 - _lower_limit(num_rows - differing, num_rows)
+    return low * (few if low > 0 else many), high * (few if high < 0 else many), min(1.0, 2 * float(tail))
+
+
+def _lower_limit(count: int, num_rows: int) -> float:
+    """Return the lower end of the exact interval of a share (Clopper and Pearson, Biometrika 26, 1934)."""
+    low, high = 0.0, count / max(num_rows, 1)
+    for _ in range(50 if count else 0):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _tails(num_rows, middle)[count] > LEVEL / 2 else (middle, high)
+    return low
+
+
+def _tails(n: int, share: float) -> Floats:
+    """Return P(X >= k) for k from 0 to n, where X is binomial."""
+    k = np.arange(n + 1)
+    choose = np.concatenate([[0.0], np.cumsum(np.log((n - k[1:] + 1) / k[1:]))])
+    weights: Floats = np.exp(choose + k * math.log(share) + (n - k) * math.log1p(-share))
+    tails: Floats = np.cumsum(weights[::-1])[::-1]
+    return tails
+
+
+def _bootstrap_t(delta: Floats, sizes: Floats) -> tuple[float, float, float]:
+    """Return the symmetric bootstrap-t interval and p-value of sum(delta) / sum(sizes), with a fixed seed."""
+    if not delta.any():
+        return 0.0, 0.0, 1.0
+    estimate, error = (float(value[0]) for value in _ratio(delta[None], sizes[None]))
+    random, n = np.random.default_rng(0), len(delta)
+    at_random = np.empty(0)
+    while (num_left := _RESAMPLES - len(at_random)) > 0:
+        rows = random.integers(n, size=(min(num_left, max(1, _DRAWN_AT_ONCE // n)), n))
+        mean, spread = _ratio(delta[rows], sizes[rows])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            at_random = np.append(at_random, np.abs(mean - estimate) / spread)
+    # A resample of equal rows has no spread. It counts as far away, so too few differing rows show nothing.
+    at_random[np.isnan(at_random)] = np.inf
+    observed = abs(estimate) / error if error else 0.0
+    p_value = (1 + int((at_random >= observed).sum())) / (_RESAMPLES + 1)
+    reach = error * float(np.sort(at_random)[-int(LEVEL * (_RESAMPLES + 1))])
+    return estimate - reach, estimate + reach, p_value
+
+
+def _ratio(delta: Floats, sizes: Floats) -> tuple[Floats, Floats]:
+    """Return sum(delta) / sum(sizes) of each sample, (samples, rows), and its standard error by linearisation."""
+    total, n = sizes.sum(1), delta.shape[1]
+    ratio = delta.sum(1) / total
+    return ratio, np.sqrt(((delta - ratio[:, None] * sizes) ** 2).sum(1) * n / (n - 1)) / total
+
+
+def _rows_needed(delta: Floats, sizes: Floats) -> int | None:
+    """Return how many rows show a difference of this size in 80 of 100 cases, by a two-sided test at 5 %.
+
+    n = (z(0.975) * sqrt(m) + z(0.8) * sqrt(v))^2 / difference^2, where m is the mean square of the differences of rows
+    and v their variance (Connor, "Sample size for testing differences in proportions for the paired-sample design",
+    Biometrics 43, 1987, which has it for shares).
+    """
+    estimate, error = (float(value[0]) for value in _ratio(delta[None], sizes[None]))
+    if estimate == 0:
+        return None
+    square, variance = float((delta**2).mean() / sizes.mean() ** 2), len(delta) * error**2
+    z = NormalDist().inv_cdf
+    root = z(1 - LEVEL / 2) * math.sqrt(square) + z(0.8) * math.sqrt(variance)
+    return max(2, math.ceil((root / estimate) ** 2))

@@ -1,0 +1,105 @@
+"""The verdict is right where the effect is large, and wrong no more often than its level where there is none."""
+
+import numpy as np
+import pytest
+
+from finetune.inference.verdict import LEVEL, compare
+
+NUM_SEEDS = 100
+MOST_WRONG = 12
+"""Of 100 seeds at a level of 5 %, more are wrong with a probability of 0.1 %."""
+
+
+def shares(rng, effect, n=40):
+    """Right or wrong answers; `effect` of the rows change, a few at random."""
+    other = (rng.random(n) < 0.5).astype(float)
+    judged = np.where(rng.random(n) < 0.2, (rng.random(n) < 0.5).astype(float), other)
+    is_changed = rng.random(n) < abs(effect)
+    return np.where(is_changed, float(effect > 0), judged), np.where(is_changed, float(effect < 0), other), ()
+
+
+def scores(rng, effect, n=24):
+    """Half of the rows are answered equally, as with a token F1."""
+    other = rng.beta(2, 2, n)
+    return np.where(rng.random(n) < 0.5, other, other + rng.normal(effect, 0.2, n)), other, ()
+
+
+def losses(rng, effect, n=24):
+    """Nats of rows with very different numbers of targets."""
+    sizes = rng.integers(2, 300, n).astype(float)
+    other = rng.gamma(4, 0.4, n)
+    return (other - effect + rng.standard_t(4, n) * 0.2) * sizes, other * sizes, sizes
+
+
+PLANTED = {"exact_match": (shares, 0.5), "token_f1": (scores, 0.4), "loss": (losses, 0.4)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("metric", PLANTED)
+@pytest.mark.parametrize("planted", ["better", "worse", "no difference"])
+def test_a_planted_difference_is_found_and_none_is_invented(metric, planted):
+    make, size = PLANTED[metric]
+    effect = {"better": size, "worse": -size, "no difference": 0.0}[planted]
+    found = []
+    for seed in range(NUM_SEEDS):
+        judged, other, weights = make(np.random.default_rng(seed), effect)
+        verdict = compare(metric, judged, other, weights)
+        found.append(verdict.result)
+        is_outside = verdict.low is not None and not verdict.low <= 0 <= verdict.high
+        assert is_outside == (verdict.p_value <= LEVEL), "interval and test agree"
+        assert verdict.is_worse_than(0) == (verdict.result == "worse")
+    wrong = NUM_SEEDS - found.count(planted)
+    assert wrong <= (MOST_WRONG if planted == "no difference" else 0.05 * NUM_SEEDS)
+
+
+def compare_shares(num_better, num_worse, num_rows):
+    other = [0.0] * num_better + [1.0] * (num_rows - num_better)
+    judged = [1.0] * num_better + [0.0] * num_worse + [1.0] * (num_rows - num_better - num_worse)
+    return compare("exact_match", judged, other)
+
+
+@pytest.mark.parametrize(("num_better", "num_worse", "p_value"), [(6, 0, 2 / 64), (5, 0, 2 / 32), (7, 1, 18 / 256)])
+def test_shares_have_the_exact_sign_test_and_an_interval_that_agrees(num_better, num_worse, p_value):
+    verdict = compare_shares(num_better, num_worse, 40)
+    assert verdict.p_value == pytest.approx(p_value)
+    assert (verdict.low > 0) == (p_value <= LEVEL)
+    assert verdict.low <= verdict.difference == (num_better - num_worse) / 40 <= verdict.high
+    assert (verdict.num_better, verdict.num_worse) == (num_better, num_worse)
+    assert verdict.num_equal == 40 - num_better - num_worse
+
+
+def test_rows_needed_are_those_of_connor():
+    # (1.96 * sqrt(0.4) + 0.8416 * sqrt(0.36))^2 / 0.04 = 76.1; the variance is estimated with n - 1.
+    assert compare_shares(300, 100, 1000).rows_needed == 77
+    verdict = compare_shares(6, 2, 20)
+    assert "no difference that 20 rows could show (about 78 rows would show one of this size)" in str(verdict)
+
+
+def test_equal_rows_show_nothing_and_bound_the_difference():
+    verdict = compare_shares(0, 0, 40)
+    assert (verdict.p_value, verdict.rows_needed, verdict.num_equal) == (1.0, None, 40)
+    assert verdict.high == -verdict.low == pytest.approx(1 - 0.025 ** (1 / 40))
+    same = compare("token_f1", [0.3, 0.7], [0.3, 0.7])
+    assert (same.low, same.high, same.result) == (0.0, 0.0, "no difference")
+
+
+def test_two_rows_decide_nothing():
+    verdict = compare("token_f1", [0.9, 0.8], [0.1, 0.2])
+    assert verdict.result == "no difference"
+    assert (verdict.low, verdict.high) == (None, None)
+    assert not verdict.is_worse_than(0)
+    assert "interval unknown" in str(verdict)
+
+
+def test_a_lower_loss_is_better_and_a_margin_shields_a_small_one():
+    sizes = [float(n) for n in range(10, 50)]
+    other = [2.0 * n for n in sizes]
+    change = [0.1 * n * (0.9 + 0.01 * (n % 20)) for n in sizes]
+    lower, higher = ([value + sign * by for value, by in zip(other, change, strict=True)] for sign in (-1, 1))
+    better, worse = compare("loss", lower, other, sizes), compare("loss", higher, other, sizes)
+    assert (better.result, better.num_better) == ("better", 40)
+    assert (worse.result, worse.num_worse) == ("worse", 40)
+    assert worse.is_worse_than(0.05)
+    assert not worse.is_worse_than(0.1)
+    assert not better.is_worse_than(0)
+    assert worse.as_record()["sentence"].startswith("loss: worse: +0.")
