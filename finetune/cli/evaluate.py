@@ -29,8 +29,9 @@ from finetune.terminal import print_json, print_table, shown_folder
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from finetune.distributed.runtime import Runtime
     from finetune.inference.answer_metrics import Metric
-    from finetune.inference.finished_run import FinishedRun
+    from finetune.inference.finished_run import FinishedRun, LoadedRun
     from finetune.inference.harness import Results
     from finetune.inference.scores import Evaluation
 
@@ -198,9 +199,10 @@ def _measure(
     limits: Mapping[str, float],
     report: Callable[[Evaluation], None],
 ) -> None:
-    """Launch the processes, load the run and measure it, and in place of its base `other`: another run, or its base.
+    """Launch the processes and measure the run. The main process reports the evaluation.
 
-    The main process reports the evaluation.
+    `other` is the model to compare with: another run, or the base of a run that trained every weight. None: the base,
+    by switching the adapter off.
 
     Raises:
         WorseError: on all ranks, if the run is worse than the limits allow.
@@ -233,32 +235,40 @@ def _measure(
             rows_of_run=run.fingerprints.get(f"data.{split}"),
             other_records=trained,
         )
-        second = None
-        if other is not None:
-            is_base = other.folder is run.folder
-            try:
-                second = read_finished_run(runtime, other)
-            except ModelError as error:
-                if not is_base:
-                    raise
-                wanted, used = "the base of the run as well", "the tuned model alone"
-                fallback = Fallback(what="testing.compare_base", wanted=wanted, used=used, why=str(error))
-                runtime.fallbacks.take(fallback)
+        second = None if other is None else _load_other(runtime, run, other)
         if other is not None and second is not None:
+            # The rows of RUN, as the other model reads them.
             data = config.data.model_copy(update={"chat_template": other.config.data.chat_template})
             same = {"data": data, "testing": config.testing, "validation": config.validation}
             there = other.config.model_copy(update=same)
             theirs = measure_split(runtime, there, second, split, metrics, other_records=trained)
-            name = "base" if is_base else str(shown_folder(other.folder.path))
+            name = "base" if other.folder is run.folder else str(shown_folder(other.folder.path))
             evaluation = evaluation.against(theirs, name)
         is_random, prompts = run.base_model.init == "random", config.testing.general_prompts
-        forgetting = measure_forgetting(runtime, loaded, prompts, base=second, has_random_base=is_random)
+        compared_with = "the base" if evaluation.other_name == "base" else evaluation.other_name
+        forgetting = measure_forgetting(
+            runtime, loaded, prompts, base=second, base_name=compared_with, has_random_base=is_random
+        )
         evaluation = replace(evaluation, forgetting=forgetting)
         with runtime.collectives.failing_together("judging the run"):  # the others wait for the report
             if runtime.is_main_process:
                 report(evaluation)
                 if worse := evaluation.exceeded(limits):
                     raise WorseError("\n  ".join(worse))
+
+
+def _load_other(runtime: Runtime, run: FinishedRun, other: FinishedRun) -> LoadedRun | None:
+    """Load the model to compare with. The base of a run that trained every weight may be gone: None, as a fallback."""
+    from finetune.inference.finished_run import read_finished_run
+
+    try:
+        return read_finished_run(runtime, other)
+    except ModelError as error:
+        if other.folder is not run.folder:
+            raise
+        wanted, used = "the base of the run as well", "the tuned model alone"
+        runtime.fallbacks.take(Fallback(what="testing.compare_base", wanted=wanted, used=used, why=str(error)))
+        return None
 
 
 def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Results:

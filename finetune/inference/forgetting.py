@@ -41,6 +41,8 @@ _NUM_LISTED = 3
 class Forgetting:
     """The divergence of a tuned model from its base on the base's own greedy answers to general prompts."""
 
+    base_name: str = "the base"
+    """The model that the tuned one is compared with, as it is named in sentences."""
     num_prompts: int = 0
     divergence: float = 0.0
     """KL(base || tuned) in nats per token: the mean over prompts of the mean over an answer's tokens."""
@@ -57,10 +59,11 @@ class Forgetting:
         if self.why_not:
             return f"What it forgot was not measured: {self.why_not}"
         listed = ", ".join(f"{quote(prompt)} ({divergence:.2f})" for prompt, divergence in self.most_changed)
+        base, count = self.base_name, counted(self.num_prompts, "general prompt")
         return (
-            f"What it forgot: {self.divergence:.4f} ± {self.standard_error:.4f} nats per token from the base, over "
-            f"{counted(self.num_prompts, 'general prompt')}. The log-probability of the base's own answers is "
-            f"{self.tuned_log_probability:.3f} per token; under the base it is {self.base_log_probability:.3f}. "
+            f"What it forgot: over {count}, the model diverges from {base} by {self.divergence:.4f} ± "
+            f"{self.standard_error:.4f} nats per token. It gives the answers of {base} a log-probability of "
+            f"{self.tuned_log_probability:.3f} per token; {base} itself gives them {self.base_log_probability:.3f}. "
             f"Most changed: {listed}"
         )
 
@@ -75,6 +78,7 @@ def measure_forgetting(
     general_prompts: str,
     *,
     base: LoadedRun | None = None,
+    base_name: str = "the base",
     has_random_base: bool = False,
     max_seconds: float = math.inf,
     is_alone: bool = False,
@@ -124,6 +128,7 @@ def measure_forgetting(
     divergences, of_base, of_tuned = zip(*measured, strict=True)
     listed = sorted(range(len(ids)), key=lambda row: -divergences[row])[:_NUM_LISTED]
     return Forgetting(
+        base_name=base_name,
         num_prompts=len(ids),
         divergence=fmean(divergences),
         standard_error=stdev(divergences) / math.sqrt(len(ids)) if len(ids) > 1 else 0.0,
