@@ -95,6 +95,12 @@ class RunFailedError(FinetuneError):
         self.fault = fault
 
 
+class RequirementError(FinetuneError):
+    """A requirement that the user stated does not hold."""
+
+    exit_code = 3
+
+
 class ServerError(RunFailedError):
     """The server that answers prompts is gone, or its answer cannot be used. The loop saves a checkpoint first.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import chain
 
@@ -35,6 +35,7 @@ def measure_split(
     recorded: RowRecord | None = None,
     has_same_data: bool = False,
     rows_of_run: str | None = None,
+    select: Callable[[EncodedExamples], EncodedExamples] = lambda examples: examples,
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
 
@@ -49,6 +50,7 @@ def measure_split(
         recorded: the rows that the run recorded; None if it recorded none.
         has_same_data: whether the configuration names the data of the run. The rows are then compared with its own.
         rows_of_run: for a run that recorded no rows: the fingerprint of its split. None: not known.
+        select: chooses among the rows that the model was not trained on.
 
     Raises:
         ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed
@@ -81,6 +83,8 @@ def measure_split(
         fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
         warning = f"the {split} rows are not those of the run, so training rows may be among them: {why}"
         runtime.fallbacks.take(fallback, warning=warning)
+    num_trained = None if recorded is None else num_rows - len(examples)
+    examples = select(examples)
     if config.validation.by is not None:
         examples = by_column(config.data, config.validation.by, {split: examples})[split]
     runtime.collectives.refuse_differences(f"the {split} rows", examples.fingerprint)
@@ -93,7 +97,6 @@ def measure_split(
         collate=forward.collate,
     )
     evaluation = evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
-    num_trained = None if recorded is None else num_rows - len(examples)
     return replace(evaluation, num_trained=num_trained, changes=changes)
 
 
