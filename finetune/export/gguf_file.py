@@ -19,11 +19,10 @@ _INT, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
 _MOST_ITEMS = 1 << 24
 """The most items of an array: vocabularies have fewer tokens."""
 _MOST_ALIGNMENT = 1 << 16
-TENSOR_TYPES = {
-    **{0: "f32", 1: "f16", 2: "q4_0", 3: "q4_1", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"},
-    **{10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k"},
+TENSOR_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"} | {
+    **{10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k"}
 }
-"""The names of the types of tensors. Source: `ggml_type` in ggml/include/ggml.h."""
+"""The names of the types of tensors, by `ggml_type` in ggml/include/ggml.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
