@@ -22,6 +22,7 @@ from finetune.cli.run_options import (
     refuse_several_processes,
 )
 from finetune.logs import configure_logs, importing, waiting
+from finetune.signals import raise_at_once, stop_signals_go_to
 from finetune.terminal import print_table, say
 from finetune.units import counted, format_bytes
 
@@ -357,7 +358,8 @@ def _export_smallest(run: FinishedRun, out: Path, gguf: Gguf, keep: float) -> No
     from finetune.errors import RequirementError
     from finetune.export.smallest import find_smallest
 
-    search = find_smallest(run, out, gguf, keep=keep)
+    with stop_signals_go_to(raise_at_once):  # SIGTERM too leaves no temporary file behind
+        search = find_smallest(run, out, gguf, keep=keep)
     rows = []
     for name, size, loss, equal, holds in search.tries:
         change, share = f"{loss / search.loss - 1:+.1%}", f"{equal} of {search.num_answers}"

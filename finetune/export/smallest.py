@@ -147,7 +147,9 @@ def by_expected_size(model: Path) -> list[str]:
     """Return the names of all types, the one expected to make the smallest file of a merged model first."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    embeddings = config["vocab_size"] * config["hidden_size"] * (1 if config.get("tie_word_embeddings") else 2)
+    embeddings = (
+        config.get("vocab_size", 0) * config.get("hidden_size", 0) * (1 if config.get("tie_word_embeddings") else 2)
+    )
     linear = max(0, num_bytes / (4 if config.get("dtype") == "float32" else 2) - embeddings)
     return sorted(BITS, key=lambda name: BITS[name][0] * linear + BITS[name][1] * embeddings)
 

@@ -277,7 +277,9 @@ def run_with_rows(tmp_path_factory) -> SimpleNamespace:
     folder = tmp_path_factory.mktemp("with-rows")
     (folder / "rows").mkdir()
     for split, number in (("train", 200), ("validation", 6)):
-        chats = [[("user", f"Please send {n} crates for {split}."), ("assistant", f"{n} crates")] for n in range(number)]
+        chats = [
+            [("user", f"Please send {n} crates for {split}."), ("assistant", f"{n} crates")] for n in range(number)
+        ]
         rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
         (folder / "rows" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = (f"data.path={folder / 'rows'}", f"data.cache_dir={folder / 'cache'}", "testing.max_new_tokens=8")
