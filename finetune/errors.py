@@ -95,8 +95,8 @@ class RunFailedError(FinetuneError):
         self.fault = fault
 
 
-class WorseError(FinetuneError):
-    """`finetune evaluate` found the run worse than `--fail-if-worse` allows."""
+class RequirementError(FinetuneError):
+    """A requirement that the user stated does not hold: `evaluate --fail-if-worse`, `export --smallest`."""
 
     exit_code = 3
 

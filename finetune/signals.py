@@ -161,6 +161,11 @@ def end_with_parent(number: signal.Signals) -> None:
         _prctl(_PR_SET_PDEATHSIG, number)
 
 
+def raise_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """Handle a signal by ending the command, whose temporary files are removed; see `stop_signals_go_to`."""
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+
+
 @contextmanager
 def ignore_stop_signals(*, for_good: bool = False) -> Iterator[None]:
     """Within the block, ignore stop signals, because the process is ending already.

@@ -21,7 +21,7 @@ from finetune.cli.run_options import (
     log_as_this_rank,
     refuse_missing_folder,
 )
-from finetune.errors import ConfigError, ModelError, RunFailedError, WorseError
+from finetune.errors import ConfigError, ModelError, RequirementError, RunFailedError
 from finetune.fallbacks import Fallback
 from finetune.logs import importing
 from finetune.terminal import print_json, print_table, shown_folder
@@ -205,7 +205,7 @@ def _measure(
     by switching the adapter off.
 
     Raises:
-        WorseError: on all ranks, if the run is worse than the limits allow.
+        RequirementError: on all ranks, if the run is worse than the limits allow.
     """
     with importing():
         from finetune.distributed.launch import launch
@@ -213,7 +213,7 @@ def _measure(
         from finetune.inference.forgetting import measure_forgetting
         from finetune.inference.prompts import read_general_prompts
         from finetune.runs.row_record import read_row_record
-        from finetune.training.measuring import measure_split
+        from finetune.training.measuring import KnownRows, measure_split
 
     read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
     recorded = read_row_record(run.folder)
@@ -224,24 +224,15 @@ def _measure(
         config = config.model_copy(update={"testing": config.testing.model_copy(update={"compare_base": False})})
     with launch(config, trains=False) as runtime:
         loaded = read_finished_run(runtime, run)
-        evaluation = measure_split(
-            runtime,
-            config,
-            loaded,
-            split,
-            metrics,
-            recorded=recorded,
-            has_same_data=_keeps_data(run),
-            rows_of_run=run.fingerprints.get(f"data.{split}"),
-            other_records=trained,
-        )
+        known = KnownRows(recorded, _keeps_data(run), run.fingerprints.get(f"data.{split}"), others=trained)
+        evaluation = measure_split(runtime, config, loaded, split, metrics, known)
         second = None if other is None else _load_other(runtime, run, other)
         if other is not None and second is not None:
             # The rows of RUN, as the other model reads them.
             data = config.data.model_copy(update={"chat_template": other.config.data.chat_template})
             same = {"data": data, "testing": config.testing, "validation": config.validation}
             there = other.config.model_copy(update=same)
-            theirs = measure_split(runtime, there, second, split, metrics, other_records=trained)
+            theirs = measure_split(runtime, there, second, split, metrics, KnownRows(others=trained))
             name = "base" if other.folder is run.folder else str(shown_folder(other.folder.path))
             evaluation = evaluation.against(theirs, name)
         is_random, prompts = run.base_model.init == "random", config.testing.general_prompts
@@ -254,7 +245,7 @@ def _measure(
             if runtime.is_main_process:
                 report(evaluation)
                 if worse := evaluation.exceeded(limits):
-                    raise WorseError("\n  ".join(worse))
+                    raise RequirementError("\n  ".join(worse))
 
 
 def _load_other(runtime: Runtime, run: FinishedRun, other: FinishedRun) -> LoadedRun | None:

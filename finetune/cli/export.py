@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,15 +22,18 @@ from finetune.cli.run_options import (
     refuse_several_processes,
 )
 from finetune.logs import configure_logs, importing, waiting
+from finetune.signals import raise_at_once, stop_signals_go_to
 from finetune.terminal import print_table, say
-from finetune.units import format_bytes
+from finetune.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from finetune.export.compressed_folder import SchemeName
-    from finetune.export.gguf import Exported
+    from finetune.export.gguf import Exported, Gguf
     from finetune.export.onnx_served import OnnxType
+    from finetune.inference.finished_run import FinishedRun
 
-_TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0"), "--onnx": ("f32", "int4")}
+_QUANTIZED = ("q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k")
+_TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0", *_QUANTIZED), "--onnx": ("f32", "int4")}
 """The types of weights that each format can store."""
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
@@ -94,7 +98,7 @@ def export(
         Path,
         typer.Argument(
             metavar="MODEL",
-            help="A folder that `finetune merge` wrote; with --lora or --compress, a run's.",
+            help="A folder that `finetune merge` wrote; with --lora, --compress, --imatrix or --smallest, a run's.",
             show_default=False,
         ),
     ],
@@ -110,14 +114,37 @@ def export(
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Build an ONNX model for onnxruntime-genai.")] = False,
     weight_type: Annotated[
-        Literal["auto", "f32", "f16", "bf16", "q8_0", "int4"],
+        Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "int4"],
         typer.Option(
             "--type",
             metavar="TYPE",
-            help="The type of the weights: f32, f16, bf16 or q8_0 with --gguf, f32 or int4 with --onnx. `auto` is the "
-            "model's 16-bit type in a GGUF file, and f32 in an ONNX model.",
+            help="The type of the weights. With --gguf: f32, f16, bf16, q8_0, and by llama.cpp's quantizer q2_k, "
+            "q3_k_m, q4_0, q4_k_m, q5_k_m or q6_k. With --onnx: f32 or int4. `auto` is the model's 16-bit type in a "
+            "GGUF file, and f32 in an ONNX model.",
         ),
     ] = "auto",
+    imatrix: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="For llama.cpp's quantizer: an importance matrix from N training rows of the run MODEL.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    smallest: Annotated[
+        bool,
+        typer.Option("--smallest", help="Keep the smallest file of all types that still answers as the run MODEL."),
+    ] = False,
+    keep: Annotated[
+        float | None,
+        typer.Option(
+            help="--smallest: the share of greedy answers that must equal the run's. Default: 0.99.",
+            min=0,
+            max=1,
+            show_default=False,
+        ),
+    ] = None,
     compress: Annotated[
         Literal["fp8", "w8a8", "w4a16"] | None,
         typer.Option(
@@ -161,6 +188,8 @@ def export(
     With --compress, merge a run, compress it for vLLM, and compare the compressed model with the run.
 
     With --gguf --lora, export a run's adapter instead: OUT/adapter.gguf, OUT/base.gguf and OUT/Modelfile.
+
+    With --smallest, try all types on a run from small to large, and keep the first that answers as the run does.
     """
     refuse_several_processes("export")
     rules = OptionRules(
@@ -178,16 +207,26 @@ def export(
             "--max-difference": max_difference,
             "--allow-differences": allow_differences,
             f"--type {weight_type}": weight_type != "auto",
+            "--imatrix": imatrix,
+            "--smallest": smallest,
+            "--keep": keep,
         }
     )
+    every = (*_TYPES, "--compress", "--lora", f"--type {weight_type}")
+    rules.exclude("--smallest", *every, because="--smallest tries all types and formats. Leave the others out.")
+    rules.exclude("--lora", *map("--type {}".format, _QUANTIZED), because="merge the adapter, and export that folder.")
+    rules.need("--imatrix", *map("--type {}".format, _QUANTIZED), "--smallest")
+    rules.need("--keep", "--smallest")
     for option, others in (("--gguf", ("--onnx", "--compress")), ("--onnx", ("--compress",))):
         rules.exclude(option, *others, because="a folder has one format. Run finetune export twice.")
     rules.need("--rows", "--compress")
     rules.need(f"--type {weight_type}", *(option for option, types in _TYPES.items() if weight_type in types))
-    for option in ("--lora", "--llama-cpp", "--base", "--no-modelfile"):
+    for option in ("--llama-cpp", "--base"):
+        rules.need(option, "--gguf", "--smallest")
+    for option in ("--lora", "--no-modelfile"):
         rules.need(option, "--gguf")
     rules.need("--adapter-only", "--lora")
-    rules.need("--set", "--lora", "--compress")
+    rules.need("--set", "--lora", "--compress", "--imatrix", "--smallest")
     rules.need("--max-difference", "--onnx")
     rules.need("--allow-differences", "--gguf", "--onnx")
     configure_logs(rank=0)
@@ -199,18 +238,27 @@ def export(
         _export_onnx(model_folder, out, int4_or_f32, max_difference, allow_differences)
         return
     with importing():
-        from finetune.export.gguf import Gguf, export_model, find_converter
+        from finetune.export.compress import find_quantizer
+        from finetune.export.gguf import Gguf, export_model, export_run, find_converter
         from finetune.export.gguf_lora import export_lora
         from finetune.inference.finished_run import find_run
 
-    conversion = None
-    if gguf:
+    conversion, run = None, None
+    if lora or smallest or imatrix is not None:
+        run = find_run(model_folder, settings or [], is_alone=True)
+    if gguf or smallest:
         converter, gguf_type = find_converter(llama_cpp, os.environ), "auto" if weight_type == "int4" else weight_type
         conversion = Gguf(converter=converter, weight_type=gguf_type, base=base, allows_differences=allow_differences)
+        if smallest or gguf_type in _QUANTIZED:
+            conversion = replace(conversion, quantizer=find_quantizer(converter.parent, run, imatrix))
+    if smallest and run and conversion:
+        _export_smallest(run, out, conversion, 0.99 if keep is None else keep)
+        return
     with waiting(f"exporting to {out}"):
-        if lora and conversion:
-            run = find_run(model_folder, settings or [], is_alone=True)
+        if lora and run and conversion:
             exported = export_lora(run, out, gguf=conversion, with_base=not adapter_only, with_modelfile=modelfile)
+        elif run and conversion:
+            exported = export_run(run, out, gguf=conversion, with_modelfile=modelfile)
         else:
             exported = export_model(model_folder, out, gguf=conversion, with_modelfile=modelfile)
     _say_exported(exported, out, is_gguf=gguf)
@@ -271,6 +319,7 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
         say(f"The GGUF file holds {exported.num_tensors} tensors.")
     if is_gguf:
         say(exported.token_ids)
+        say(f"Note: {exported.note}.") if exported.note else None
         say(f"Next: finetune verify {out}")
     if (out.expanduser() / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")
@@ -303,6 +352,36 @@ def _export_onnx(
     for mismatch in verified.mismatches:
         _log.warning("kept though it differs: %s", mismatch)
     say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
+
+
+def _export_smallest(run: FinishedRun, out: Path, gguf: Gguf, keep: float) -> None:
+    from finetune.errors import RequirementError
+    from finetune.export.smallest import find_smallest
+
+    with stop_signals_go_to(raise_at_once):  # SIGTERM too leaves no temporary file behind
+        search = find_smallest(run, out, gguf, keep=keep)
+    rows = []
+    for name, size, loss, equal, holds in search.tries:
+        change, share = f"{loss / search.loss - 1:+.1%}", f"{equal} of {search.num_answers}"
+        rows.append(
+            [
+                name,
+                format_bytes(size),
+                f"{loss:.4f}",
+                change,
+                share,
+                "yes, kept" if search.kept and name == search.kept.name else "yes" if holds else "no",
+            ]
+        )
+    head = ("type", "size", "loss", "change", "equal answers", "holds")
+    title = f"{run.folder.path}: loss {search.loss:.4f} on {counted(search.num_rows, 'validation row')}"
+    print_table(head, rows, right=head[1:5], title=title)
+    if search.kept is None:
+        raise RequirementError(
+            f"no type has {keep:.0%} equal greedy answers and a loss at most 1 % higher, so nothing was written to "
+            f"{out}. Lower --keep, add --imatrix, or serve the merged folder."
+        )
+    say(f"Written to {out}, with its certificate. Next: finetune verify {out}")
 
 
 def _export_compressed(

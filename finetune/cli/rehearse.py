@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.run_options import refuse_several_processes
 from finetune.logs import configure_logs, importing
 from finetune.runs.default_folder import with_chosen_folder
-from finetune.signals import Terminated, stop_signals_go_to
+from finetune.signals import raise_at_once, stop_signals_go_to
 from finetune.terminal import print_json, say
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ def rehearse_from_overrides(
     if device is not None:
         read_device(device)  # refuses a name that is not known before anything is run
     # A signal leaves neither the folder nor a process of a stage behind.
-    with stop_signals_go_to(_stop):
+    with stop_signals_go_to(raise_at_once):
         rehearsal = Rehearsal(config=config, arguments=overrides, folder=make_folder(config), device=device, **sizes)
         try:
             rehearsal.run()
@@ -55,10 +53,6 @@ def rehearse_from_overrides(
         _show(rehearsal)
     sys.stdout.flush()
     return code
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
 
 def _show(rehearsal: Rehearsal) -> None:

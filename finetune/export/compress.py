@@ -6,15 +6,17 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedSplits
+from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.distributed.launch import launch
+from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, ModelError
 from finetune.export import compressor
 from finetune.export.compressed_folder import (
@@ -29,6 +31,7 @@ from finetune.export.merge import write_merged
 from finetune.export.model_card import Compressed, merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32
+from finetune.export.quantizing import Quantizer, find_program
 from finetune.export.vectors import (
     Vectors,
     digest_files,
@@ -38,11 +41,12 @@ from finetune.export.vectors import (
     write_vectors,
 )
 from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
+from finetune.inference.scores import Evaluation
 from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
 from finetune.runs.row_record import read_row_record
-from finetune.training.measuring import measure_split
+from finetune.training.measuring import KnownRows, measure_split
 
 PYTHON = "FINETUNE_LLMCOMPRESSOR"
 """Names the Python of an environment that has llm-compressor. Without it, it must be installed beside finetune."""
@@ -63,7 +67,12 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
         RunFailedError: the disk has too little room or failed, or the merged model is not the tuned one.
     """
     out = refuse_taken(out)
-    _refuse_unsupported(run)
+    refuse_rows_without_answer(run)
+    if hasattr(read_model_config(run.config.model), "num_local_experts"):
+        raise ModelError(
+            "this model is a mixture of experts, whose compressed form was not tried. Serve the merged folder, or "
+            "compress it with llm-compressor itself."
+        )
     python = find_llm_compressor()
     refuse_no_compressed_tensors()
     # Before the merge, which takes longer: the rows may be gone.
@@ -118,19 +127,35 @@ def draw_rows(splits: EncodedSplits, num_rows: int, seed: int) -> list[list[int]
     return [train[row].input_ids.tolist() for row in chosen]
 
 
-def _refuse_unsupported(run: FinishedRun) -> None:
-    """Refuse runs that cannot be compared, and models that were not tried."""
+def find_quantizer(llama_cpp: Path, run: FinishedRun | None, num_rows: int | None) -> Quantizer:
+    """Find llama.cpp's quantizer. With `num_rows`, draw training rows of the run for an importance matrix.
+
+    Raises:
+        ConfigError: a program is missing, or the run's rows have no single answer.
+        DataError: the run's rows are not there any more.
+    """
+    program = find_program("llama-quantize", llama_cpp)
+    if run is None or num_rows is None:
+        return Quantizer(program=program, is_strict=run is not None and run.config.strict)
+    refuse_rows_without_answer(run)
+    imatrix_program, tokenizer = find_program("llama-imatrix", llama_cpp), build_run_tokenizer(run.config)
+    splits = encode_examples(load_examples(run.config.data), tokenizer, run.config.data)
+    rows = tuple(str(tokenizer.decode(ids)) for ids in draw_rows(splits, num_rows, run.config.seed))
+    return Quantizer(program=program, imatrix_program=imatrix_program, rows=rows, is_strict=run.config.strict)
+
+
+def refuse_rows_without_answer(run: FinishedRun) -> None:
+    """Refuse runs on rows that have several answers, or a label.
+
+    Raises:
+        ConfigError: says what to do instead.
+    """
     rows = OBJECTIVES[run.config.training.objective].rows
     if rows in ("pairs", "labelled"):
         raise ConfigError(
             f"{run.folder.path} was trained with training.objective={run.config.training.objective}, and a compressed "
             "model is calibrated and measured on rows with one answer each. Merge the run, and compress the folder "
-            "with llm-compressor itself."
-        )
-    if hasattr(read_model_config(run.config.model), "num_local_experts"):
-        raise ModelError(
-            "this model is a mixture of experts, whose compressed form was not tried. Serve the merged folder, or "
-            "compress it with llm-compressor itself."
+            "with llm-compressor or llama.cpp itself."
         )
 
 
@@ -178,20 +203,30 @@ def _own_vectors(writer: FolderWriter, known: Vectors) -> tuple[Vectors, LogitDi
     return own, compare_logits(own.logits, known.logits)
 
 
-def _measure(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[str, Any]:
-    """Measure the run and the compressed model on the validation split, as `finetune evaluate` does."""
-    if not has_validation:
-        return {}
+def measure_run(
+    run: FinishedRun,
+    select: Callable[[EncodedExamples], EncodedExamples] = lambda examples: examples,
+    *,
+    load: Callable[[Runtime, FinishedRun], LoadedRun] = read_finished_run,
+) -> Evaluation:
+    """Measure a run, or another model that `load` returns, on the validation split, as `finetune evaluate` does."""
     testing = run.config.testing.model_copy(update={"compare_base": False, "num_samples": MOST_ANSWERS})
     config, recorded = run.config.model_copy(update={"testing": testing}), read_row_record(run.folder)
     with launch(config, trains=False) as runtime:
-        before = measure_split(runtime, config, read_finished_run(runtime, run), "validation", {}, recorded=recorded)
+        loaded = load(runtime, run)
+        return measure_split(runtime, config, loaded, "validation", {}, KnownRows(recorded), select=select)
+
+
+def _measure(run: FinishedRun, folder: Path, *, has_validation: bool) -> dict[str, Any]:
+    """Measure the run and the compressed model on the validation split."""
+    if not has_validation:
+        return {}
+    before = measure_run(run)
     # The engine does not know the layers of compressed-tensors.
-    reference = config.training.model_copy(update={"kernels": "reference"})
-    config = config.model_copy(update={"training": reference})
-    with launch(config, trains=False) as runtime:
-        compressed = LoadedRun(load_compressed(folder), build_run_tokenizer(config))
-        after = measure_split(runtime, config, compressed, "validation", {}, recorded=recorded)
+    training = run.config.training.model_copy(update={"kernels": "reference"})
+    by_transformers = replace(run, config=run.config.model_copy(update={"training": training}))
+    tokenizer = build_run_tokenizer(run.config)
+    after = measure_run(by_transformers, load=lambda *_: LoadedRun(load_compressed(folder), tokenizer))
     pairs = zip(before.answers, after.answers, strict=True)
     return {
         "num_validated": before.num_rows,

@@ -66,7 +66,10 @@ class Converter(NamedTuple):
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         if command[0] != sys.executable:
             variables.pop("PYTHONPATH", None)  # it is of this environment
-        process = subprocess.run(command, cwd=inside, env=variables, capture_output=True, text=True)
+        try:
+            process = subprocess.run(command, cwd=inside, env=variables, capture_output=True, text=True)
+        except OSError as error:
+            raise ModelError(f"{self.name} does not start: {command[0]}: {error.strerror}. Build it again.") from error
         if process.returncode != 0:
             reason = (last_line(process.stderr) or "it gave no reason").replace(str(source), "the model")
             hint = next(hint for part, hint in self.hints.items() if part in reason)
@@ -155,6 +158,10 @@ _LLAMA_CPP_HINTS = {
 _LLAMA_CPP = "llama.cpp's converter"
 SENTENCEPIECE_TO_GGUF = Converter(_LLAMA_CPP, {}, _LLAMA_CPP_HINTS)
 BYTE_LEVEL_TO_GGUF = Converter(_LLAMA_CPP, {"tokenizer_config.json": _as_gpt2}, _LLAMA_CPP_HINTS)
+QUANTIZER = Converter(
+    "llama.cpp's quantizer", {}, {"": "Choose another --type, or export with --type q8_0, which needs no quantizer."}
+)
+IMATRIX = Converter("llama-imatrix", {}, {"": "Name more rows with --imatrix, or leave it out."})
 ADAPTER_TO_GGUF = Converter(_LLAMA_CPP, {"adapter_config.json": _with_scale_of_llama_cpp}, _LLAMA_CPP_HINTS)
 MODEL_TO_ONNX = Converter(
     "onnxruntime-genai's builder",

@@ -11,7 +11,8 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -28,19 +29,29 @@ from finetune.export.converters import (
     refuse_no_model,
 )
 from finetune.export.gguf_file import Header, read_header, with_keys
-from finetune.export.gguf_served import MODEL_FILE, ROUNDING_KEY, GgufFiles, check_in_llama_cpp, installed_version
+from finetune.export.gguf_served import (
+    MODEL_FILE,
+    ROUNDING_KEY,
+    GgufFiles,
+    LlamaCpp,
+    check_in_llama_cpp,
+    installed_version,
+)
 from finetune.export.gguf_tokens import Reading, TokenRules, find_rules, is_byte_level, refuse_other_ids
+from finetune.export.merge import write_merged
 from finetune.export.ollama import modelfile
-from finetune.export.out_folder import new_folder
+from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
+from finetune.export.quantizing import Quantizer, vectors_of_quantized
 from finetune.export.rounding import ROUNDED, measure_folder
-from finetune.export.vectors import VECTORS_FILE, copy_vectors, read_vectors
+from finetune.export.vectors import VECTORS_FILE, copy_vectors, digest_files, read_vectors, write_vectors
+from finetune.inference.finished_run import FinishedRun
 from finetune.model.unsupported import refuse_oversized_folder
 from finetune.runs.durable import FolderWriter
 
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"
 CONVERTER = "convert_hf_to_gguf.py"
 SENTENCEPIECE = "tokenizer.model"
-GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0"]
+GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k"]
 _ENDS_BESIDE_EOS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _log = logging.getLogger(__name__)
 
@@ -53,6 +64,8 @@ class Gguf:
     """The script of llama.cpp, see `find_converter`."""
     weight_type: GgufType
     """The type of the weights; auto is the model's own 16-bit type."""
+    quantizer: Quantizer | None = None
+    """For a type in `QUANTIZED`, which the converter does not write."""
     base: Path | None = None
     """A folder with the base's tokenizer.model, which a sentencepiece tokenizer needs."""
     allows_differences: bool = False
@@ -69,6 +82,8 @@ class Exported:
     """How llama.cpp reads chats, by its rules; None without a GGUF file of a model."""
     runtime: str | None = None
     """The llama.cpp that confirmed the reading; None if it is not installed."""
+    note: str = ""
+    """How a quantized model was measured against the run, as a sentence without a full stop."""
 
     @property
     def token_ids(self) -> str:
@@ -125,8 +140,23 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
             exported = write_gguf(model, writer, MODEL_FILE, gguf, tokenizer, stops, measure)
         if text is not None:
             writer.write("Modelfile", [text.encode()])
-        copy_vectors(model, writer)
+        if gguf is not None and gguf.quantizer is not None and measure is not None:
+            file = writer.path / MODEL_FILE
+            with closing(LlamaCpp(GgufFiles(file))) as served:
+                own = vectors_of_quantized(served, read_vectors(model), file, gguf.weight_type, gguf.quantizer)
+            write_vectors(writer, replace(own, files=digest_files(writer.path)))
+            exported = replace(exported, note=own.note)
+        else:
+            copy_vectors(model, writer)
     return exported
+
+
+def export_run(run: FinishedRun, out: Path, *, gguf: Gguf, with_modelfile: bool) -> Exported:
+    """Merge a run beside `out`, and export the merged model; see `write_merged` and `export_model`."""
+    out = refuse_taken(out)
+    with tempfile.TemporaryDirectory(dir=nearest_parent(out), prefix=f".{out.name}.") as aside:
+        merged = write_merged(run, Path(aside, "merged"))
+        return export_model(merged.folder, out, gguf=gguf, with_modelfile=with_modelfile)
 
 
 def write_gguf(
@@ -150,15 +180,23 @@ def write_gguf(
     reading = find_rules(tokenizer)
     if not gguf.allows_differences:
         refuse_other_ids(reading)
-    with tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
-        converted = Path(aside, name)
-        header = convert(model, converted, gguf, reading.rules)
+    kept = gguf.quantizer and gguf.quantizer.workspace
+    with nullcontext(str(kept)) if kept else tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
+        converted, unquantized = Path(aside, name), Path(aside, "unquantized.gguf")
+        if not unquantized.is_file():
+            header = convert(model, converted, gguf, reading.rules)
+            keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
+            file_type = header.keys.get("general.file_type", -1)
+            if measure is not None and gguf.quantizer is None and file_type in ROUNDED:
+                keys[ROUNDING_KEY] = measure(file_type)
+            with unquantized.open("wb") as file:
+                file.writelines(with_keys(converted, header, keys))
+            converted.unlink()
+        written = gguf.quantizer.quantize(unquantized, gguf.weight_type) if gguf.quantizer else unquantized
+        header = read_written(written)
         refuse_other_tokens(header, tokenizer)
-        keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
-        file_type = header.keys.get("general.file_type", -1)
-        if measure is not None and file_type in ROUNDED:
-            keys[ROUNDING_KEY] = measure(file_type)
-        writer.write(name, with_keys(converted, header, keys))
+        with written.open("rb") as file:
+            writer.write(name, read_on(file))
     if reading.others:
         message = "llama.cpp reads %d of %d texts as other tokens than training did. The first: %s"
         _log.warning(message, len(reading.others), len(reading.chats), reading.others[0])
@@ -202,7 +240,8 @@ def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
     name = "phi-3" if rules.strips else other_name
     with tempfile.TemporaryDirectory() as scratch:
         converter = copy_for_llama_cpp(model, Path(scratch), gguf.base)
-        options = ["--outtype", gguf.weight_type, "--model-name", name, "--outfile", str(out)]
+        weight_type = "auto" if gguf.quantizer else gguf.weight_type
+        options = ["--outtype", weight_type, "--model-name", name, "--outfile", str(out)]
         converter.run([sys.executable, str(gguf.converter), scratch, *options], Path(scratch))
     return read_written(out)
 

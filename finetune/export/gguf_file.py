@@ -19,6 +19,10 @@ _INT, _FLOAT, _BOOL, _STRING, _ARRAY = 4, 6, 7, 8, 9
 _MOST_ITEMS = 1 << 24
 """The most items of an array: vocabularies have fewer tokens."""
 _MOST_ALIGNMENT = 1 << 16
+TENSOR_TYPES = {0: "f32", 1: "f16", 2: "q4_0", 6: "q5_0", 7: "q5_1", 8: "q8_0", 30: "bf16"} | {
+    **{10: "q2_k", 11: "q3_k", 12: "q4_k", 13: "q5_k", 14: "q6_k"}
+}
+"""The names of the types of tensors, by `ggml_type` in ggml/include/ggml.h."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,8 @@ class Header:
     """The offsets at which each key begins, and at which its value ends."""
     tensors: tuple[int, int]
     """The offsets of the list of tensors. Their data begin at the next multiple of the alignment."""
+    matrices: list[tuple[int, int]]
+    """The length of the rows and the type, see `TENSOR_TYPES`, of each tensor that is not a vector."""
 
 
 def read_header(path: Path) -> Header:
@@ -49,18 +55,20 @@ def read_header(path: Path) -> Header:
             raise RunFailedError(f"{path} holds no tensors.")
         try:
             keys, spans = _read_keys(file, num_keys)
-            tensors_at = file.tell()
+            tensors_at, matrices = file.tell(), []
             for _ in range(num_tensors):
                 _text(file)  # its name
                 (num_dimensions,) = _numbers(file, "I")
-                _numbers(file, f"{_checked(num_dimensions)}QIQ")  # its shape, type and place
+                *shape, tensor_type, _ = _numbers(file, f"{_checked(num_dimensions)}QIQ")  # the last one is its place
+                if len(shape) > 1:
+                    matrices.append((shape[0], tensor_type))
             alignment = keys.get("general.alignment", 32)
             if not isinstance(alignment, int) or not 0 < alignment <= _MOST_ALIGNMENT:
                 raise ValueError(f"general.alignment is {alignment!r}")
         except (struct.error, KeyError, ValueError, OverflowError, MemoryError, RecursionError) as error:
             raise RunFailedError(f"{path} is damaged: its header cannot be read ({error}).") from error
         places = (tensors_at, file.tell())
-    return Header(version=version, num_tensors=num_tensors, keys=keys, spans=spans, tensors=places)
+    return Header(version=version, num_tensors=num_tensors, keys=keys, spans=spans, tensors=places, matrices=matrices)
 
 
 def with_keys(path: Path, header: Header, keys: Mapping[str, bool | int | float]) -> Iterator[bytes]:

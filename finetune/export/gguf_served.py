@@ -7,7 +7,7 @@ Source: abetlen/llama-cpp-python, llama_cpp/llama.py (`create_chat_completion`) 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from pathlib import Path
@@ -28,6 +28,11 @@ ROUNDING_KEY = "finetune.rounding"
 _LEAST_BOUND = 2**-9
 """Two steps of f16 at 1, whatever the type: llama.cpp looks GELU up in a table of 16-bit numbers, and rounds the
 softmax of attention to 16 bits. `measure_rounding` does neither."""
+QUANTIZED: Mapping[str, int] = {"q2_k": 10, "q3_k_m": 12, "q4_0": 2, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
+"""`general.file_type` of the types that llama.cpp's quantizer writes. Source: `llama_ftype` in include/llama.h."""
+_QUANTIZED_BOUND = 1.25e-1
+"""For a quantized file, whose test vectors are its own. llama.cpp rounds inputs of its products to 8 bits, so another
+kernel's difference in the last bit can become a whole step."""
 MOST_TOKENS = 2048
 """The most tokens of a prompt with its answer: llama-cpp-python keeps the logits of this many positions."""
 
@@ -61,14 +66,18 @@ def installed_version() -> str | None:
 def gguf_bound(folder: Path) -> float:
     """Return twice what the rounding of the type was measured to move logits by, and at least `_LEAST_BOUND`.
 
-    llama.cpp adds in another order, so its error is as large as the measured one, but not the same.
+    llama.cpp adds in another order, so its error is as large as the measured one, but not the same. A file of a type in
+    `QUANTIZED` has test vectors of its own, and `_QUANTIZED_BOUND`.
 
     Raises:
         CheckpointError: it was not measured.
         RunFailedError: the file is damaged.
     """
     files = find_gguf(folder)
-    measured = None if files is None else read_header(files.model).keys.get(ROUNDING_KEY)
+    keys = {} if files is None else read_header(files.model).keys
+    if keys.get("general.file_type") in QUANTIZED.values():
+        return _QUANTIZED_BOUND
+    measured = keys.get(ROUNDING_KEY)
     if not (isinstance(measured, float | int) and 0 <= measured <= 1):  # a file from others may claim any bound
         raise CheckpointError(
             f"no GGUF file in {folder} says how far the rounding of its type moves this model's logits "

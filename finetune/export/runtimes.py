@@ -12,7 +12,7 @@ import torch
 from finetune.data.rendering import render_prompt
 from finetune.errors import CheckpointError, ModelError, RunFailedError, first_line
 from finetune.export.compressed_folder import load_compressed, refuse_no_compressed_tensors, scheme_of
-from finetune.export.gguf_served import gguf_bound, load_gguf
+from finetune.export.gguf_served import MODEL_FILE, gguf_bound, load_gguf
 from finetune.export.logits import MOST_DIFFERENCE
 from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
 from finetune.export.plain_reload import load_plain_model, logits_in_fp32
@@ -129,8 +129,13 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
     return ServedByTransformers(model, tokenizer, stops, runtime)
 
 
+def _quantized_file(known: Vectors) -> Digests:
+    """Return the digest of the GGUF file that the test vectors were made of, which only a quantized file has."""
+    return Digests(files={name: digest for name, digest in known.files.items() if name == MODEL_FILE})
+
+
 RUNTIMES = (
-    ServingRuntime("llama.cpp", ("*.gguf",), load_gguf, gguf_bound),
+    ServingRuntime("llama.cpp", ("*.gguf",), load_gguf, gguf_bound, digests=_quantized_file),
     ServingRuntime("PEFT", (ADAPTER_CONFIG,), load_peft, _fp32_bound, False, lambda known: Digests(known.trained)),
     ServingRuntime(
         "transformers",

@@ -124,6 +124,8 @@ class Vectors:
     """SHA-256 of the other files of the merged folder, by name."""
     system: str | None = None
     """The system turn of most training rows, if the chat template does not add it; else None."""
+    note: str = ""
+    """How an exported model was measured against the run, for its certificate, as a sentence without a full stop."""
     made_by: str = f"finetune {finetune.__version__}"
     """The version of finetune."""
     sha256: str = ""

@@ -69,8 +69,10 @@ def verify_folder(
     bound = runtime.bound(known, folder) if bound is None else bound
     comparison = _compare(partial(_load, folder, runtime, known, vllm), folder, known, bound, recorded)
     notes = []
-    if not recorded.tensors:
+    if not any(recorded):
         notes.append(f"{runtime.name} has converted weights, so their bytes were compared with nothing")
+    if known.note:
+        notes.append(known.note)
     if scheme_of(folder) is not None:
         notes.append("the test vectors are of the compressed model; its README.md compares it with the run")
     if not (folder / MANIFEST).is_file():

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
 
 from finetune.config.schema import Config
 from finetune.data.batches import EvaluationLoader, loader_keys_on
@@ -25,17 +26,28 @@ from finetune.training.checks import raw_digests
 from finetune.training.forward import agree_on_forward
 
 
+class KnownRows(NamedTuple):
+    """What is known of the rows that runs were trained on."""
+
+    recorded: RowRecord | None = None
+    """The rows that the run recorded; None if it recorded none."""
+    has_same_data: bool = False
+    """Whether the configuration names the data of the run. The rows are then compared with its own."""
+    fingerprint: str | None = None
+    """For a run that recorded no rows: the fingerprint of the split. None: not known."""
+    others: Sequence[RowRecord] = ()
+    """The rows of other runs. Their training rows are left out too."""
+
+
 def measure_split(
     runtime: Runtime,
     config: Config,
     loaded: LoadedRun,
     split: str,
     metrics: Mapping[str, Metric],
+    known: KnownRows | None = None,
     *,
-    recorded: RowRecord | None = None,
-    has_same_data: bool = False,
-    rows_of_run: str | None = None,
-    other_records: Sequence[RowRecord] = (),
+    select: Callable[[EncodedExamples], EncodedExamples] = lambda examples: examples,
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
 
@@ -47,17 +59,16 @@ def measure_split(
         loaded: a model that is not placed yet, and its tokenizer.
         split: train, validation or test.
         metrics: of generated answers, by name.
-        recorded: the rows that the run recorded; None if it recorded none.
-        has_same_data: whether the configuration names the data of the run. The rows are then compared with its own.
-        rows_of_run: for a run that recorded no rows: the fingerprint of its split. None: not known.
-        other_records: the rows of other runs. Their training rows are left out too.
+        known: the rows that the run and others were trained on. None: nothing is known of them.
+        select: chooses among the rows that the model was not trained on.
 
     Raises:
         ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed
             and the run is strict.
         DataError: the run was trained on all rows of the split.
     """
-    model, tokenizer = loaded
+    known, (model, tokenizer) = known or KnownRows(), loaded
+    recorded, has_same_data = known.recorded, known.has_same_data
     # Before the model is sharded: the engine refuses one with hooks.
     forward = agree_on_forward(runtime, config.training, model)
     place_finished_run(runtime, model)
@@ -76,14 +87,16 @@ def measure_split(
         wanted, used = "the rows that the run recorded", "those that there are now"
         runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
     num_rows = len(examples)
-    leaves_out = [*other_records, *([] if recorded is None else [recorded])]
+    leaves_out = [*known.others, *([] if recorded is None else [recorded])]
     if leaves_out and split != "train":
         examples = _without_trained_rows(runtime, examples, split, leaves_out)
-    if recorded is None and has_same_data and rows_of_run not in (None, examples.fingerprint):
+    if recorded is None and has_same_data and known.fingerprint not in (None, examples.fingerprint):
         why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
         fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
         warning = f"the {split} rows are not those of the run, so training rows may be among them: {why}"
         runtime.fallbacks.take(fallback, warning=warning)
+    num_trained = num_rows - len(examples) if leaves_out else None
+    examples = select(examples)
     if config.validation.by is not None:
         examples = by_column(config.data, config.validation.by, {split: examples})[split]
     runtime.collectives.refuse_differences(f"the {split} rows", examples.fingerprint)
@@ -98,11 +111,12 @@ def measure_split(
     evaluation = evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
     return replace(
         evaluation,
-        num_trained=num_rows - len(examples) if leaves_out else None,
+        num_trained=num_trained,
         changes=changes,
         row_digests=examples.raw_digests(),
         tokens=examples.fingerprint,
     )
+    return replace(evaluation, num_trained=num_trained, changes=changes)
 
 
 def _without_trained_rows(

@@ -5,14 +5,22 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 
-def write_gguf(path: Path, keys: Mapping[str, bool | float | str | list[str]], data: bytes = bytes(32)) -> Path:
-    """A file with one tensor of bytes."""
-    content = b"GGUF" + struct.pack("<IQQ", 3, 1, len(keys))
+def write_gguf(
+    path: Path,
+    keys: Mapping[str, bool | float | str | list[str]],
+    data: bytes = bytes(32),
+    matrices: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+) -> Path:
+    """A file with one tensor of bytes, and in its header matrices: the length of their rows and their type."""
+    content = b"GGUF" + struct.pack("<IQQ", 3, 1 + len(matrices), len(keys))
     for name, value in keys.items():
         content += _text(name) + _value(value)
     content += _text("tensor") + struct.pack("<IQIQ", 1, len(data), 24, 0)
+    for name, (length, tensor_type) in matrices.items():
+        content += _text(name) + struct.pack("<IQQIQ", 2, length, 1, tensor_type, 0)
     path.write_bytes(content + bytes(-len(content) % 32) + data)
     return path
 

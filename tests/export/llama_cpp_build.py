@@ -21,6 +21,7 @@ SERVER = [
     *("fastapi==0.121.3", "starlette==0.50.0", "uvicorn==0.54.0", "sse-starlette==3.7.0", "starlette-context==0.3.6"),
     *("pydantic-settings==2.16.3", "python-dotenv==1.2.4", "annotated-doc==0.0.7"),
 ]
+PROGRAMS = ("llama-quantize", "llama-imatrix")
 _SETTINGS = (
     *("LLAVA_BUILD=OFF", "LLAMA_OPENSSL=OFF", "GGML_OPENMP=OFF"),
     *("GGML_NATIVE=OFF", "GGML_AVX2=ON", "GGML_FMA=ON", "GGML_F16C=ON"),
@@ -36,12 +37,13 @@ class LlamaCpp(NamedTuple):
 
 
 def build() -> LlamaCpp:
-    """Return llama.cpp as it was built before, or download and build it: about 5 minutes on 2 idle cores."""
+    """Return llama.cpp as it was built before, or download and build it: about 10 minutes on 2 idle cores."""
     home = pwd.getpwuid(os.getuid()).pw_dir  # HOME is a test's own
     place = os.environ.get("FINETUNE_LLAMA_CPP") or Path(home, ".cache", "finetune-tests", f"llama-cpp-{VERSION}")
     folder = Path(place)
     built = LlamaCpp(folder / "source" / "vendor" / "llama.cpp", folder / "packages")
     if (folder / "complete").exists():
+        _build_programs(built.source)
         return built
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -49,11 +51,24 @@ def build() -> LlamaCpp:
     with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
     next(path for path in folder.glob("llama_cpp_python-*") if path.is_dir()).rename(folder / "source")
-    has_avx = "avx2" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
-    cmake = " ".join(f"-D{setting}" for setting in (_SETTINGS if has_avx else _ON_OTHER_CPUS))
+    cmake = " ".join(_settings())
     _pip("install", "--no-deps", f"--target={built.packages}", str(folder / "source"), *OTHERS, *SERVER, cmake=cmake)
     (folder / "complete").touch()
+    _build_programs(built.source)
     return built
+
+
+def _build_programs(source: Path) -> None:
+    """Build llama-quantize and llama-imatrix where `finetune export` looks for them."""
+    if all((source / "build" / "bin" / name).exists() for name in PROGRAMS):
+        return
+    _run("cmake", "-S", str(source), "-B", str(source / "build"), "-DCMAKE_BUILD_TYPE=Release", *_settings())
+    _run("cmake", "--build", str(source / "build"), "-j2", "--target", *PROGRAMS)
+
+
+def _settings() -> list[str]:
+    has_avx = "avx2" in Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else False
+    return [f"-D{setting}" for setting in (_SETTINGS if has_avx else _ON_OTHER_CPUS)]
 
 
 def add_to_path(built: LlamaCpp) -> None:
@@ -65,6 +80,10 @@ def add_to_path(built: LlamaCpp) -> None:
 
 
 def _pip(*words: str, cmake: str = "") -> None:
+    _run(sys.executable, "-m", "pip", *words, cmake=cmake)
+
+
+def _run(*command: str, cmake: str = "") -> None:
     environment = {**os.environ, "HOME": pwd.getpwuid(os.getuid()).pw_dir, "CMAKE_ARGS": cmake}
-    done = subprocess.run([sys.executable, "-m", "pip", *words], env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

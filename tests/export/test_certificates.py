@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.llama_cpp, pytest.mark.slow]
 PAGE, MARK = DOCS / "verify.md", "<!-- certificates -->"
 HEAD = "| what is served | runtime | conversations | greedy answers | tensors | logits apart by at most | bound |"
 COUNTED = 5
-"""The first columns must be those on the page; the others differ a little between machines."""
+"""The first columns must be those on the page; the others, and near ties, differ a little between machines."""
 
 
 def test_the_certificates_of_the_page_are_those_of_a_run(tmp_path: Path) -> None:
@@ -38,8 +39,12 @@ def test_the_certificates_of_the_page_are_those_of_a_run(tmp_path: Path) -> None
     if os.environ.get("FINETUNE_WRITE_TABLES"):
         PAGE.write_text(f"{before}{MARK}\n\n{table}\n\n{MARK}{after}", encoding="utf-8")
         return
-    there = [row.split("|")[1 : 1 + COUNTED] for row in inside.splitlines() if row.startswith("|")]
-    assert there == [row.split("|")[1 : 1 + COUNTED] for row in table.splitlines()]
+    assert counts(inside) == counts(table)
+
+
+def counts(table: str) -> list[list[str]]:
+    rows = [re.sub(r", \d+ at a near tie", "", row) for row in table.splitlines() if row.startswith("|")]
+    return [row.split("|")[1 : 1 + COUNTED] for row in rows]
 
 
 def quickstart(folder: Path) -> list[str]:

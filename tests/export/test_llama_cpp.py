@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
@@ -37,6 +38,7 @@ from tests.export.finished_runs import write_run
 from tests.export.llama_cpp_build import add_to_path, build
 from tests.export.sentencepiece_models import Spacing, build_base, build_tokenizer, train
 from tests.export.test_gguf import write_model
+from tests.in_process import run_finetune
 from tests.launches import free_port
 
 pytestmark = [pytest.mark.llama_cpp, pytest.mark.slow]
@@ -267,6 +269,67 @@ def test_a_model_that_the_converter_refuses(llama_cpp, tmp_path, name, reason):
     gguf = Gguf(converter=llama_cpp.source / "convert_hf_to_gguf.py", weight_type="f16")
     with pytest.raises(ModelError, match=reason):
         export_model(merged, tmp_path / "out", gguf=gguf)
+
+
+@pytest.fixture(scope="module")
+def run_with_rows(tmp_path_factory) -> SimpleNamespace:
+    """The same run, with rows on disk and short answers."""
+    folder = tmp_path_factory.mktemp("with-rows")
+    (folder / "rows").mkdir()
+    for split, number in (("train", 200), ("validation", 6)):
+        chats = [
+            [("user", f"Please send {n} crates for {split}."), ("assistant", f"{n} crates")] for n in range(number)
+        ]
+        rows = [{"messages": [{"role": role, "content": text} for role, text in chat]} for chat in chats]
+        (folder / "rows" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = (f"data.path={folder / 'rows'}", f"data.cache_dir={folder / 'cache'}", "testing.max_new_tokens=8")
+    return make_model(folder, words=words)
+
+
+def export(model, out: Path, *words: str):
+    return run_finetune("export", model.run.folder.path, out, "--base", model.base, *words)
+
+
+def test_a_quantized_model_keeps_tokens_and_stops_and_states_its_difference(
+    llama_cpp, run_with_rows, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LLAMA_CPP_DIR", str(llama_cpp.source))
+    out, quantize = tmp_path / "out", ("--gguf", "--type", "q4_k_m", "--imatrix", "200")
+    done = export(run_with_rows, out, *quantize)
+    assert done.returncode == 0, done.stdout
+    assert "using q5_0 " in done.errors
+    assert "matrices are not a multiple of 256 long" in done.errors
+    header = read_header(out / MODEL_FILE)
+    assert header.keys["tokenizer.ggml.add_bos_token"] is False
+    assert header.keys["quantize.imatrix.file"] == "imatrix.gguf", "no path of this machine"
+    assert run_finetune("verify", out).returncode == 0
+    certificate = json.loads((out / "certificate.json").read_text())
+    assert certificate["files"] == {"compared": 1, "equal": 1}
+    (note,) = [
+        note for note in certificate["notes"] if note.startswith("quantized as q4_k_m with an importance matrix")
+    ]
+    assert re.search(r"of 200 training rows \(--type: wanted q4_k_m, using q5_0 .*of the quantized model, whose", note)
+    damage(out / MODEL_FILE)
+    changed = run_finetune("verify", out)
+    assert changed.returncode == 3
+    assert f"file {MODEL_FILE} is not the one that was written" in " ".join(changed.stdout.split())
+    strict = export(run_with_rows, tmp_path / "strict", *quantize, "--set", "strict=true")
+    assert (strict.returncode, "The run is strict" in strict.errors) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_smallest_type_that_holds_is_kept_in_llama_cpp(llama_cpp, run_with_rows, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLAMA_CPP_DIR", str(llama_cpp.source))
+    done = export(run_with_rows, tmp_path / "out", "--smallest")
+    assert done.returncode == 0, done.stdout
+    rows = re.findall(r"│ (\w+) +│ +[\d.]+ .B │ +[\d.]+ │ +[+-][\d.]+% │ +(\d) of 6 │ (no|yes)", done.answer)
+    assert [name for name, _, holds in rows if holds == "yes"] == [rows[-1][0]], done.answer
+    assert rows[-1][1] == "6"
+    assert rows[0][0] == "q2_k"
+    certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
+    assert certificate["verdict"] == "same"
+    assert any(f"{rows[-1][0]} on 6 validation rows: loss " in note for note in certificate["notes"])
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_server_answers_like_base_and_adapter(llama_cpp, exported, model):

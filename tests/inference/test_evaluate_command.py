@@ -15,7 +15,7 @@ from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.held_out import digest_row
-from finetune.errors import ConfigError, DataError, ModelError, RunFailedError, WorseError
+from finetune.errors import ConfigError, DataError, ModelError, RequirementError, RunFailedError
 from finetune.inference.finished_run import FinishedRun
 from finetune.inference.scores import AnsweredRow, Evaluation, RowValues, Scores, worse_first
 from finetune.report.data_preview import preview_data_of
@@ -443,7 +443,7 @@ def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapte
     both = (adapter_run, full_run)
     worse, better = both if compared["verdict"]["loss"]["result"] == "worse" else reversed(both)
     words = ["testing.metrics=[]", "testing.num_samples=0"]
-    with pytest.raises(WorseError, match="loss is worse than --fail-if-worse allows") as caught:
+    with pytest.raises(RequirementError, match="loss is worse than --fail-if-worse allows") as caught:
         evaluate(worse, words, against=better, fail_if_worse=["loss"])
     assert caught.value.exit_code == 3
     shown = capsys.readouterr().out
@@ -498,7 +498,7 @@ def test_several_processes_end_with_the_same_exit_code(compared, adapter_run, fu
     words = ["evaluate", worse, "--against", better, "--fail-if-worse", "loss", "testing.metrics=[]"]
     done = run_command([sys.executable, "-m", "finetune", *words, "testing.num_samples=0", "parallel.num_processes=2"])
     assert done.returncode == 3, done.stdout
-    assert done.stdout.count("finetune: WorseError: loss is worse") == 1
+    assert done.stdout.count("finetune: RequirementError: loss is worse") == 1
 
 
 def test_losses_over_other_tokens_are_not_compared():
