@@ -361,18 +361,10 @@ def _export_smallest(run: FinishedRun, out: Path, gguf: Gguf, keep: float) -> No
     with stop_signals_go_to(raise_at_once):  # SIGTERM too leaves no temporary file behind
         search = find_smallest(run, out, gguf, keep=keep)
     rows = []
-    for name, size, loss, equal, holds in search.tries:
-        change, share = f"{loss / search.loss - 1:+.1%}", f"{equal} of {search.num_answers}"
-        rows.append(
-            [
-                name,
-                format_bytes(size),
-                f"{loss:.4f}",
-                change,
-                share,
-                "yes, kept" if search.kept and name == search.kept.name else "yes" if holds else "no",
-            ]
-        )
+    for tried in search.tries:
+        change, share = f"{tried.loss / search.loss - 1:+.1%}", f"{tried.equal} of {search.num_answers}"
+        holds = "yes, kept" if tried is search.kept else "yes" if tried.holds else "no"
+        rows.append([tried.name, format_bytes(tried.size), f"{tried.loss:.4f}", change, share, holds])
     head = ("type", "size", "loss", "change", "equal answers", "holds")
     title = f"{run.folder.path}: loss {search.loss:.4f} on {counted(search.num_rows, 'validation row')}"
     print_table(head, rows, right=head[1:5], title=title)

@@ -39,8 +39,8 @@ _GGUF_BITS = {"q2_k": 3.2, "q3_k_m": 4, "q4_0": 4.6, "q4_k_m": 4.9, "q5_k_m": 5.
 BITS = {**{name: (bits, bits) for name, bits in _GGUF_BITS.items()}, "w4a16": (4.25, 16), "int4 ONNX": (5, 32)}
 """Bits of a weight of a linear layer and of an embedding, by the name of a type. They decide the order of the tries."""
 _NEARLY = 1.25
-"""Expected sizes are up to so much apart although the real ones may be in the other order: llama.cpp stores some matrices
-in larger types."""
+"""If expected sizes differ by a smaller factor, the real ones may be in the other order: llama.cpp stores some
+matrices in larger types."""
 _log = logging.getLogger(__name__)
 
 
@@ -89,11 +89,9 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
             evaluation = measure_run(run, rows.select)
         answers = [answer.answers["tuned"] for answer in evaluation.answers]
         search = Search(evaluation.tuned.loss, evaluation.num_rows, len(answers), [])
-        merged, candidate, best = (
-            write_merged(run, Path(place, "merged")).folder,
-            Path(place, out.name),
-            Path(place, "best"),
-        )
+        merged = write_merged(run, Path(place, "merged")).folder
+        candidate, best = (Path(place, role, out.name) for role in ("candidate", "best"))
+        candidate.parent.mkdir()
         expected = expected_sizes(merged)
         for number, name in enumerate(expected, start=1):
             kept = search.kept
@@ -123,7 +121,8 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
             _log.info("%s", measured)
             if holds:
                 note = measured
-                shutil.rmtree(best, ignore_errors=True)
+                shutil.rmtree(best.parent, ignore_errors=True)
+                best.parent.mkdir()
                 candidate.rename(best)
         if search.kept is not None:
             _keep(best, out, search.kept.size, note)
@@ -187,7 +186,7 @@ def _export(run: FinishedRun, merged: Path, folder: Path, gguf: Gguf, name: Any)
     elif name == "w4a16":
         export_compressed(run, folder, name, 256)
     else:
-        workspace = gguf.quantizer and replace(gguf.quantizer, workspace=folder.parent)
+        workspace = gguf.quantizer and replace(gguf.quantizer, workspace=folder.parents[1])
         quantizer = workspace if name in QUANTIZED else None
         export_model(merged, folder, gguf=replace(gguf, weight_type=name, quantizer=quantizer))
 
