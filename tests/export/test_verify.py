@@ -34,6 +34,7 @@ from tests.in_process import run_finetune
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 LORA = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+pytestmark = pytest.mark.warm
 
 
 class Made(NamedTuple):
@@ -128,7 +129,7 @@ def test_a_run_equals_itself_in_peft_by_its_own_engine_and_by_the_vectors_of_its
     "is_hidden",
     [
         pytest.param(True, id="checksums rewritten"),
-        pytest.param(False, id="checksums as they were", marks=[pytest.mark.slow, pytest.mark.warm]),
+        pytest.param(False, id="checksums as they were", marks=pytest.mark.slow),
     ],
 )
 def test_the_smallest_change_of_one_weight_is_found_and_the_tensor_named(merged, run, is_hidden):
@@ -506,7 +507,6 @@ def test_an_export_has_the_vectors_of_the_merge_or_says_that_there_are_none(made
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
     write_run(tmp_path / "run", full=True)
     done = run_finetune("verify", tmp_path / "run", "--json")
@@ -517,7 +517,6 @@ def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 @pytest.mark.parametrize(
     "settings",
     [{"use_dora": True}, {"kind": "phi", "dtype": torch.bfloat16, "style": "phi3"}],
