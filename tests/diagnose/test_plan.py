@@ -86,7 +86,8 @@ def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
     assert plan.fits
 
 
-@pytest.mark.parametrize(("save_every", "at_once"), [(100, 1), (2, 2), (1, 3)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("save_every", "at_once"), [(100, 1), (2, 2)])
 def test_the_disk_is_planned_for_the_checkpoints_that_there_will_be(words, save_every, at_once):
     """The last of three steps always saves."""
     more = ["training.max_steps=3", f"checkpoint.save_every={save_every}", "checkpoint.save_total_limit=5"]
