@@ -172,30 +172,48 @@ def test_recipes_under_srun_train_like_one_process(cluster, tmp_path):
 
 
 @pytest.mark.warm
-def test_the_shipped_batch_file_of_torchrun_trains_like_one_process(cluster, tmp_path):
-    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", "--nodes=2"]
-    words = [LAUNCH_FILES / "slurm_torchrun.sbatch", "task=finetune_lora", *run_words(tmp_path / "run")]
-    output = submit(cluster, tmp_path, *here, *words, PROCESSES_PER_NODE="1")
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("file", "options", "form", "launcher", "world_size"),
+    [
+        ("slurm_several_nodes", ["--nodes=3", "--ntasks-per-node=1"], "sbatch, srun on three nodes", "slurm", 3),
+        ("slurm_torchrun", ["--nodes=2"], "sbatch, torchrun on two nodes", "torchrun", 2),
+    ],
+)
+def test_the_shipped_batch_files_train_like_one_process(cluster, tmp_path, file, options, form, launcher, world_size):
+    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5"]
+    words = [LAUNCH_FILES / f"{file}.sbatch", "task=finetune_lora", *run_words(tmp_path / "run")]
+    output = submit(cluster, tmp_path, *here, *options, *words, PROCESSES_PER_NODE="1")
     trained = read_run(tmp_path / "run")
-    assert (trained.record["world_size"], trained.record["launcher"]) == (2, "torchrun"), output
-    assert_one_curve(trained, curve_alone(), Case(REFERENCE_BATCH_SIZE).row("sbatch, torchrun on two nodes", 2))
+    assert (trained.record["world_size"], trained.record["launcher"]) == (world_size, launcher), output
+    assert_one_curve(trained, curve_alone(), Case(REFERENCE_BATCH_SIZE).row(form, world_size))
 
 
+SHARDED = Case(REFERENCE_BATCH_SIZE, words=("parallel=sharded",), note="sharding=fsdp2")
 BY_NODE = ("parallel=sharded_by_node", "parallel.shard_size=2")
 SHARDED_BY_NODE = Case(REFERENCE_BATCH_SIZE, recipe=FULL, words=BY_NODE, note="sharding=fsdp2, shard_size=2")
 
 
 @pytest.mark.warm
-def test_a_model_larger_than_a_gpu_trains_like_one_process(cluster, tmp_path):
-    """A command of docs/tasks/larger-than-a-gpu.md, at tiny size."""
-    case, file = SHARDED_BY_NODE, LAUNCH_FILES / "slurm_several_nodes.sbatch"
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("case", "file", "num_nodes", "form"),
+    [
+        (SHARDED, "slurm_one_node", 1, "sbatch, srun on one node"),
+        (SHARDED_BY_NODE, "slurm_several_nodes", 2, "sbatch, srun on two nodes"),
+    ],
+    ids=["lora on two cards", "full on two nodes"],
+)
+def test_a_model_larger_than_a_gpu_trains_like_one_process(cluster, tmp_path, case, file, num_nodes, form):
+    """The commands of docs/tasks/larger-than-a-gpu.md, at tiny size."""
     here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5"]
-    words = [*case.words, *run_words(tmp_path / "run"), "task=finetune_full", "optim.learning_rate=1e-3"]
-    output = submit(cluster, tmp_path, *here, "--nodes=2", "--ntasks-per-node=2", file, *words)
+    options = [f"--nodes={num_nodes}", "--ntasks-per-node=2", LAUNCH_FILES / f"{file}.sbatch"]
+    words = ["task=finetune_full", "optim.learning_rate=1e-3"] if case.recipe == FULL else ["task=finetune_lora"]
+    output = submit(cluster, tmp_path, *here, *options, *case.words, *run_words(tmp_path / "run"), *words)
     trained = read_run(tmp_path / "run")
     assert (trained.record["sharding"], trained.record["shard_size"]) == ("fsdp2", 2), output
-    assert trained.record["world_size"] == 4
-    assert_one_curve(trained, reference_of(case), case.row("sbatch, srun on two nodes", 4))
+    assert trained.record["world_size"] == 2 * num_nodes
+    assert_one_curve(trained, reference_of(case), case.row(form, 2 * num_nodes))
 
 
 @pytest.mark.warm
