@@ -55,7 +55,7 @@ def words(inputs, tmp_path):
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "more",
     [
@@ -141,7 +141,7 @@ MODELS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "by_engine", "prompts", "most", "sampling"),
     [
