@@ -18,8 +18,8 @@ from tests.rounding import rounding_of
 
 pytestmark = pytest.mark.process
 
-NUM_STEPS = 32
-NUM_TESTED = 16
+NUM_STEPS = 40
+NUM_TESTED = 32
 MAX_NEW_TOKENS = 96
 
 
@@ -52,7 +52,7 @@ def words(real_model, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(words):
-    """A run of `NUM_STEPS` steps."""
+    """A run of 40 steps."""
     finetune("train", *words)
     return Path(next(word for word in words if word.startswith("output_dir=")).partition("=")[2])
 
