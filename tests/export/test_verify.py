@@ -297,6 +297,7 @@ def test_a_run_is_verified_on_the_revision_of_its_base(tmp_path, monkeypatch):
     assert [given[2] for given in asked] == ["v1"]
 
 
+@pytest.mark.slow
 def test_whole_layers_stay_exact_on_a_base_in_16_bits_and_another_base_is_refused(tmp_path):
     """PEFT would round the layers to the type of the base. On another base, both sides would be wrong alike."""
     words = ["quickstart", "data.max_rows=24", f"data.cache_dir={tmp_path}/cache", "training.max_steps=2"]

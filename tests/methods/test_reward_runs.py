@@ -219,6 +219,7 @@ def test_rewards_rise(inputs, tmp_path):
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
 
 
+@pytest.mark.slow
 def test_a_run_has_one_curve_however_it_is_cut_and_computed(inputs, tmp_path):
     for name, more in {"one": (), "other": ("training.batch_size=1", "training.kernels=reference")}.items():
         train_from_overrides(words(inputs, tmp_path / name, "grpo.num_iterations=2", *more))

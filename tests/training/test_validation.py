@@ -223,6 +223,7 @@ def test_metrics_are_in_each_validation_and_in_the_report(trained, tmp_path):
     assert "Exact match" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(
