@@ -11,7 +11,6 @@ import signal
 import sys
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,12 +71,6 @@ def _refuse_visible_gpus(event: str, args: tuple[Any, ...]) -> None:
     """A test that gives a process an environment of its own hides GPUs there too."""
     if event == "subprocess.Popen" and args[3] is not None and args[3].get("CUDA_VISIBLE_DEVICES") != "":
         raise AssertionError(f"a process would see this machine's GPUs: {args[1]}. Give it the tests' environment too")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start the most processes come first: of several workers none is left alone with a long file."""
-    launches = Counter(item.path for item in items if item.get_closest_marker("launch"))
-    items.sort(key=lambda item: -launches[item.path])
 
 
 @pytest.fixture(autouse=True)

@@ -151,6 +151,7 @@ def test_the_task_is_finetune_lora_unless_a_word_or_a_run_file_says_something(tm
         assert shown(run_file) == ("runs/mine", "lora", "default")
 
 
+@pytest.mark.slow
 def test_all_commands_before_a_run_take_the_same_words_and_the_run_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "chats")

@@ -180,19 +180,17 @@ def assert_completes(run: Run, process: psutil.Process) -> None:
 def test_with_nohup_it_outlives_its_terminal(run: Run, open_terminal: Callable[..., Terminal]) -> None:
     """The shell passes the hang-up on to its jobs; the launcher of a local spawn must not end its workers then."""
     shell = open_terminal()
-    process = start_in_background(run, shell, "nohup", "parallel.num_processes=2")
+    process = start_in_background(run, shell, "nohup")
     shell.hang_up()
     shell.process.wait(LIMIT_SECONDS)
     assert_completes(run, process)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("words", [(), ("parallel.num_processes=2",)], ids=["alone", "two-processes"])
 def test_without_nohup_a_closed_terminal_stops_it_after_its_step(
-    run: Run, open_terminal: Callable[..., Terminal], words: tuple[str, ...]
+    run: Run, open_terminal: Callable[..., Terminal]
 ) -> None:
     """It runs in front, and what it would say cannot be shown any more: neither may cost a step that was trained."""
-    terminal = open_terminal(*run.command, *words)
+    terminal = open_terminal(*run.command, "parallel.num_processes=2")
     run.pid_file.write_text(f"{terminal.process.pid}\n")
     wait_until(
         lambda: run.step > 0 or terminal.process.poll() is not None, "its first step", told=terminal.screen.decode

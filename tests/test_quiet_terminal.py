@@ -97,7 +97,7 @@ SHOWN = {
     "export": (["export", "merged", "ollama"], ["Written to ollama: Modelfile", "ollama create my-model -f Modelfile"]),
 }
 """Words of each command, and values that must be whole."""
-STARTS_PROCESSES = {"sweep": (pytest.mark.warm, pytest.mark.process)}
+STARTS_PROCESSES = dict.fromkeys(("sweep", "merge", "export"), (pytest.mark.warm, pytest.mark.process))
 CODES = {"diff": 1, "push": 2, "upgrade": 2}
 """There are differences; there is no token for the hub, and no other Python."""
 ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"}

@@ -340,6 +340,7 @@ def test_a_record_with_values_of_another_type_is_refused_in_a_sentence(untrusted
     assert "run" in done.answer
 
 
+@pytest.mark.slow
 def test_what_only_describes_runs_leaves_such_a_record_out(untrusted, tmp_path):
     run = copy_of(untrusted, tmp_path)
     change_json(run / "run.json", opening={"system": 1})

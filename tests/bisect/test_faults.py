@@ -21,29 +21,10 @@ from tests.bisect.scene import (
     make_scene,
 )
 
-CONFIGURATION = {
-    "seed": "1",
-    "optim.weight_decay": "0.1",
-    "optim.warmup_steps": "2",
-    "optim.optimizer": "torch.optim.RMSprop",
-    "lora.r": "4",
-    "lora.alpha": "8",
-    "lora.dropout": "0.1",
-    "lora.init": "pissa",
-    "lora.target_modules": "[o_proj]",
-    "training.precision": "bf16",
-    "training.max_steps": "7",
-    "training.method": "full",
-    "training.neftune_alpha": "5",
-}
+CONFIGURATION = {"seed": "1", "optim.optimizer": "torch.optim.RMSprop", "lora.alpha": "8"}
 BESIDE = ["data.split_seed=5", "training.num_epochs=3"]
 """Keys that change nothing in these runs, and must not be blamed."""
-HARMLESS = {
-    "the same settings": [],
-    "smaller micro-batches": ["training.batch_size=1"],
-    "transformers' own kernels": ["training.kernels=reference"],
-    "other saves and validations": ["checkpoint.save_every=3", "validation.validate_every=2", "testing.batch_size=1"],
-}
+HARMLESS = ["training.batch_size=1", "checkpoint.save_every=3", "validation.validate_every=2", "testing.batch_size=1"]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +44,8 @@ def changed_row(rows: list[Any]) -> list[Any]:
 
 
 ROWS = {
-    "an answer": (changed_row, ["row 7", "train.jsonl:7", "token ", "oranges", "1 of 18 rows"]),
     "the order": (lambda rows: rows[::-1], ["same 18 rows", "from row 1 on"]),
     "a row less": (lambda rows: rows[:4] + rows[5:], ["row 5", "train.jsonl:5", "14 of 18 rows"]),
-    "a last row more": (lambda rows: [*rows, changed_row(rows)[6]], ["row 19", "a has only 18 rows"]),
 }
 
 
@@ -80,7 +59,6 @@ def assert_named(found: tuple[int, dict[str, Any]], cause_type: str, *parts: str
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("key", CONFIGURATION)
 def test_a_key_of_the_configuration(scene, key):
     scene.train("b", *BESIDE, f"{key}={CONFIGURATION[key]}")
@@ -90,16 +68,13 @@ def test_a_key_of_the_configuration(scene, key):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", HARMLESS)
-def test_runs_without_a_fault_are_equal(scene, name):
-    scene.train("b", *HARMLESS[name])
+def test_runs_without_a_fault_are_equal(scene):
+    scene.train("b", *HARMLESS)
     code, found = scene.bisect_both()
     assert (code, found["step"], found["cause"], found["num_steps"]) == (0, None, None, 6), found
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_rows_elsewhere(scene, name):
     change, parts = ROWS[name]
@@ -122,27 +97,18 @@ def test_rows_that_were_changed_in_place(scene):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("is_in_place", [False, True])
-@pytest.mark.parametrize("part", ["weights", "chat template", "tokenizer"])
-def test_the_base(scene, part, is_in_place):
-    base = scene.place / "base" if is_in_place else scene.copy_of("base")
-    if part == "weights":
-        change_tensor(base / "model.safetensors", CHANGED)
-    elif part == "chat template":
-        (base / "chat_template.jinja").write_text(OTHER_TEMPLATE)
-    else:
-        tokenizer = json.loads((base / "tokenizer.json").read_text())
-        tokenizer["model"]["merges"] = tokenizer["model"]["merges"][:-20]
-        (base / "tokenizer.json").write_text(json.dumps(tokenizer))
+def test_another_base(scene):
+    base = scene.copy_of("base")
+    change_tensor(base / "model.safetensors", CHANGED)
     scene.train("b", *BESIDE, f"model.path={base}")
-    texts = {
-        "weights": "bases with other weights" if is_in_place else f"the first is {CHANGED}",
-        "chat template": "the chat template differs",
-        "tokenizer": "token ",
-    }
-    parts = [texts[part]] if is_in_place else [texts[part], "model.path is "]
-    assert_named(scene.bisect_both(), "tensor" if part == "weights" else "row", *parts)
+    assert_named(scene.bisect_both(), "tensor", f"the first is {CHANGED}", "model.path is ")
+
+
+@pytest.mark.slow
+def test_the_base_was_changed_in_place(scene):
+    (scene.place / "base/chat_template.jinja").write_text(OTHER_TEMPLATE)
+    scene.train("b", *BESIDE)
+    assert_named(scene.bisect_both(), "row", "the chat template differs")
 
 
 @pytest.mark.slow

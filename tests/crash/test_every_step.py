@@ -21,8 +21,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2] if IS_FULL else [1])
 def test_resumed_at_every_step(nursery: Nursery, tried: Callable[..., None], ranks: int) -> None:
     whole = nursery.whole(*WORDS, ranks=ranks)
     assert RunFolder(whole).checkpoint_steps() == list(range(1, NUM_STEPS + 1))

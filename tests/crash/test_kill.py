@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 
 EVERY = {1: STRIDE, 2: 5 * STRIDE}
 """By number of ranks, in a full sweep."""
-POINTS = {1: 4, 2: 2}
+POINTS = {1: 3, 2: 1}
 """By number of ranks, otherwise."""
-RANDOM_KILLS = {1: 50, 2: 15, 4: 10} if IS_FULL else {1: 3, 2: 1, 4: 1}
+RANDOM_KILLS = {1: 50, 2: 15, 4: 10} if IS_FULL else {1: 2, 4: 1}
 STEPS = {1: 300, 2: 150, 4: 100} if IS_FULL else {1: 30, 2: 18, 4: 12}
 SHARDED = ["training.method=full", "parallel.sharding=fsdp2", "optim.learning_rate=1e-3"]
 """All ranks gather what rank 0 saves."""

@@ -73,8 +73,7 @@ def launched(command: list[str], screen: Path) -> Iterator[Launch]:
             process.kill()
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS if IS_FULL else ["torchrun"])
 def test_the_launcher_is_killed(nursery: Nursery, tried: Callable[..., None], name: str) -> None:
     whole = nursery.whole(*WORDS, ranks=2)
     rng = random.Random(name)

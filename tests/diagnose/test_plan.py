@@ -86,7 +86,8 @@ def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
     assert plan.fits
 
 
-@pytest.mark.parametrize(("save_every", "at_once"), [(100, 1), (2, 2), (1, 3)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("save_every", "at_once"), [(100, 1), (2, 2)])
 def test_the_disk_is_planned_for_the_checkpoints_that_there_will_be(words, save_every, at_once):
     """The last of three steps always saves."""
     more = ["training.max_steps=3", f"checkpoint.save_every={save_every}", "checkpoint.save_total_limit=5"]
@@ -105,6 +106,7 @@ def test_steps_of_each_turn_count_conversations(words, tmp_path, capsys):
     assert "6 steps, 2 an epoch" in out
 
 
+@pytest.mark.slow
 def test_processes_on_one_machine_share_its_memory(words):
     device = find_device("cpu")
     plan = make_plan(load_config([*words, "parallel.num_processes=4"]), device)
@@ -177,6 +179,7 @@ def test_the_plan_of_pairs_is_what_the_trainer_does(words_of_pairs, more):
     assert plan.fits
 
 
+@pytest.mark.slow
 def test_a_plan_of_pairs_says_so(words_of_pairs, capsys):
     assert plan_from_overrides(words_of_pairs, is_probed=True) == 0
     out = capsys.readouterr().out
@@ -202,6 +205,7 @@ def test_the_forward_is_the_one_that_training_chooses(words):
     assert forward("training.kernels=reference") == "transformers' own on padded rows: training.kernels=reference"
 
 
+@pytest.mark.slow
 def test_a_model_that_the_engine_computes_is_told_so_from_its_config_alone(tmp_path, capsys):
     LLAMA_KIN["qwen3"].save_pretrained(tmp_path)
     words = [f"model={tmp_path}", "data.max_length=32", "lora.r=2"]
@@ -224,6 +228,7 @@ def test_a_model_that_the_engine_does_not_know_is_told_why(tmp_path, capsys):
     assert "% fits (peak: " in out.replace("%: fits", "% fits")
 
 
+@pytest.mark.slow
 def test_layers_that_the_engine_only_calls_are_told(words):
     plan = make_plan(load_config([*words, "lora.dora=true"]), find_device("cpu"))
     assert plan.forward == "the engine's own, which calls 8 linear layers as PEFT made them (DoRA)"

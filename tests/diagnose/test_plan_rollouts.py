@@ -55,7 +55,7 @@ def words(inputs, tmp_path):
     ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "more",
     [
@@ -141,7 +141,7 @@ MODELS = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "by_engine", "prompts", "most", "sampling"),
     [
@@ -171,6 +171,7 @@ def test_answers_take_the_planned_memory(words, family, by_engine, prompts, most
     assert planned.total - planned.held == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.slow
 def test_a_weight_in_4_bits_is_counted_while_it_is_dequantized():
     model = copy_without_data(MODELS["LoRA"]())
     quantized = copy_without_data(MODELS["LoRA"]())
@@ -231,6 +232,7 @@ def test_a_probe_measures_the_answers_of_a_step(words, capsys):
     assert record["seconds_generating"] < once
 
 
+@pytest.mark.slow
 def test_prompts_that_cannot_be_read_are_taken_to_be_as_long_as_they_may_be(words, capsys):
     """The context of 128 tokens leaves room for prompts of 108."""
     more = ["data.path=gone.jsonl", "rollout.max_completion_length=20", "training.max_steps=7", "training.batch_size=4"]

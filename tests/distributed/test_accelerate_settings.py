@@ -117,31 +117,15 @@ parallelism_config: {parallelism_config_dp_shard_size: 2}
 use_cpu: true
 """
 PLAIN = "{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cpu: true}"
-LAUNCHES = {
-    "by default": ([], None, [NOTHING]),
-    "on the CPU": (["--cpu", "--num_processes", "2"], None, [{**NOTHING, "asked": 2, "cpu": True}]),
-    "an engine": (
-        ["--config_file", "c.yaml", "--main_process_port", "0"],
-        FSDP,
-        [
-            {
-                **NOTHING,
-                "world_size": 2,
-                "sharding": [
-                    "parallel.sharding=fsdp2",
-                    "parallel.reshard_after_forward=False",
-                    "training.gradient_checkpointing=True",
-                    "parallel.shard_size=2",
-                ],
-            }
-        ]
-        * 2,
-    ),
-    "an engine that --cpu passes over": (
-        ["--cpu", "--config_file", "c.yaml"],
-        FSDP,
-        [{**NOTHING, "asked": 2, "cpu": True, "engine": "FSDP"}],
-    ),
+ENGINE = {
+    **NOTHING,
+    "world_size": 2,
+    "sharding": [
+        "parallel.sharding=fsdp2",
+        "parallel.reshard_after_forward=False",
+        "training.gradient_checkpointing=True",
+        "parallel.shard_size=2",
+    ],
 }
 
 
@@ -158,20 +142,16 @@ def reports_of_accelerate(options, config, folder, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_what_a_real_accelerate_launch_was_asked_for_is_known(launch, tmp_path, monkeypatch):
-    options, config, expected = LAUNCHES[launch]
-    assert reports_of_accelerate(options, config, tmp_path, monkeypatch) == expected
+def test_what_a_real_accelerate_launch_was_asked_for_is_known(tmp_path, monkeypatch):
+    options = ["--config_file", "c.yaml", "--main_process_port", "0"]
+    assert reports_of_accelerate(options, FSDP, tmp_path, monkeypatch) == [ENGINE] * 2
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("options", "asked"), [([], 4), (["--cpu"], None)])
-def test_the_default_config_file_counts_unless_accelerate_passes_over_it(options, asked, tmp_path, monkeypatch):
+def test_the_default_config_file_counts(tmp_path, monkeypatch):
     default = tmp_path / "hub" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
     default.write_text(PLAIN)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    (report,) = reports_of_accelerate(options, None, tmp_path, monkeypatch)
-    assert (report["world_size"], report["asked"], report["cpu"]) == (1, asked, True)
+    (report,) = reports_of_accelerate([], None, tmp_path, monkeypatch)
+    assert (report["world_size"], report["asked"], report["cpu"]) == (1, 4, True)

@@ -11,20 +11,19 @@ import torch
 from finetune.config.compose import load_config
 from finetune.distributed.launch import launch
 from finetune.training.train import build_trainer
-from tests.curves import FULL, Case, run_and_report
+from tests.curves import Case, run_and_report
 from tests.distributed.test_sharding import assert_same_bytes
 from tests.launches import LAUNCHERS
 
-SHARDED = "parallel.sharding=fsdp2"
 TORCHRUN, OPTIONS = LAUNCHERS["torchrun"][:3], LAUNCHERS["torchrun"][3:]
 NUM_PASSES = 6
 """Two of each of the first two steps, one of the third, which has fewer rows: the sixth is in step 4."""
-CASES = [Case(2, words=(SHARDED,)), Case(2, recipe=FULL, words=(SHARDED, "training.method=full"))]
+CASE = Case(2, words=("parallel.sharding=fsdp2",))
 
 
 def train_and_be_killed_once(words: list[str]) -> None:
     """Kill rank 1 in its fourth step, in the first attempt, where rank 0 waits for its weights."""
-    config = load_config(words, task="finetune_full" if "training.method=full" in words else "finetune_lora")
+    config = load_config(words, task="finetune_lora")
     with launch(config) as runtime:
         trainer = build_trainer(runtime, config)
         if runtime.rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -43,9 +42,7 @@ def train_and_be_killed_once(words: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.warm
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", CASES, ids=["lora", "full"])
-def test_a_restarted_world_ends_with_the_bytes_of_one_that_was_not_killed(tmp_path, case):
+def test_a_restarted_world_ends_with_the_bytes_of_one_that_was_not_killed(tmp_path):
     words = ("checkpoint.save_every=1", "resume=auto", "testing.metrics=[]")
     recipe = [f"{__name__}:train_and_be_killed_once"]
     folders = {}
@@ -53,8 +50,8 @@ def test_a_restarted_world_ends_with_the_bytes_of_one_that_was_not_killed(tmp_pa
         folders[name] = tmp_path / name
         folders[name].mkdir()
         command = [*TORCHRUN, *restarts, *OPTIONS]
-        run_and_report(command, folders[name], [case], *words, recipe=recipe if restarts else ())
-    whole, killed = (folder / case.name for folder in folders.values())
+        run_and_report(command, folders[name], [CASE], *words, recipe=recipe if restarts else ())
+    whole, killed = (folder / CASE.name for folder in folders.values())
     assert_same_bytes(whole, killed)
     starts = json.loads((killed / "run.json").read_text())["starts"]
     assert len(starts) == 2

@@ -102,7 +102,7 @@ def assert_as_on_the_cpu(
         assert (wide - exact).norm() <= tolerance * exact.norm() + rounding, name
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_every_family(device: FakeDevice, family: str, fused: bool) -> None:
@@ -122,7 +122,7 @@ def test_every_weight(device: FakeDevice, fused: bool) -> None:
     assert_as_on_the_cpu(build_tiny(CONFIGS["phi3"]).train(), summed_cross_entropy, pack(ROWS), fused=fused)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("share", "offloads"), [(True, False), (False, False), (True, True)])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointing(device: FakeDevice, dropout: float, share: bool, offloads: bool) -> None:

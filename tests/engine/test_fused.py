@@ -92,9 +92,8 @@ def test_small_probabilities_count_in_a_large_vocabulary() -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fused")
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("family", ["phi3", "phi", "longrope", "llama", "qwen3"])
-def test_a_whole_model_computes_the_same_every_time(family: str) -> None:
+def test_a_whole_model_computes_the_same_every_time() -> None:
+    family = "phi"
     settings = TARGETS.get(family, {})
     run = partial(loss_and_gradients, loss=summed_cross_entropy, microbatch=pack(ROWS))
     (loss, gradients), (again, gradients_again) = (run(adapted(family, **settings)) for _ in range(2))

@@ -30,7 +30,7 @@ from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.warm]
 
 ANSWER_WITHOUT_US = """
 import json, sys
@@ -116,7 +116,6 @@ def test_the_card_says_what_is_known_and_does_not_guess_a_licence(run, merged):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
     system = 'Say "yes",\n\n it\'s 🙂 {{ x }} {% y %} ~~~~ \u00e9'
     row = {"messages": [{"role": role, "content": text} for role, text in (("system", system), ("user", "a"))]}
@@ -192,7 +191,6 @@ def test_relative_paths_of_the_training_are_no_hub_ids_elsewhere(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_the_command_prints_the_difference_and_writes_a_large_model_in_parts(run, tmp_path, monkeypatch):
     monkeypatch.setattr(merging, "MAX_SHARD_BYTES", 12_000)
     done = run_finetune("merge", run.folder.path, tmp_path / "out", "--dtype", "float32")
@@ -268,7 +266,6 @@ def test_a_full_disk_and_a_missing_source_are_told_apart(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(run, tmp_path, monkeypatch):
     """The other process answers from the files: a tensor written wrongly shows in its logits."""
     (tmp_path / "out").mkdir()
@@ -288,7 +285,6 @@ def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_a_folder_that_transformers_cannot_load_is_said(merged, tmp_path):
     torn = shutil.copytree(merged.folder, tmp_path / "torn")
     os.truncate(torn / "model.safetensors", 100)
@@ -304,7 +300,6 @@ def test_too_small_a_disk_is_said_before_anything_is_written(run, tmp_path, monk
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_a_fully_tuned_model_is_copied_and_compared(tmp_path):
     run = write_run(tmp_path / "full", kind="phi", full=True)
     merged = write_merged(run, tmp_path / "out")
@@ -318,7 +313,6 @@ def test_a_fully_tuned_model_is_copied_and_compared(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_trained_tokens_come_along_and_embeddings_stay_tied(tmp_path):
     """The trained rows are in fp32; what is stored has the base's type all the same."""
     settings = {"target_modules": ["o_proj"], "trainable_token_indices": {"embed_tokens": [330, 331]}}

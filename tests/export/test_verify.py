@@ -34,6 +34,7 @@ from tests.in_process import run_finetune
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 LORA = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"
+pytestmark = pytest.mark.warm
 
 
 class Made(NamedTuple):
@@ -128,7 +129,7 @@ def test_a_run_equals_itself_in_peft_by_its_own_engine_and_by_the_vectors_of_its
     "is_hidden",
     [
         pytest.param(True, id="checksums rewritten"),
-        pytest.param(False, id="checksums as they were", marks=[pytest.mark.slow, pytest.mark.warm]),
+        pytest.param(False, id="checksums as they were", marks=pytest.mark.slow),
     ],
 )
 def test_the_smallest_change_of_one_weight_is_found_and_the_tensor_named(merged, run, is_hidden):
@@ -296,6 +297,7 @@ def test_a_run_is_verified_on_the_revision_of_its_base(tmp_path, monkeypatch):
     assert [given[2] for given in asked] == ["v1"]
 
 
+@pytest.mark.slow
 def test_whole_layers_stay_exact_on_a_base_in_16_bits_and_another_base_is_refused(tmp_path):
     """PEFT would round the layers to the type of the base. On another base, both sides would be wrong alike."""
     words = ["quickstart", "data.max_rows=24", f"data.cache_dir={tmp_path}/cache", "training.max_steps=2"]
@@ -506,7 +508,6 @@ def test_an_export_has_the_vectors_of_the_merge_or_says_that_there_are_none(made
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
     write_run(tmp_path / "run", full=True)
     done = run_finetune("verify", tmp_path / "run", "--json")
@@ -517,7 +518,6 @@ def test_a_fully_tuned_run_is_verified_in_transformers(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 @pytest.mark.parametrize(
     "settings",
     [{"use_dora": True}, {"kind": "phi", "dtype": torch.bfloat16, "style": "phi3"}],

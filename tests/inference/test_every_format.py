@@ -1,4 +1,4 @@
-"""Every command on a run of each data format: the quickstart's own rows, and conversations written down in each way."""
+"""Every command on a run of each kind of rows: the quickstart's own, chats, prompts with their answers, and text."""
 
 from __future__ import annotations
 
@@ -30,18 +30,7 @@ FORMATS: dict[str, Callable[[str, str], dict[str, Any]]] = {
             *({"role": "user", "content": question}, {"role": "assistant", "content": answer}),
         ]
     },
-    "conversations": lambda question, answer: {
-        "system": SYSTEM,
-        "conversations": [
-            *({"from": "human", "value": "Hi"}, {"from": "gpt", "value": "yes"}),
-            *({"from": "human", "value": question}, {"from": "gpt", "value": answer}),
-        ],
-    },
     "prompt_completion": lambda question, answer: {"prompt": question, "completion": answer},
-    "instruction": lambda question, answer: {
-        **{"system": SYSTEM, "history": [["Hi", "yes"]]},
-        **{"instruction": question, "input": "", "output": answer},
-    },
     "text": lambda question, answer: {"text": f"{question} {answer}"},
 }
 
@@ -74,12 +63,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("base") / "base")
 
 
-FEW = ["quickstart", "messages"]
-"""`pytest` alone tries these."""
-SWEPT = [pytest.param(name, marks=pytest.mark.slow) for name in FORMATS if name not in FEW]
-
-
-@pytest.fixture(scope="module", params=[*FEW, *SWEPT])
+@pytest.fixture(scope="module", params=["quickstart", *FORMATS])
 def run(request: pytest.FixtureRequest, base: Path, adapter_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
     if request.param == "quickstart":
@@ -161,7 +145,6 @@ def test_evaluate_measures_what_the_run_measured(run: Run) -> None:
 
 
 @pytest.mark.warm
-@pytest.mark.sampled(3)
 def test_merge_gives_a_model_of_its_own(run: Run, tmp_path: Path) -> None:
     assert "Reloaded by transformers alone, against base and adapter: largest difference" in printed(
         "merge", run.folder, tmp_path / "merged"

@@ -168,9 +168,6 @@ train_from_overrides(words)
 """
 
 
-BEYOND_CI = pytest.mark.sampled(0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "place", "call"),
@@ -179,10 +176,6 @@ BEYOND_CI = pytest.mark.sampled(0)
         ("twice", "write_rollout", 2),
         ("twice", "train_step", 3),
         ("once", "take_snapshot", 2),
-        pytest.param("twice", "_until_stop", 40, marks=BEYOND_CI),
-        pytest.param("once", "write_rollout", 2, marks=BEYOND_CI),
-        pytest.param("once", "train_step", 3, marks=BEYOND_CI),
-        pytest.param("twice", "take_snapshot", 2, marks=BEYOND_CI),
     ],
     indirect=["trained"],
 )
@@ -226,6 +219,7 @@ def test_rewards_rise(inputs, tmp_path):
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
 
 
+@pytest.mark.slow
 def test_a_run_has_one_curve_however_it_is_cut_and_computed(inputs, tmp_path):
     for name, more in {"one": (), "other": ("training.batch_size=1", "training.kernels=reference")}.items():
         train_from_overrides(words(inputs, tmp_path / name, "grpo.num_iterations=2", *more))
@@ -255,8 +249,6 @@ def test_answers_that_are_too_many_for_memory_are_cut_and_not_generated_again(ru
     [
         ("twice", "torchrun", "parallel.sharding=fsdp2"),
         ("once", "torchrun_4", "parallel.gradient_sync=flat"),
-        pytest.param("once", "torchrun", "parallel.sharding=fsdp2", marks=BEYOND_CI),
-        pytest.param("twice", "torchrun_4", "parallel.gradient_sync=flat", marks=BEYOND_CI),
     ],
     indirect=["trained"],
 )

@@ -205,6 +205,7 @@ def test_what_a_profile_found_is_told(tmp_path):
     assert "profile of step 3: 100 % attention" in page_of(run).text
 
 
+@pytest.mark.slow
 def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     folder = write_run(tmp_path / "a")
     charts = charts_of(page_of(folder), folder)

@@ -85,6 +85,7 @@ def test_it_lists_metric_size_the_best_and_where_to_go_on(folder, capsys):
     assert text.endswith("resume=auto goes on from step 30.\n")
 
 
+@pytest.mark.slow
 def test_any_damage_is_named_and_what_it_promises_is_what_resume_takes(folder, capsys):
     """Every file of every checkpoint and of adapter/, flipped and cut at several places, one at a time."""
     tried = 0

@@ -54,7 +54,6 @@ with launch(config) as runtime:
 
 @pytest.mark.slow
 @pytest.mark.warm
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("launcher", "delay"), [("python", "0.1"), ("torchrun", "0")])
 def test_a_run_records_whom_it_waited_for(tmp_path, launcher, delay):
     script = tmp_path / "script.py"

@@ -44,11 +44,6 @@ def guide(rank, worldsize, config, folder):
     cleanup_ddp()
 
 
-def described(rank, worldsize, config, folder):
-    """Nobody calls initialize_ddp: the section `parallel` says how the processes meet."""
-    train_and_test(TrainerDDP(rank, {**config, "parallel.world_size": worldsize}), rank, folder=folder)
-
-
 def breaks(rank, worldsize, config, folder):
     """One rank fails in the middle of training."""
     initialize_ddp(
@@ -81,7 +76,7 @@ def comes_alone(config, folder):
 
 
 def described_comes_alone(config, folder):
-    """The same where nobody but the section `parallel` speaks of two."""
+    """The same where nobody calls initialize_ddp: only the section `parallel` speaks of two."""
     train_and_test(TrainerDDP(0, {**config, "parallel.world_size": 2}), 0, folder=folder)
 
 
@@ -100,7 +95,7 @@ def breaks_before_training(config, folder):
     raise ZeroDivisionError("a mistake in the script")
 
 
-SPAWNED = {"guide": guide, "described": described, "breaks": breaks}
+SPAWNED = {"guide": guide, "breaks": breaks}
 STARTED = {
     "comes_alone": comes_alone,
     "described_comes_alone": described_comes_alone,

@@ -110,18 +110,14 @@ def reference(inputs, tmp_path_factory):
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "base",
-    ["phi3", *(pytest.param(name, marks=[pytest.mark.slow, pytest.mark.sampled(4)]) for name in ("longrope", "phi"))],
-)
-@pytest.mark.parametrize(
-    "word",
+    ("base", "word"),
     [
-        "training.packing=true",
-        "training.packing=false",
-        "training.share_prefixes=false",
-        "training.max_tokens_per_microbatch=90",
-        "training.gradient_checkpointing=true",
-        "training.num_workers=1",
+        ("phi3", "training.packing=true"),
+        ("phi3", "training.gradient_checkpointing=true"),
+        ("phi", "training.packing=false"),
+        ("phi", "training.num_workers=1"),
+        ("longrope", "training.share_prefixes=false"),
+        ("longrope", "training.max_tokens_per_microbatch=90"),
     ],
 )
 def test_the_engine_gives_the_curve_of_the_models_own_forward(inputs, reference, tmp_path, base, word):

@@ -148,6 +148,7 @@ def refused_alone(started: Started, rows: dict[str, str] = ROWS) -> set[str]:
     return refused
 
 
+@pytest.mark.slow
 def test_each_key_that_changes_the_curve_is_refused_and_no_other(tmp_path: Path) -> None:
     always = {f"{section}.{key}".lstrip(".") for section, keys in REFUSED.items() for key in keys.split()}
     plain = Started(tmp_path / "plain", "training.max_steps=null")
@@ -329,6 +330,7 @@ def test_nothing_is_compared_where_nothing_is_resumed(started: Started, tmp_path
     assert "seed" in started.refusal("seed=9")
 
 
+@pytest.mark.slow
 def test_a_config_file_cut_anywhere_never_blocks(started: Started, caplog: pytest.LogCaptureFixture) -> None:
     started.folder.record_file.unlink()
     whole = started.folder.config_file.read_bytes()

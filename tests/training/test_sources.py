@@ -99,10 +99,8 @@ def test_a_column_gives_the_losses_of_the_sources_that_it_divides_alike(trained,
 
 @pytest.mark.slow
 @pytest.mark.warm
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
-def test_two_processes_have_the_losses_of_one(trained, inputs, tmp_path, how):
-    more = ["validation.batch_size=2", "training.batch_size=2", how]
+def test_two_processes_have_the_losses_of_one(trained, inputs, tmp_path):
+    more = ["validation.batch_size=2", "training.batch_size=2"]
     done = run_launched("torchrun", ["-m", "finetune", "train", *words(inputs, tmp_path / "two", *more)])
     assert done.returncode == 0, done.stdout
     assert record(tmp_path / "two")["world_size"] == 2

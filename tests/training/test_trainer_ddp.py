@@ -267,11 +267,9 @@ def assert_both_ranks_trained(done, ranks, config, launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["guide", "described"])
-def test_two_spawned_processes_train_as_one_world(config, tmp_path, name):
+def test_two_spawned_processes_train_as_one_world(config, tmp_path):
     config = with_port(config, master_addr="localhost")
-    done, ranks = run_script(name, config, tmp_path)
+    done, ranks = run_script("guide", config, tmp_path)
     assert_both_ranks_trained(done, ranks, config, "spawn")
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "Starting distributed training..." in log
@@ -279,12 +277,10 @@ def test_two_spawned_processes_train_as_one_world(config, tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("name", ["comes_alone", "described_comes_alone"])
-def test_where_the_world_never_came_one_goes_on_keeps_the_global_batch_and_says_so(config, tmp_path, name):
+def test_where_the_world_never_came_one_goes_on_keeps_the_global_batch_and_says_so(config, tmp_path):
     del config["training"]["global_batch_size"]
     config = with_port(config, timeout_minutes=0.04, master_addr="localhost")
-    done, ranks = run_script(name, config, tmp_path)
+    done, ranks = run_script("comes_alone", config, tmp_path)
     assert done.returncode == 0, done.stdout
     assert [rank["world_size"] for rank in ranks] == [1]
     written = record(config)

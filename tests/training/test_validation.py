@@ -223,6 +223,7 @@ def test_metrics_are_in_each_validation_and_in_the_report(trained, tmp_path):
     assert "Exact match" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(
@@ -269,10 +270,8 @@ def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.warm
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("how", ["parallel.gradient_sync=flat", "parallel.sharding=fsdp2"])
-def test_two_processes_have_the_metrics_of_one(trained, inputs, tmp_path, how):
-    more = ["checkpoint.best_metric=exact_match", how]
+def test_two_processes_have_the_metrics_of_one(trained, inputs, tmp_path):
+    more = ["checkpoint.best_metric=exact_match", "parallel.sharding=fsdp2"]
     done = run_launched("torchrun", ["-m", "finetune", "train", *words(inputs, tmp_path / "two", *more)])
     assert done.returncode == 0, done.stdout
     assert record(tmp_path / "two")["world_size"] == 2
