@@ -152,7 +152,7 @@ def _options(
 @app.command("train", cls=_TakesOverrides)
 def train_command(overrides: Overrides = None) -> None:
     """Train a model: `finetune train quickstart`, or `finetune train model=phi4_mini data=chats.jsonl`."""
-    from finetune.cli.train import train_from_overrides
+    from finetune.cli.overrides import train_from_overrides
 
     train_from_overrides(overrides or [])
 

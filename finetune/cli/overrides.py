@@ -1,7 +1,8 @@
-"""Read the arguments of `train` and of the commands before a run: `[RUN] OVERRIDES…`."""
+"""Read the arguments of `train` and of the commands before a run, `[RUN] OVERRIDES…`, and train."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Sequence
 
@@ -9,9 +10,24 @@ from finetune.config.compose import compose
 from finetune.config.config_files import is_file_of_rows, is_run_file
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting
+from finetune.distributed.environment import read_environment
+from finetune.logs import configure_logs, importing
 
 DEFAULT_TASK = "finetune_lora"
 """The task when a command names neither a task nor a run file. A run file names its own task."""
+
+
+def train_from_overrides(overrides: Sequence[str]) -> None:
+    """Train the run that `[RUN] OVERRIDES…` describe. Collective: every process of the launch."""
+    environment = read_environment(os.environ)  # refuses an incomplete launch before the slow imports
+    # `launch` configures the log again: it knows more about the launch, but only after the imports.
+    configure_logs(environment.rank, num_processes=environment.world_size)
+    config = config_from_overrides(overrides)
+
+    with importing():
+        from finetune.training.train import train
+
+    train(config)
 
 
 def config_from_overrides(

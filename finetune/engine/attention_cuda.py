@@ -240,7 +240,7 @@ def why_not_varlen(device: torch.device) -> str | None:
 
 def attention_fallback(device: torch.device, dtype: torch.dtype) -> tuple[str, str, str] | None:
     """Return the fastest attention, the attention that this GPU uses instead, and why; None if it uses the fastest."""
-    if device.type != "cuda" or dtype not in VARLEN_TYPES or (dtype == torch.float16 and _is_before_ampere(device)):
+    if dtype not in VARLEN_TYPES or (dtype == torch.float16 and _is_before_ampere(device)):
         return None  # fp16 is the type of GPUs before Ampere, and memory-efficient attention the fastest that they have
     reason = why_not_varlen(device)
     return None if reason is None else ("variable-length flash attention", "memory-efficient attention", reason)

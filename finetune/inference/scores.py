@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from finetune.errors import ConfigError
 from finetune.inference.answer_metrics import SHARES
 from finetune.inference.forgetting import Forgetting
-from finetune.inference.verdict import Verdict, compare
+from finetune.inference.verdict import PairedVerdict, judge_rows
 from finetune.runs.row_record import RowChanges
 from finetune.terminal import print_table, print_texts, say
 from finetune.units import counted
@@ -116,20 +116,20 @@ class Evaluation:
     forgetting: Forgetting | None = None
 
     @cached_property
-    def verdicts(self) -> dict[str, Verdict]:
+    def verdicts(self) -> dict[str, PairedVerdict]:
         """The comparison of both models by each metric and the loss; empty with one model, or fewer than two rows."""
         if not {"base", "tuned"} <= self.rows.keys():
             return {}
         base, tuned = self.rows["base"], self.rows["tuned"]
         verdicts = {
-            name: compare(name, values, base.metrics[name])
+            name: judge_rows(name, values, base.metrics[name])
             for name, values in tuned.metrics.items()
             if len(values) > 1 and name in base.metrics
         }
         with_loss = [row for row, count in enumerate(tuned.num_targets) if count]
         if tuned.num_targets == base.num_targets and len(with_loss) > 1:
             sizes, judged, other = ([of[row] for row in with_loss] for of in (tuned.num_targets, tuned.nats, base.nats))
-            verdicts["loss"] = compare("loss", judged, other, weights=sizes)
+            verdicts["loss"] = judge_rows("loss", judged, other, weights=sizes)
         return verdicts
 
     def exceeded(self, margins: Mapping[str, float]) -> list[str]:

@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class PairedVerdict:
     """The paired comparison of two models by one metric."""
 
     metric: str
@@ -72,7 +72,9 @@ class Verdict:
         return {**asdict(self), "result": self.result, "sentence": f"{self.metric}: {self}"}
 
 
-def compare(metric: str, judged: Sequence[float], other: Sequence[float], weights: Sequence[float] = ()) -> Verdict:
+def judge_rows(
+    metric: str, judged: Sequence[float], other: Sequence[float], weights: Sequence[float] = ()
+) -> PairedVerdict:
     """Compare two models on the same rows.
 
     Args:
@@ -91,7 +93,7 @@ def compare(metric: str, judged: Sequence[float], other: Sequence[float], weight
     else:
         low, high, p_value = _bootstrap_t(delta, sizes)
     num_better, num_worse = (num_less, num_more) if metric in LOWER_IS_BETTER else (num_more, num_less)
-    return Verdict(
+    return PairedVerdict(
         metric=metric,
         difference=difference,
         low=low if math.isfinite(low) else None,

@@ -92,6 +92,8 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
 
 def _record_attention(runtime: Runtime) -> None:
     """Record that this GPU or this torch lacks the engine's attention for the run's type."""
+    if runtime.device.type != "cuda":
+        return
     fallback = attention_fallback(runtime.device, _computed_in(runtime))
     if fallback is not None:
         wanted, used, why = fallback

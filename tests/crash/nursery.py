@@ -17,7 +17,7 @@ from typing import Any
 import tqdm
 
 from finetune.cli import main as finetune
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from tests.crash.operations import watch
 from tests.launches import free_port, place_variables
 

@@ -347,7 +347,6 @@ def test_which_attention_is_a_downgrade(says) -> None:
     used, why = attention_fallback(GPU, torch.bfloat16)[1:]
     assert (used, why) == ("memory-efficient attention", why_not_varlen(GPU))
     assert attention_fallback(GPU, torch.float32) is None  # flash attention has no fp32
-    assert attention_fallback(torch.device("cpu"), torch.bfloat16) is None
     says(capability=(7, 5))
     assert "Old GPU is older than" in attention_fallback(GPU, torch.bfloat16)[2]
 

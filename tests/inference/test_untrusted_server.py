@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from finetune import load_config
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.export.vllm_served import ServedByVllm
 from finetune.inference.decoding import Decoding, Sampling

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from finetune.inference.verdict import LEVEL, compare
+from finetune.inference.verdict import LEVEL, judge_rows
 
 NUM_SEEDS = 100
 MOST_WRONG = 12
@@ -43,7 +43,7 @@ def test_a_planted_difference_is_found_and_none_is_invented(metric, planted):
     found = []
     for seed in range(NUM_SEEDS):
         judged, other, weights = make(np.random.default_rng(seed), effect)
-        verdict = compare(metric, judged, other, weights)
+        verdict = judge_rows(metric, judged, other, weights)
         found.append(verdict.result)
         is_outside = verdict.low is not None and not verdict.low <= 0 <= verdict.high
         assert is_outside == (verdict.p_value <= LEVEL), "interval and test agree"
@@ -55,7 +55,7 @@ def test_a_planted_difference_is_found_and_none_is_invented(metric, planted):
 def compare_shares(num_better, num_worse, num_rows):
     other = [0.0] * num_better + [1.0] * (num_rows - num_better)
     judged = [1.0] * num_better + [0.0] * num_worse + [1.0] * (num_rows - num_better - num_worse)
-    return compare("exact_match", judged, other)
+    return judge_rows("exact_match", judged, other)
 
 
 @pytest.mark.parametrize(("num_better", "num_worse", "p_value"), [(6, 0, 2 / 64), (5, 0, 2 / 32), (7, 1, 18 / 256)])
@@ -79,12 +79,12 @@ def test_equal_rows_show_nothing_and_bound_the_difference():
     verdict = compare_shares(0, 0, 40)
     assert (verdict.p_value, verdict.rows_needed, verdict.num_equal) == (1.0, None, 40)
     assert verdict.high == -verdict.low == pytest.approx(1 - 0.025 ** (1 / 40))
-    same = compare("token_f1", [0.3, 0.7], [0.3, 0.7])
+    same = judge_rows("token_f1", [0.3, 0.7], [0.3, 0.7])
     assert (same.low, same.high, same.result) == (0.0, 0.0, "no difference")
 
 
 def test_two_rows_decide_nothing():
-    verdict = compare("token_f1", [0.9, 0.8], [0.1, 0.2])
+    verdict = judge_rows("token_f1", [0.9, 0.8], [0.1, 0.2])
     assert verdict.result == "no difference"
     assert (verdict.low, verdict.high) == (None, None)
     assert not verdict.is_worse_than(0)
@@ -96,7 +96,7 @@ def test_a_lower_loss_is_better_and_a_margin_shields_a_small_one():
     other = [2.0 * n for n in sizes]
     change = [0.1 * n * (0.9 + 0.01 * (n % 20)) for n in sizes]
     lower, higher = ([value + sign * by for value, by in zip(other, change, strict=True)] for sign in (-1, 1))
-    better, worse = compare("loss", lower, other, sizes), compare("loss", higher, other, sizes)
+    better, worse = judge_rows("loss", lower, other, sizes), judge_rows("loss", higher, other, sizes)
     assert (better.result, better.num_better) == ("better", 40)
     assert (worse.result, worse.num_worse) == ("worse", 40)
     assert worse.is_worse_than(0.05)

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError, RunFailedError
 from finetune.export.served_comparison import CHECKS, compare
 from finetune.export.vectors import read_vectors

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.training.preferences.losses import KTO_METRICS, METRICS
 from tests.in_process import run_finetune

@@ -20,7 +20,7 @@ from finetune import (
     launch,
     load_config,
 )
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError
 from finetune.training.preferences.losses import METRICS
 from finetune.training.resume import _sha256

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError, DataError
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
@@ -148,7 +148,7 @@ def test_a_run_that_broke_in_its_rollout_generates_it_again(trained, inputs, tmp
 
 KILLED = """
 import itertools, os, signal, sys
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.inference import decoding
 from finetune.training import training_run
 from finetune.training.rewards import rollouts

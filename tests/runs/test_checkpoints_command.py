@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from finetune.cli.checkpoints import checkpoints
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.errors import CheckpointError
 from finetune.runs import verification
 from finetune.runs.durable import committed_folder, find_damage

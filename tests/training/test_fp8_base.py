@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from finetune import load_config
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.planner import make_plan
 from finetune.distributed.precision import convert_weights

@@ -323,7 +323,7 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
 def test_checkpointing_changes_no_byte_with_or_without_dropout(
     words: list[str], tmp_path: Path, dropout: float
 ) -> None:
-    from finetune.cli.train import train_from_overrides
+    from finetune.cli.overrides import train_from_overrides
 
     adapters = []
     for word in ("true", "false"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.generate import show_records
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.config import load_config
 from finetune.report import sentences
 from finetune.runs.recorded_run import RecordedRun

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.config.compose import compose, load_config, resolved_yaml
 from finetune.config.keys import fields, on_resume
 from finetune.config.run_paths import resolved_paths

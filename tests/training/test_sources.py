@@ -8,7 +8,7 @@ import pytest
 
 from finetune import load_config
 from finetune.cli.evaluate import evaluate
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError
 from finetune.runs.view import RunView
 from finetune.training.train import checked_objective

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from finetune import load_config
-from finetune.cli.train import train_from_overrides
+from finetune.cli.overrides import train_from_overrides
 from finetune.config.schema import Config
 from finetune.errors import ConfigError, PreemptedError
 from finetune.inference import evaluation

@@ -37,7 +37,7 @@ _IMPORTED = """
     transformers.models.llama.modeling_llama transformers.models.auto.modeling_auto finetune.training.train
     finetune.cli.commands peft safetensors.torch transformers.generation.utils finetune.export.merge
     finetune.export.verifying finetune.inference.evaluation finetune.inference.generator finetune.diagnose.planner
-    finetune.diagnose.rehearsal finetune.diagnose.doctor finetune.cli.train finetune.cli.overrides rich.console
+    finetune.diagnose.rehearsal finetune.diagnose.doctor finetune.cli.overrides rich.console
     rich.table rich._unicode_data typer._click.decorators peft.utils.transformers_weight_conversion
     torch.profiler._cupti_monitor
 """.split()
