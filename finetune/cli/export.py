@@ -139,6 +139,7 @@ def export(
     keep: Annotated[
         float | None,
         typer.Option(
+            metavar="X",
             help="--smallest: the share of greedy answers that must equal the run's. Default: 0.99.",
             min=0,
             max=1,
