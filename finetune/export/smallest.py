@@ -36,11 +36,11 @@ MOST_ROWS = 64
 MOST_LOSS = 1.01
 """The largest loss, relative to the run's."""
 _GGUF_BITS = {"q2_k": 3.2, "q3_k_m": 4, "q4_0": 4.6, "q4_k_m": 4.9, "q5_k_m": 5.7, "q6_k": 6.6, "q8_0": 8.5, "f16": 16}
-BITS = {**{name: (bits, bits) for name, bits in _GGUF_BITS.items()}, "w4a16": (4.25, 16), "int4 ONNX": (5, 32)}
+BITS = {**{name: (bits, bits) for name, bits in _GGUF_BITS.items()}, "w4a16": (4.25, 16), "int4 ONNX": (4.5, 8)}
 """Bits of a weight of a linear layer and of an embedding, by the name of a type. They decide the order of the tries."""
 _NEARLY = 1.25
-"""If expected sizes differ by a smaller factor, the real ones may be in the other order: llama.cpp stores some
-matrices in larger types."""
+"""A type that is expected to be so many times as large as the kept file may still come out smaller: llama.cpp stores
+some matrices in other types, and an ONNX model may store embeddings in fp32."""
 _log = logging.getLogger(__name__)
 
 
@@ -72,9 +72,8 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
     """Export a run in one type after the other, from small to large, and keep the smallest that answers as the run.
 
     A type holds if at least `keep` of the greedy answers equal the run's and the loss is at most `MOST_LOSS` times the
-    run's, in the runtime that serves it. The order follows the expected sizes. After the first type that holds, those
-    with nearly its expected size are exported too, and measured if they are smaller. If no type holds, nothing is
-    written.
+    run's, in the runtime that serves it. The order follows the expected sizes. After a type that holds, those that may
+    be smaller are exported too, and measured if they are. If no type holds, nothing is written.
 
     Raises:
         CheckpointError: `out` is taken.
@@ -95,7 +94,7 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
         expected = expected_sizes(merged)
         for number, name in enumerate(expected, start=1):
             kept = search.kept
-            if kept is not None and expected[name] > _NEARLY * expected[kept.name]:
+            if kept is not None and expected[name] > _NEARLY * kept.size:
                 break
             shutil.rmtree(candidate, ignore_errors=True)
             with waiting(f"trying {name}, {number} of at most {len(expected)}"):

@@ -96,9 +96,9 @@ def test_types_are_tried_from_small_to_large(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(bytes(100_000))
     names = list(expected_sizes(tmp_path))
     assert set(names) == {*QUANTIZED, "q8_0", "f16", "w4a16", "int4 ONNX"} == BITS.keys()
-    assert names == ["q2_k", "q3_k_m", "w4a16", "q4_0", "q4_k_m", "int4 ONNX", "q5_k_m", "q6_k", "q8_0", "f16"]
+    assert names == ["q2_k", "q3_k_m", "w4a16", "int4 ONNX", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 3000}))
-    assert list(expected_sizes(tmp_path))[-1] == "int4 ONNX", "it stores embeddings in fp32"
+    assert list(expected_sizes(tmp_path))[-2:] == ["w4a16", "f16"], "w4a16 keeps embeddings in 16 bits"
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path, monkeypatch):
