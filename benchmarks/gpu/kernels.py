@@ -58,7 +58,7 @@ def signatures(session: Session) -> dict[str, Any]:
         "triton": _version_of("triton"),
     }
     device = torch.device(session.device, 0) if session.device == "cuda" else torch.device("cpu")
-    downgrade = attention_fallback(device, torch.bfloat16)
+    downgrade = attention_fallback(device, torch.bfloat16) if device.type == "cuda" else None
     for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
         figures[f"{name}_kernel"] = choose_kernel(device.type, dtype, has_varlen=downgrade is None)
     figures["bf16_downgrade"] = "none" if downgrade is None else "; ".join(downgrade)

@@ -138,6 +138,7 @@ def test_a_type_that_holds_is_kept_and_otherwise_nothing(tmp_path, monkeypatch):
     (tmp_path / "convert_hf_to_gguf.py").write_text("import sys; sys.exit('no such tokenizer')")
     write_program(tmp_path / "llama-quantize", "")
     monkeypatch.setattr(quantizing, "installed_version", lambda: "0.3")
+    monkeypatch.delenv("FINETUNE_LLMCOMPRESSOR", raising=False)
     monkeypatch.setattr("finetune.export.smallest.MOST_LOSS", 0.0)
     before = {path.name for path in tmp_path.iterdir()}
     command = ("export", tmp_path / "run", tmp_path / "out", "--smallest", "--llama-cpp", tmp_path)
