@@ -30,10 +30,10 @@ import os, time
 from finetune import command, launch, load_config
 def main(overrides):
     with launch(load_config(overrides)) as runtime:
-        print("rank", runtime.rank, "is ready", flush=True)
+        print(f"rank {runtime.rank} is ready\\n", end="", flush=True)
         while not os.path.exists("attacked"):
             time.sleep(0.05)
-        print("rank", runtime.rank, "got", runtime.collectives.sum([runtime.rank + 1.0]), flush=True)
+        print(f"rank {runtime.rank} got {runtime.collectives.sum([runtime.rank + 1.0])}\\n", end="", flush=True)
 command(main)
 """
 _MAGIC = struct.pack("<BI", 0, 0x3C85F7CE)
@@ -66,7 +66,7 @@ def test_processes_on_one_machine_listen_on_loopback_and_survive_untrusted_peers
     process = start_command([sys.executable, script, *words, "parallel.num_processes=2"], cwd=tmp_path)
     try:
         lines = []
-        while sum("is ready" in line for line in lines) < 2:
+        while "".join(lines).count("is ready") < 2:  # both ranks write to one pipe, perhaps within a line
             lines.append(process.stdout.readline())
             assert lines[-1], lines
         launcher = psutil.Process(process.pid)
