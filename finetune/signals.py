@@ -162,7 +162,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def raise_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """Handle a signal by ending the command, whose temporary files are removed; see `stop_signals_go_to`."""
+    """End the command at a signal, and let it remove its temporary files. A handler for `stop_signals_go_to`."""
     raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
 

@@ -31,8 +31,8 @@ softmax of attention to 16 bits. `measure_rounding` does neither."""
 QUANTIZED: Mapping[str, int] = {"q2_k": 10, "q3_k_m": 12, "q4_0": 2, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18}
 """`general.file_type` of the types that llama.cpp's quantizer writes. Source: `llama_ftype` in include/llama.h."""
 _QUANTIZED_BOUND = 1.25e-1
-"""For a quantized file, whose test vectors are its own. llama.cpp rounds inputs of its products to 8 bits, so another
-kernel's difference in the last bit can become a whole step."""
+"""The bound for a quantized file, which has test vectors of its own. llama.cpp rounds the inputs of its products to 8
+bits. On another CPU, a difference in the last bit can therefore become a whole step."""
 MOST_TOKENS = 2048
 """The most tokens of a prompt with its answer: llama-cpp-python keeps the logits of this many positions."""
 

@@ -36,7 +36,7 @@ class Quantizer:
     is_strict: bool = False
     """Refuse a file in which matrices have other types than were asked for."""
     workspace: Path | None = None
-    """Where the unquantized file and the importance matrix are kept for the next type; None: nowhere."""
+    """A folder that keeps the unquantized file and the importance matrix for the next type. None: keep neither."""
 
     def quantize(self, source: Path, weight_type: str) -> Path:
         """Quantize a GGUF file into its folder. Returns the new file.

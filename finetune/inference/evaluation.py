@@ -91,7 +91,7 @@ def evaluate_model(
         with adapter, waiting(f"measuring the {name} model on {counted(len(examples), 'row')}"):
             losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
     chosen = list(range(len(dialogue.prompts)))
-    if not metrics and len(names) > 1:  # show the rows whose loss rose; the others keep their order
+    if not metrics and len(names) > 1:  # rows whose loss rose are shown first
         rise = (losses["tuned"][0] - losses["base"][0]) / losses["base"][1].clamp(min=1)
         chosen.sort(key=lambda row: min(0.0, -float(rise[dialogue.rows[row]])))
     chosen = chosen[:num_answers]

@@ -42,7 +42,7 @@ class Forgetting:
     """The divergence of a tuned model from its base on the base's own greedy answers to general prompts."""
 
     base_name: str = "the base"
-    """The model that the tuned one is compared with, as it is named in sentences."""
+    """The name of the other model in sentences."""
     num_prompts: int = 0
     divergence: float = 0.0
     """KL(base || tuned) in nats per token: the mean over prompts of the mean over an answer's tokens."""

@@ -189,7 +189,7 @@ class Evaluation:
 
 
 def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
-    """Return the rows whose metrics fell most first. Rows that did not get worse keep their order."""
+    """Sort rows: first those whose metrics fell, the largest fall first. The other rows keep their order."""
 
     def change(row: AnsweredRow) -> float:
         base, tuned = (row.metrics.get(name, {}) for name in ("base", "tuned"))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from finetune.config.schema import Config
 from finetune.data.batches import EvaluationLoader, loader_keys_on
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples
+from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.data.subsets import by_column
 from finetune.distributed.runtime import Runtime
@@ -21,7 +21,7 @@ from finetune.inference.evaluation import evaluate_model
 from finetune.inference.finished_run import LoadedRun, place_finished_run
 from finetune.inference.scores import Evaluation
 from finetune.model.base import longrope_boundary
-from finetune.runs.row_record import RowRecord
+from finetune.runs.row_record import RowChanges, RowRecord
 from finetune.training.checks import raw_digests
 from finetune.training.forward import agree_on_forward
 
@@ -37,6 +37,11 @@ class KnownRows(NamedTuple):
     """For a run that recorded no rows: the fingerprint of the split. None: not known."""
     others: Sequence[RowRecord] = ()
     """The rows of other runs. Their training rows are left out too."""
+
+    @property
+    def records(self) -> list[RowRecord]:
+        """The rows of all runs."""
+        return [*self.others, *([] if self.recorded is None else [self.recorded])]
 
 
 def measure_split(
@@ -68,7 +73,6 @@ def measure_split(
         DataError: the run was trained on all rows of the split.
     """
     known, (model, tokenizer) = known or KnownRows(), loaded
-    recorded, has_same_data = known.recorded, known.has_same_data
     # Before the model is sharded: the engine refuses one with hooks.
     forward = agree_on_forward(runtime, config.training, model)
     place_finished_run(runtime, model)
@@ -82,20 +86,11 @@ def measure_split(
             f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
             "--metric, and set testing.metrics=[] where the run's config names some."
         )
-    changes = recorded.compare(chain(*raw_digests(splits).values())) if recorded and has_same_data else None
-    if changes is not None and any(changes):
-        wanted, used = "the rows that the run recorded", "those that there are now"
-        runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
     num_rows = len(examples)
-    leaves_out = [*known.others, *([] if recorded is None else [recorded])]
-    if leaves_out and split != "train":
-        examples = _without_trained_rows(runtime, examples, split, leaves_out)
-    if recorded is None and has_same_data and known.fingerprint not in (None, examples.fingerprint):
-        why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
-        fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
-        warning = f"the {split} rows are not those of the run, so training rows may be among them: {why}"
-        runtime.fallbacks.take(fallback, warning=warning)
-    num_trained = num_rows - len(examples) if leaves_out else None
+    changes = _take_changes(runtime, splits, known)
+    _warn_of_other_rows(runtime, examples, split, known)  # before rows are left out, which changes the fingerprint
+    examples = _without_trained_rows(runtime, examples, split, known)
+    num_trained = num_rows - len(examples) if known.records else None
     examples = select(examples)
     if config.validation.by is not None:
         examples = by_column(config.data, config.validation.by, {split: examples})[split]
@@ -116,14 +111,33 @@ def measure_split(
         row_digests=examples.raw_digests(),
         tokens=examples.fingerprint,
     )
-    return replace(evaluation, num_trained=num_trained, changes=changes)
 
 
-def _without_trained_rows(
-    runtime: Runtime, examples: EncodedExamples, split: str, records: Sequence[RowRecord]
-) -> EncodedExamples:
-    """Return the rows that no run was trained on."""
-    trained = set[str]().union(*(record.trained for record in records))
+def _take_changes(runtime: Runtime, splits: EncodedSplits, known: KnownRows) -> RowChanges | None:
+    """Compare all rows with those that the run recorded. Other rows are a fallback. None if they are not compared."""
+    if known.recorded is None or not known.has_same_data:
+        return None
+    changes = known.recorded.compare(chain(*raw_digests(splits).values()))
+    if any(changes):
+        wanted, used = "the rows that the run recorded", "those that there are now"
+        runtime.fallbacks.take(Fallback(what="the data", wanted=wanted, used=used, why=str(changes)))
+    return changes
+
+
+def _warn_of_other_rows(runtime: Runtime, examples: EncodedExamples, split: str, known: KnownRows) -> None:
+    """Take a fallback if a run that recorded no rows had another fingerprint of the split."""
+    if known.recorded is None and known.has_same_data and known.fingerprint not in (None, examples.fingerprint):
+        why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
+        fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
+        warning = f"the {split} rows are not those of the run, so training rows may be among them: {why}"
+        runtime.fallbacks.take(fallback, warning=warning)
+
+
+def _without_trained_rows(runtime: Runtime, examples: EncodedExamples, split: str, known: KnownRows) -> EncodedExamples:
+    """Return the rows that no run was trained on; of the split train, all rows."""
+    if split == "train" or not known.records:
+        return examples
+    trained = set[str]().union(*(record.trained for record in known.records))
     both = zip(examples.raw_digests(), examples.digests(with_targets=False), strict=True)
     untrained = [row for row, (raw, ids) in enumerate(both) if trained.isdisjoint((raw, ids.hex()))]
     if not untrained:

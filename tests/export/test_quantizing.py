@@ -82,6 +82,7 @@ def test_an_importance_matrix_is_made_once_of_the_rows(tmp_path):
     quantizer = Quantizer(program=program, imatrix_program=imatrix, rows=("<|a|>b", "<|a|>c"))
     quantizer.quantize(source, "q4_k_m")
     quantizer.quantize(source, "q6_k")  # os.link would fail if the matrix were made again
+    assert (tmp_path / "imatrix.gguf").read_text() == "<|a|>b<|a|>c"
 
 
 def test_a_quantized_file_has_a_bound_of_its_own(tmp_path):
