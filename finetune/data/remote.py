@@ -20,8 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from finetune.config.config_files import LOCAL
-from finetune.data.compressed import suffix_of, suffixes_of
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow, suffix_of, suffixes_of
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import DataError, PreemptedError, extra_command, first_line
 from finetune.logs import waiting

@@ -19,8 +19,7 @@ from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import rows_of
 from finetune.errors import ConfigError, ModelError
 from finetune.fallbacks import Fallback
-from finetune.model.fp8_base import round_frozen_layers
-from finetune.model.quantized import weights_from_disk
+from finetune.model.quantized import round_frozen_layers, weights_from_disk
 from finetune.training.optim import trainable_parameters
 
 if TYPE_CHECKING:

@@ -14,14 +14,18 @@ from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
 from finetune.data.objective import AnySplits
 from finetune.data.subsets import by_column
-from finetune.distributed.precision import DTYPES, convert_weights
+from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
 from finetune.model.base import add_embedding_noise, checkpoint_gradients
-from finetune.model.fp8_base import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.lora import fingerprint_base, without_adapter
-from finetune.model.quantized import states_in_4_bits
+from finetune.model.quantized import (
+    refuse_fp8_without_engine,
+    refuse_where_fp8_is_impossible,
+    states_in_4_bits,
+    wants_fp8,
+)
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder

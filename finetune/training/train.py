@@ -20,9 +20,12 @@ from finetune.inference.answer_metrics import Metric
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
-from finetune.model.fp8_base import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
-from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
+from finetune.model.quantized import (
+    build_quantized_base,
+    refuse_where_fp8_is_impossible,
+    refuse_where_quantizing_is_impossible,
+)
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_inputs, check_objective, check_paths
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.engine.given_loss import GivenLoss
+    from finetune.engine.loss import GivenLoss
 
 
 class TrainResult(NamedTuple):

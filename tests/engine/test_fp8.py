@@ -9,8 +9,15 @@ import torch
 from torch.nn import functional
 
 from finetune.engine import fp8
-from finetune.engine.fp8 import FP8, MULTIPLE, ROUNDING, input_gradient_in_fp8, product_in_fp8, rounded_to_fp8
-from finetune.engine.fp8_layers import Fp8Linear
+from finetune.engine.fp8 import (
+    FP8,
+    MULTIPLE,
+    ROUNDING,
+    Fp8Linear,
+    input_gradient_in_fp8,
+    product_in_fp8,
+    rounded_to_fp8,
+)
 from finetune.engine.linear import Linear, linear
 
 ROWS, IN, OUT = 24, 64, 48

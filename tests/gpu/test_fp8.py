@@ -14,7 +14,7 @@ from finetune.engine.fp8 import input_gradient_in_fp8, product_in_fp8, rounded_t
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.model.fp8_base import round_frozen_layers
+from finetune.model.quantized import round_frozen_layers
 from finetune.training.low_precision_error import GRADIENT_LIMIT, loss_limit
 from finetune.training.train import train
 from tests.engine.prefix_rows import random_rows

@@ -11,7 +11,7 @@ import torch
 
 from finetune import load_config
 from finetune.config.schema import LoraSection, ModelSection
-from finetune.distributed.precision import DTYPES, Precision, convert_weights
+from finetune.distributed.device import DTYPES, Precision, convert_weights
 from finetune.engine.four_bits import holds_nf4, widened
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy

@@ -15,7 +15,7 @@ from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.planner import Planner
-from finetune.distributed.precision import convert_weights
+from finetune.distributed.device import convert_weights
 from finetune.engine.four_bits import _state_tensors, holds_nf4, widened
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy

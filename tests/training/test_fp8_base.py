@@ -15,12 +15,12 @@ from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
 from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.planner import make_plan
-from finetune.distributed.precision import convert_weights
-from finetune.engine.fp8_layers import Fp8Linear
+from finetune.distributed.device import convert_weights
+from finetune.engine.adapted import Fp8Linear
 from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.errors import ConfigError
 from finetune.model.base import build_base_model, count_parameters
-from finetune.model.fp8_base import refuse_where_fp8_is_impossible, round_frozen_layers
+from finetune.model.quantized import refuse_where_fp8_is_impossible, round_frozen_layers
 from finetune.training.low_precision_error import GRADIENT_LIMIT, LowPrecisionError, loss_limit
 from finetune.training.memory.forecast import WHOLE, Weights, copy_without_data
 from finetune.training.train import train as train_as_configured
