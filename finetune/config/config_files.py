@@ -209,3 +209,8 @@ def _description(path: Path) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     return line.lstrip("# ").rstrip() if line.startswith("#") else ""
+
+
+def local_path(path: str) -> Path:
+    """Return the path of a file or folder of this machine, which may be written `file:///rows.jsonl`."""
+    return Path(path.removeprefix(LOCAL)).expanduser()

@@ -12,12 +12,12 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from finetune.config.config_files import is_address, is_list_or_glob, resolve_shipped
+from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
 from finetune.data.formats import Reads
 from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets, stem_of, suffix_of
-from finetune.data.remote import JoinedRows, RemoteRows, RowSource, local_path, name_of, names_at
+from finetune.data.remote import JoinedRows, RemoteRows, RowSource, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.splits import (
     AUTO_NEEDS_ROWS,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from finetune.distributed.device import Precision, convert_parameters, set_compute_dtype
 from finetune.engine.decoder import ENTER, bare_model
-from finetune.engine.four_bits import holds_nf4
+from finetune.engine.quantized import holds_nf4
 from finetune.errors import ConfigError, LaunchError, ModelError, RunFailedError
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.engine.four_bits import holds_nf4
-from finetune.engine.fp8 import rounded_to_fp8
 from finetune.engine.linear import Linear, draw_keep, linear
+from finetune.engine.quantized import holds_nf4, rounded_to_fp8
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_HOOK = "make_inputs_require_grads"

@@ -20,7 +20,7 @@ from finetune.data.templates import AnswerTokens
 from finetune.data.turns import Dialogue, Turn, parse_tools, parse_turns, text_turn
 from finetune.data.values import BadRowError, parse_text, quote
 from finetune.errors import DataError
-from finetune.inference.answer_reader import answer_text
+from finetune.inference.answers import answer_text
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection

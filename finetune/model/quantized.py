@@ -16,8 +16,7 @@ import torch
 
 from finetune.engine.adapted import Fp8Linear
 from finetune.engine.decoder import FAMILIES, Family, bare_model
-from finetune.engine.four_bits import holds_nf4, in_4_bits_without_data
-from finetune.engine.fp8 import MULTIPLE, why_not_fp8
+from finetune.engine.quantized import MULTIPLE, holds_nf4, in_4_bits_without_data, why_not_fp8
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model
 from finetune.model.from_hub import locate_model, stored_weights

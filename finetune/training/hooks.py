@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
-from finetune.inference.answer_metrics import METRICS, Metric
+from finetune.inference.answers import METRICS, Metric
 from finetune.training.validation import LOSS
 
 if TYPE_CHECKING:

@@ -33,10 +33,14 @@ from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_objective, named_splits, raw_digests
 from finetune.training.forward import Forward, agree_on_forward
-from finetune.training.half_precision import refuse_overflow
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
-from finetune.training.low_precision_error import LowPrecisionError, compare_nf4_with_disk, round_base_to_fp8
+from finetune.training.low_precision import (
+    LowPrecisionError,
+    compare_nf4_with_disk,
+    refuse_overflow,
+    round_base_to_fp8,
+)
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation

@@ -16,7 +16,7 @@ from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError
-from finetune.inference.answer_metrics import Metric
+from finetune.inference.answers import Metric
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model

@@ -24,9 +24,9 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import AdapterWatch
-from finetune.training.half_precision import LossScale
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import log_cut_examples, log_microbatches
+from finetune.training.low_precision import LossScale
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
 from finetune.training.optim import averaged_weights
