@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from finetune.distributed.accelerate_library import AccelerateCommand, read_launch_arguments
-from finetune.distributed.accelerate_settings import launch_arguments, read_accelerate_command, refused_settings
-from tests.distributed.launcher_variables import ACCELERATE, ACCELERATE_DEFAULTS, TORCHRUN
+from finetune.distributed.accelerate_settings import launch_arguments, refused_settings
+from tests.distributed.launcher_variables import ACCELERATE_DEFAULTS, TORCHRUN
 from tests.launches import REPOSITORY
 
 
@@ -78,12 +78,6 @@ def test_other_commands_and_unknown_options_are_no_launch(tmp_path):
         assert launch_arguments(command.split()) is None
     assert launch_arguments(["bash", "-c", "accelerate launch"]) is None
     assert read_launch_arguments(["--no-such-option", "train.py"], tmp_path) is None
-
-
-@pytest.mark.parametrize("environ", [{}, ACCELERATE, ACCELERATE_DEFAULTS])
-def test_no_number_is_known_if_accelerate_did_not_start_only_this_process(environ):
-    # The last has the variables of a launch, but no `accelerate launch` among the ancestors: nobody can be asked.
-    assert read_accelerate_command(environ) is None
 
 
 REPORT = """

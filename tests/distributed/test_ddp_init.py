@@ -94,13 +94,6 @@ def test_arguments_that_describe_no_world_are_refused():
         initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu")
 
 
-def test_a_rank_that_contradicts_the_launcher_is_refused(monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=r"rank=0 and worldsize=4 were given, but the environment says RANK=1\."):
-        initialize_ddp(rank=0, worldsize=4)
-
-
 def test_if_nobody_comes_rank_0_trains_alone_and_leaves_nothing_behind():
     port = free_port()
     context = initialize_ddp(
@@ -179,11 +172,6 @@ def test_a_start_that_is_interrupted_leaves_no_group_to_wait_for(monkeypatch, ba
     with pytest.raises(KeyboardInterrupt):
         _start_backend(rendezvous, backend, timedelta(minutes=60))
     assert given_up == ["aborted" if backend == "nccl" else "destroyed"]
-
-
-def test_whatever_torch_raises_of_a_world_is_a_runtime_error():
-    """All that catches a lost store or a lost rank relies on it."""
-    assert issubclass(dist.DistError, RuntimeError)
 
 
 def test_the_limit_for_the_start_holds_for_the_start_alone():

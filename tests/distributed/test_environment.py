@@ -8,7 +8,6 @@ import pytest
 from finetune.distributed.environment import (
     DEFAULT_MASTER_ADDR,
     DEFAULT_MASTER_PORT,
-    LAUNCH_VARIABLES,
     _first_host_from_slurm_nodelist,
     given_address,
     is_batch_script_body,
@@ -195,11 +194,6 @@ def test_address_and_port_may_default_and_count_as_given_where_either_is_set():
     assert given_address({"RANK": "0", "MASTER_ADDR": ""}) == (None, None)
 
 
-def test_a_master_address_that_is_set_wins_over_the_node_list():
-    read = read_environment({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4321"})
-    assert (read.master_addr, read.master_port) == ("10.0.0.1", 4321)
-
-
 def test_the_port_of_a_slurm_step_follows_from_job_and_step():
     def port(job, step, procid="3"):
         steps = {**SRUN, "SLURM_JOB_ID": job, "SLURM_STEP_ID": step, "SLURM_PROCID": procid, "SLURM_NODEID": "0"}
@@ -208,14 +202,6 @@ def test_the_port_of_a_slurm_step_follows_from_job_and_step():
     assert port("77", "2", "0") == port("77", "2", "3"), "every rank must find the same port"
     assert len({port(str(job), str(step)) for job in range(1000, 1010) for step in range(10)}) == 100
     assert all(20000 <= port(str(job), "0") < 32000 for job in (1, 999, 123456789))
-
-
-def test_as_variables_reads_back_as_the_same_process():
-    read = read_environment(SRUN)
-    variables = read.as_variables()
-    assert tuple(variables) == LAUNCH_VARIABLES
-    again = read_environment(variables)
-    assert again.as_variables() == variables
 
 
 # --- Slurm's notations ---------------------------------------------------------------------------------------------

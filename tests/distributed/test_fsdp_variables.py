@@ -12,7 +12,6 @@ from finetune.config.compose import load_config, resolved_yaml
 from finetune.distributed import accelerate_settings
 from finetune.distributed.accelerate_library import AccelerateCommand
 from finetune.distributed.accelerate_settings import refused_settings, settings_of_accelerate
-from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.errors import LaunchError
 from tests.curves import run_words
@@ -94,16 +93,6 @@ def test_a_word_that_contradicts_it_is_an_error_that_names_both(word, variables,
         settled(word, **variables)
 
 
-@pytest.mark.parametrize(
-    "word",
-    ["parallel.sharding=fsdp2", "parallel.reshard_after_forward=false"],
-)
-def test_a_word_that_agrees_or_that_accelerate_leaves_open_counts(word):
-    config = settled(word)
-    key = word.partition("=")[0]
-    assert config.origin(key).startswith("accelerate's" if key == "parallel.sharding" else "command line")
-
-
 def test_shards_of_another_number_of_processes_are_an_error():
     with pytest.raises(LaunchError, match=r"made for 4 processes .* but 8 were started"):
         settled(world_size=8, **SIZES)
@@ -165,13 +154,6 @@ def test_what_accelerate_drops_because_of_cpu_is_refused(tmp_path, monkeypatch, 
     config = load_config(run_words(tmp_path / "run"))
     with pytest.raises(LaunchError, match=f"asked for {engine}.* started one process.* {instead}"), launch(config):
         pass
-
-
-def test_the_port_that_accelerate_hands_to_its_only_process_is_no_error():
-    alone = {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "0"}
-    assert read_environment(alone).world_size == 1
-    with pytest.raises(LaunchError, match="MASTER_PORT is 0"):
-        read_environment({**FSDP2, "MASTER_PORT": "0"})
 
 
 def test_every_variable_of_the_installed_accelerate_was_looked_at():

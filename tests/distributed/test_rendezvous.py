@@ -250,13 +250,6 @@ def gloo_takes_over_from_an_nccl_that_does_not_start(play):
 
 
 @SCENES.add
-def a_strict_run_ends_with_an_nccl_that_does_not_start(play):
-    codes, reports, outputs = play.launch(2, backend="nccl", strict=True)
-    assert codes == [2, 2], outputs
-    assert all("nccl did not start on 2 of 2 ranks" in report["text"] for report in reports)
-
-
-@SCENES.add
 def ranks_on_different_kinds_of_device_are_refused_before_a_backend_starts(play):
     """A broken driver leaves one node with its CPU. Its gloo and the others' nccl would wait for each other."""
     port = free_port()

@@ -7,14 +7,8 @@ import torch
 
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
-from finetune.distributed.accelerate_library import forget_accelerate
-from finetune.distributed.collectives import Collectives
-from finetune.distributed.ddp_init import ProcessContext
-from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import _check_world, launch
-from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, LaunchError
-from finetune.fallbacks import Fallbacks
 from tests.launches import free_port, place_variables, reports_of
 
 CPU = {"training": {"device": "cpu", "precision": "fp32"}}
@@ -93,13 +87,6 @@ def test_alone_every_verb_answers_without_a_group():
         runtime.collectives.barrier()
         with pytest.raises(DataError, match="mine"):
             runtime.collectives.agree(DataError("mine"), "reading")
-
-
-def test_a_parameter_without_a_gradient_counts_as_zero_alone_too():
-    parameter = torch.nn.Parameter(torch.ones(2))
-    with launch(config()) as runtime:
-        runtime.placement.sync_gradients([parameter])
-    assert parameter.grad.tolist() == [0.0, 0.0]
 
 
 def test_the_gradient_norm_is_measured_and_clipped():
@@ -229,28 +216,6 @@ def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words
         pass
 
 
-def test_a_wish_for_several_ranks_without_a_launcher_is_refused():
-    words = r"but this process was started without a launcher, as RANK=0, WORLD_SIZE=1\."
-    with pytest.raises(LaunchError, match=words), launch(config(parallel={"world_size": 3})):
-        pass
-
-
-def test_several_processes_without_ddp_are_refused():
-    words = r"ddp is false \(default\) but parallel\.num_processes is 2 \(default\)"
-    with pytest.raises(LaunchError, match=words), launch(config(ddp=False, parallel={"num_processes": 2})):
-        pass
-
-
-def test_ddp_true_alone_is_a_fallback_that_strict_refuses():
-    with launch(config(ddp=True)) as runtime:
-        (record,) = runtime.fallbacks.as_records()
-        assert record["what"] == "ddp"
-        assert record["why"].startswith("there is no launcher; use torchrun")
-        assert runtime.world_size == 1
-    with pytest.raises(ConfigError, match="strict"), launch(config(ddp=True, strict=True)):
-        pass
-
-
 def test_fewer_processes_than_accelerate_was_asked_for_are_a_fallback_that_strict_refuses(monkeypatch):
     asked = accelerate_library.AccelerateCommand(num_processes=2, engine=None)
     monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda environ: asked)
@@ -286,11 +251,6 @@ def test_the_second_gpu_is_that_of_accelerate_too(two_old_gpus):
     with launch(config(training={"device": "cuda:1", "precision": "fp32"})) as runtime:
         assert runtime.device == torch.device("cuda", 1)
         assert torch.cuda.current_device() == 1
-
-
-def test_auto_precision_is_fp16_where_a_gpu_only_emulates_bf16(two_old_gpus):
-    with launch(config(training={"device": "cuda"})) as runtime:
-        assert runtime.precision == "fp16"
 
 
 @pytest.fixture
@@ -388,26 +348,6 @@ def test_a_gpu_finishes_its_work_before_a_rank_waits_and_before_it_waits_no_more
         runtime.context, runtime.liveness.watchdog = there, None
     done = "the device is done"
     assert recorder.heard == [done, "enter barrier", done, "leave"]
-
-
-def test_ranks_are_watched_while_their_cpus_are_connected(monkeypatch):
-    """A rank that dies then would be waited for until the group's timeout, which is an hour."""
-    recorder = Recorder()
-
-    def fails(*args, **kwargs):
-        recorder.heard.append("connect")
-        raise RuntimeError("no network")
-
-    monkeypatch.setattr(Runtime, "_compare_worlds", lambda self: None)
-    monkeypatch.setattr("finetune.distributed.liveness.Watchdog", lambda *args, **kwargs: recorder)
-    monkeypatch.setattr(Collectives, "backend", "nccl")
-    monkeypatch.setattr(torch.distributed, "new_group", fails)
-    context = ProcessContext(True, 0, 0, 2, torch.device("cpu"))
-    with pytest.raises(LaunchError, match="gloo does not connect their CPUs"):
-        Runtime(context, read_environment({}), Fallbacks(), config(), {})
-    forget_accelerate()
-    connecting = ["enter connecting the CPUs of all ranks", "connect"]
-    assert recorder.heard == [*connecting, "ask for the fault", "failed: LaunchError", "closed"]
 
 
 def test_only_the_last_backward_pass_of_a_step_waits_for_other_ranks():

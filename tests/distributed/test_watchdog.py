@@ -19,7 +19,6 @@ import pytest
 
 from finetune.distributed.guardian.faults import (
     GRACE_SECONDS,
-    KILL_SECONDS,
     Position,
     describe_late,
 )
@@ -171,14 +170,6 @@ def an_exception_on_one_rank(play):
 
 
 @scene(world_size=2)
-def a_rank_asks_why_and_leaves_in_its_own_words(play):
-    play.start("ask_for_the_reason", "fail")
-    assert play.end() == [3, 2]
-    assert json.loads((play.folder / "reason-0").read_text()).startswith("rank 1 failed during evaluation, step 40")
-    assert play.last_lines([0]) == {""}, "who has left by itself is not spoken for"
-
-
-@scene(world_size=2)
 def a_killed_process(play):
     kill_one_of_two(play, 1)
 
@@ -295,17 +286,6 @@ def rank_0_may_leave_first_and_the_others_are_still_watched(play):
     assert play.end() == [0, KILLED, 3]
     assert "rank 1 was killed during training, step 12" in the_only(play.last_lines([1, 2]))
     assert play.last_lines([0]) == {""}
-
-
-@scene(world_size=2)
-def what_happens_after_rank_0_has_left_does_not_touch_it(play):
-    play.start("leave_and_live_on", "fail")
-    assert play.ranks[1].wait(10) == 2
-    play.wait_for("left-0")
-    time.sleep(KILL_SECONDS + 2)
-    assert play.ranks[0].poll() is None
-    play.let_go("leave-now")
-    assert play.end(30) == [0, 2]
 
 
 @scene(world_size=2)
@@ -444,20 +424,6 @@ def a_rank_that_the_hub_had_no_room_for_tries_again(play):
 
 
 @scene(world_size=2)
-def a_hub_that_never_has_room_is_named(play):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        start_rank_1_beside(play, listener)
-        while play.ranks[1].poll() is None:
-            with suppress(TimeoutError):
-                listener.accept()[0].close()
-                listener.settimeout(1)
-    assert play.end(25) == [2]
-    assert (
-        "within 15 s (127.0.0.1: it closed the connection before it accepted this rank). Let the nodes of this run "
-    ) in the_only(play.last_lines())
-
-
-@scene(world_size=2)
 def garbage_with_the_token_ends_in_a_sentence(play):
     play.start("leave_when_told")
     hub = json.loads(play.wait_for("share"))[0]
@@ -506,24 +472,6 @@ def test_who_is_waited_for_in_a_phase_without_limit_is_not_late():
     assert describe_late({0: saving, 1: position(waiting="barrier"), 2: position(waiting="barrier")}, 30) is None
     assert describe_late({0: position(age=3.0), 1: position(waiting="barrier")}, 30) is None, "it moves"
     assert describe_late({0: position(age=29.0), 1: position(age=29.0)}, 30) is None
-
-
-def test_ranks_that_all_wait_are_late():
-    text = str(
-        describe_late({0: position(waiting="sum"), 1: position(waiting="barrier", phase="evaluation", step=None)}, 30)
-    )
-    assert text.startswith(
-        "rank 0 has waited in sum during training, step 12, for 31 s; rank 1 has waited in barrier during evaluation, "
-        "for 31 s and no rank is left to wait for"
-    )
-
-
-def test_a_large_world_fits_into_a_line():
-    text = str(describe_late({0: position()} | {rank: position(waiting="sum") for rank in range(1, 1000)}, 30))
-    assert "while ranks 1, 2, 3, 4, 5, 6, 7, 8 and 991 others wait for it in sum" in text
-    text = str(describe_late({rank: position(waiting="sum") for rank in range(1000)}, 30))
-    assert "so have 992 others" in text
-    assert len(text) < 1000
 
 
 def test_all_late_ranks_are_named():

@@ -157,13 +157,6 @@ def test_patterns_and_layers_that_match_nothing_are_refused(keys, said):
         add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=4, **keys))
 
 
-@pytest.mark.parametrize("is_tied", [True, False])
-@pytest.mark.parametrize("name", ["norm", "embed_tokens"])
-def test_whole_layers_cause_no_warning_of_peft(name, is_tied, recwarn):
-    add_lora(build_tiny(tiny_phi3_config(tie_word_embeddings=is_tied)), LoraSection(r=4, modules_to_save=[name]))
-    assert [str(warning.message) for warning in recwarn] == []
-
-
 def test_an_adapter_with_patterns_goes_on_only_with_the_same_ones(trained, inputs):
     run, base = trained["patterns"][0], load_config([f"model.path={inputs}/base", "data.path=x"]).model
     keys = {"r": 4, "alpha": 6.0, "layers": [1], "start_from": str(run), "start_from_any_base": True}
@@ -177,14 +170,6 @@ def test_an_adapter_with_patterns_goes_on_only_with_the_same_ones(trained, input
 
 
 # --- other optimizers ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_with_muon_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, tmp_path):
-    own = ["optim.optimizer=torch.optim.Muon", "optim.args={momentum: 0.9}", "optim.schedule=wsd"]
-    words = [*words_for(inputs, tmp_path), *_small([*own, "optim.min_learning_rate=1e-3"])]
-    train([*words, f"output_dir={tmp_path}/whole"])
-    refuse_to_differ_after_a_break(words, tmp_path / "whole", tmp_path / "broken")
 
 
 # --- rsLoRA -------------------------------------------------------------------------------------------------------
@@ -259,21 +244,6 @@ def test_pissa_leaves_the_base_alone_and_keeps_the_half_that_it_took_from_it(ini
             assert (weight.narrow(dim, 0, 3) != first[name].narrow(dim, 0, 3)).all(), name
     after = without_adapter(model).state_dict()
     assert all(torch.equal(after[name], weight) for name, weight in before.items())
-
-
-def test_the_fast_form_finds_about_the_singular_values_of_the_exact_one():
-    def principal(init):
-        torch.manual_seed(3)
-        model = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=3, alpha=3.0, init=init))
-        layer = model.get_submodule("base_model.model.model.layers.1.mlp.down_proj")
-        a, b = layer.lora_A["default"].weight[:3], layer.lora_B["default"].weight[:, :3]
-        return (b @ a).detach(), layer.get_base_layer().weight.detach()
-
-    exact, weight = principal("pissa")
-    fast, _ = principal("pissa_fast")
-    values = torch.linalg.svdvals(weight)
-    torch.testing.assert_close((weight - exact).norm(), values[3:].norm(), rtol=1e-4, atol=1e-5)
-    assert (weight - fast).norm() < 1.05 * values[3:].norm()
 
 
 def test_what_pissa_cannot_do_is_refused_with_what_to_set():

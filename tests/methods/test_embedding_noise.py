@@ -13,7 +13,6 @@ from finetune.model.base import add_embedding_noise, checkpoint_gradients, evalu
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
-from tests.launches import run_launched
 from tests.methods.tiny_training import (
     curve,
     record,
@@ -115,15 +114,3 @@ def test_a_run_trains_and_goes_on_exactly_after_a_break(inputs, tmp_path):
     refuse_to_differ_after_a_break(words, tmp_path / "whole", tmp_path / "broken")
     train([*words, f"output_dir={tmp_path / 'quiet'}", "training.neftune_alpha=0"])
     assert curve(tmp_path / "quiet")[0]["loss"] != curve(tmp_path / "whole")[0]["loss"]
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_two_processes_see_the_noise_that_one_sees(inputs, tmp_path):
-    words = [*words_for(inputs, tmp_path / "one"), *WORDS]
-    train(words)
-    done = run_launched("torchrun", ["-m", "finetune", "train", *words, f"output_dir={tmp_path / 'two'}"])
-    assert done.returncode == 0, done.stdout
-    assert record(tmp_path / "two")["world_size"] == 2
-    for one, two in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)

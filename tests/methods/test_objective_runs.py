@@ -146,12 +146,6 @@ def test_what_does_not_suit_an_objective_is_refused_before_anything_is_read(inpu
     assert not (tmp_path / "run").exists()
 
 
-def test_pairs_are_no_labelled_rows(inputs, tmp_path):
-    done = run_finetune("train", *words(inputs, tmp_path / "run", "kto"), f"data.path={inputs / 'rows'}")
-    assert done.returncode == 2
-    assert "has the columns prompt, chosen, rejected. Expected those of one format (" in done.stdout
-
-
 def test_a_label_is_true_or_false_in_any_spelling_and_nothing_else(inputs, tmp_path):
     rows = [{"prompt": f"a{n}", "completion": "b", "label": label} for n, label in enumerate(("True", 0, "maybe"))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -166,13 +160,6 @@ def test_weights_that_are_far_apart_are_warned_about(inputs, tmp_path):
     done = run_finetune("train", *words(inputs, tmp_path / "run", "kto"), *few)
     assert done.returncode == 0, done.stdout
     assert "the 9 good answers have a weight of 27 in the loss and the 9 bad ones 9" in done.stdout
-
-
-def test_a_preview_shows_the_labels(inputs):
-    done = run_finetune("preview", *words(inputs, inputs / "run", "kto"), "--rows", "2")
-    assert done.returncode == 0, done.stdout
-    assert "labelled as a good answer" in done.stdout
-    assert "labelled as a bad answer" in done.stdout
 
 
 @pytest.mark.slow

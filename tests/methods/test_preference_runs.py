@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from finetune import (
     load_config,
 )
 from finetune.cli.overrides import train_from_overrides
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import ConfigError
 from finetune.training.preferences.losses import METRICS
 from finetune.training.resume import _sha256
 from finetune.training.training_run import TrainingRun
@@ -158,26 +157,6 @@ def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, in
     assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
 
 
-@pytest.mark.slow
-def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
-    done = run_finetune("report", trained[0], "--output", tmp_path / "page.html")
-    assert done.returncode == 0, done.stdout
-    assert "Reward margin" in (tmp_path / "page.html").read_text()
-
-
-def test_the_command_refuses_full_fine_tuning_on_pairs_before_it_reads_anything(tmp_path):
-    write_base(tmp_path / "nothing/base")
-    (tmp_path / "nothing/rows").mkdir()
-    words = [*words_for(tmp_path / "nothing", tmp_path / "run"), *WORDS, "training.method=full"]
-    done = run_finetune("train", *words)
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == (
-        "finetune: ConfigError: training.method is full, but the reference of DPO is the base with its adapter "
-        "switched off. Set training.method=lora."
-    )
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_path):
     turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "please send oranges"}]
     row = {"prompt": turns, "chosen": "yes", "rejected": "no"}
@@ -235,13 +214,6 @@ def test_a_reference_that_is_not_the_base_is_refused(inputs, tmp_path):
         PreferenceTrainer(runtime, config, None, None, splits)
 
 
-def test_a_script_without_the_objective_trains_and_records_it(inputs, tmp_path):
-    """As scripts and task files did before there was the key."""
-    words = [word for word in [*words_for(inputs, tmp_path / "run"), *WORDS] if word != "task=finetune_preferences"]
-    train([*words, "training.max_steps=1", "checkpoint.save_every=1"])
-    assert "objective: dpo" in (tmp_path / "run/config.yaml").read_text()
-
-
 def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_bytes(trained, inputs, tmp_path):
     def forget_objective(folder):
         file = folder / "config.yaml"
@@ -263,14 +235,6 @@ def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_b
     assert "resumed from step=2" in log
     assert "could not be compared: training.objective" in log
     assert contents(tmp_path / "broken/adapter") == contents(trained[0] / "adapter")
-
-
-def test_rows_without_pairs_do_not_go_on_with_a_run_on_pairs(trained, inputs, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "run")
-    write_rows(tmp_path / "rows")
-    words = [*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft", "training.max_steps=5"]
-    with pytest.raises(CheckpointError, match=r"training\.objective: started with dpo, now sft \(command line\)"):
-        train_from_overrides([*words, f"data.path={tmp_path / 'rows'}"])
 
 
 def test_rows_of_another_objective_are_refused(inputs, tmp_path):

@@ -17,10 +17,8 @@ from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
 from finetune.training import training_run
-from finetune.training.rewards import rollouts as training_rollouts
 from finetune.training.rewards.group_loss import METRICS
 from finetune.training.step import StepTooLargeError
-from tests.in_process import run_finetune
 from tests.launches import run_command, run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import (
@@ -118,31 +116,6 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
     way, run = trained
     monkeypatch.setattr(tiny_training, "train", train_from_overrides)
     refuse_to_differ_after_a_break(words(inputs, tmp_path, *WAYS[way]), run, tmp_path / "broken")
-    assert rollouts(tmp_path / "broken") == rollouts(run)
-
-
-@pytest.mark.slow
-def test_a_run_that_broke_in_its_rollout_generates_it_again(trained, inputs, tmp_path, monkeypatch):
-    way, run = trained
-
-    def break_in(name, call):
-        """The call of a function in that order is interrupted."""
-        calls, whole = itertools.count(1), getattr(training_rollouts, name)
-
-        def breaking(*given):
-            if next(calls) == call:
-                raise RuntimeError("power cut")
-            return whole(*given)
-
-        return breaking
-
-    for name, call in (("reward_on_main", 1), ("write_rollout", 3)):
-        with monkeypatch.context() as patch:
-            patch.setattr(training_rollouts, name, break_in(name, call))
-            with pytest.raises(RuntimeError, match="power cut"):
-                train_from_overrides(words(inputs, tmp_path / "broken", *WAYS[way]))
-    train_from_overrides(words(inputs, tmp_path / "broken", *WAYS[way]))
-    assert contents(tmp_path / "broken/adapter") == contents(run / "adapter")
     assert rollouts(tmp_path / "broken") == rollouts(run)
 
 
@@ -336,21 +309,3 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
 def test_a_run_that_cannot_learn_from_rewards_is_refused(inputs, tmp_path, more, error, message):
     with pytest.raises(error, match=message):
         train_from_overrides(words(inputs, tmp_path / "run", *more))
-
-
-def test_one_answer_has_nothing_to_be_compared_with(inputs, tmp_path):
-    done = run_finetune("train", *words(inputs, tmp_path / "run", "rollout.num_generations=1"))
-    assert done.returncode == 2
-    assert "rollout.num_generations" in done.errors
-    assert "expected a whole number of at least 2" in done.errors
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(0)
-def test_the_quickstart_gains_20_points_of_exact_answers(tmp_path, monkeypatch):
-    """As docs/tasks/rewards.md has it, for 5 minutes or more."""
-    monkeypatch.chdir(tmp_path)
-    train_from_overrides(["quickstart", "training.max_steps=40", "output_dir=runs/orders"])
-    train_from_overrides(["grpo_quickstart", "lora.start_from=runs/orders", "output_dir=runs/rewarded"])
-    before, after = (record(tmp_path / "runs" / name)["result"]["test_tuned"] for name in ("orders", "rewarded"))
-    assert after["exact_match"] >= before["exact_match"] + 0.2, (before, after)

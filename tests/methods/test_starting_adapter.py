@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from finetune.config.schema import LoraSection
@@ -117,18 +116,3 @@ def test_what_holds_no_whole_adapter_is_refused(inputs, first, tmp_path):
     (torn / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
     with pytest.raises(ModelError, match="its peft_type is IA3, not LORA"):
         start(base_of(inputs), torn)
-
-
-def test_the_adapters_of_several_runs_work_side_by_side_on_one_base(inputs, first, second):
-    """Each run's `adapter/` is one adapter; PEFT loads as many as one likes under names of the user's own."""
-    ids = torch.tensor([list(range(5, 25))])
-    model = PeftModel.from_pretrained(base_of(inputs), first[0] / "adapter", adapter_name="first")
-    model.load_adapter(second[0] / "adapter", adapter_name="second")
-    with torch.no_grad():
-        base = base_of(inputs).eval()(input_ids=ids).logits
-        for name, logits in (("first", first[1]), ("second", second[1]), ("first", first[1])):
-            model.set_adapter(name)
-            assert torch.equal(model.eval()(input_ids=ids).logits, logits), name
-        with model.disable_adapter():
-            assert torch.equal(model(input_ids=ids).logits, base)
-    assert not torch.equal(first[1], second[1])

@@ -108,15 +108,6 @@ def test_the_body_of_a_batch_script_is_one_process_and_is_told_of_srun(cluster, 
 
 
 @pytest.mark.warm
-def test_the_shell_of_salloc_is_one_process_and_is_told_of_srun(cluster, tmp_path):
-    # What salloc runs on a cluster where its shell opens on the first node: a step of Slurm's own, with a step id.
-    shell = ["srun", "--interactive", "--preserve-env", sys.executable, SCRIPT, tmp_path]
-    output = run(cluster, "salloc", "--ntasks=2", *shell)
-    assert column(reports_in(tmp_path), "world_size") == [1]
-    assert "Prefix the command with srun" in output
-
-
-@pytest.mark.warm
 def test_torchrun_under_srun_has_ranks_of_its_own(cluster, tmp_path):
     """On one node; the shipped batch file has one torchrun on each of two."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

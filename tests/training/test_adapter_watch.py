@@ -15,7 +15,6 @@ from finetune.errors import RunFailedError
 from finetune.model.lora import add_lora
 from finetune.training.adapter_watch import AdapterWatch
 from finetune.training.step import StepResult
-from tests.launches import run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import break_at, events, record, train, words_for, write_inputs
 
@@ -194,30 +193,3 @@ def test_skipped_steps_and_frozen_adapters_do_not_count():
 
 
 # --- several processes ----------------------------------------------------------------------------------------------
-
-_RECIPE = """
-import sys
-from finetune import Trainer, add_lora, build_base_model, build_tokenizer, encode_examples, launch, load_config
-from finetune import load_examples
-from tests.training.test_adapter_watch import bypass
-
-config = load_config(sys.argv[1:])
-with launch(config) as runtime:
-    tokenizer = build_tokenizer(config.model)
-    splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
-    model = add_lora(build_base_model(config.model), config.lora)
-    bypass(model)
-    trainer = Trainer(runtime, config, model, tokenizer, splits)
-    trainer.run_training(*trainer.prepare_dataloaders()[:2])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_all_ranks_end_with_the_sentence(inputs, tmp_path):
-    recipe = tmp_path / "recipe.py"
-    recipe.write_text(_RECIPE)
-    done = run_launched("torchrun", [recipe, *words(inputs, tmp_path / "run", "parallel.sharding=fsdp2")])
-    assert done.returncode != 0
-    assert f"have not changed since the start: {DOWN}." in done.stdout
-    assert record(tmp_path / "run")["status"] == "failed"

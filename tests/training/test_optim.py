@@ -1,5 +1,4 @@
 import logging
-import math
 
 import pytest
 import torch
@@ -114,33 +113,11 @@ def test_a_library_that_is_not_installed_is_named(monkeypatch):
         resolve_optimizer("bitsandbytes.optim.AdamW8bit")
 
 
-def test_a_warm_up_rises_in_a_line_from_zero_to_the_highest_rate():
-    assert rates(10, warmup_steps=4, schedule="constant")[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
-
-
 def test_a_warm_up_may_be_a_share_of_the_steps_rounded_up_by_its_decimal_digits():
     assert rates(10, warmup_steps=0.35) == rates(10, warmup_steps=4)
     assert rates(100, warmup_steps=0.07) == rates(100, warmup_steps=7)  # 0.07 * 100 is above 7 in binary
     assert rates(10, warmup_steps=0.0) == rates(10, warmup_steps=0)
     assert rates(10, warmup_steps=1)[0] == 0.1
-
-
-def test_a_linear_schedule_starts_at_the_highest_rate_and_never_reaches_zero():
-    assert rates(4) == pytest.approx([0.1, 0.075, 0.05, 0.025])
-    assert rates(6, warmup_steps=2)[2:] == pytest.approx([0.1, 0.075, 0.05, 0.025])
-
-
-def test_a_cosine_schedule_falls_along_a_cosine():
-    assert rates(4, schedule="cosine") == pytest.approx([0.1 * (1 + math.cos(math.pi * k / 4)) / 2 for k in range(4)])
-
-
-def test_a_constant_schedule_stays():
-    assert rates(3, schedule="constant") == [0.1, 0.1, 0.1]
-
-
-def test_a_warm_up_as_long_as_the_run_or_longer_is_allowed():
-    assert rates(4, warmup_steps=4) == pytest.approx([0.025, 0.05, 0.075, 0.1])
-    assert rates(2, warmup_steps=4) == pytest.approx([0.025, 0.05])
 
 
 def test_setting_the_rate_reaches_every_group_and_keeps_a_tensor():

@@ -210,13 +210,3 @@ def test_methods_of_other_trainers_are_refused():
 
     with pytest.raises(ConfigError, match="Mine defines compute_loss, which this trainer does not call: give loss="):
         Mine(None, None, None, None, None)
-
-
-def test_one_description_of_a_run_is_enough():
-    config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
-    with pytest.raises(ConfigError, match="Give one of the two"):
-        finetune.train(config, data=ROWS)
-    with pytest.raises(ConfigError, match="train takes a configuration from load_config"):
-        finetune.train("phi_tiny", data=ROWS)
-    with pytest.raises(ConfigError, match="data is given as rows, but the overrides name"):
-        finetune.train(model="phi_tiny", data=ROWS, overrides=["data=orders"])

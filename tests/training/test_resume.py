@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,7 @@ from finetune.errors import CheckpointError, ConfigError
 from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
-from finetune.training.resume import accepted_changes, record_of_start, renumbered_in_epoch
+from finetune.training.resume import accepted_changes, record_of_start
 from tests.crash import IS_FULL
 from tests.methods.tiny_training import contents, curve, record
 from tests.tiny_runs import write_base, write_rows
@@ -248,12 +246,6 @@ def test_a_run_that_was_saved_with_keys_of_other_names_is_compared_by_todays(sta
     assert started.go_on("preference.beta=0.5", "resume.allow=preference.beta") == ["preference.beta"]
 
 
-def test_accepting_one_key_accepts_no_other(started: Started) -> None:
-    message = started.refusal("optim.learning_rate=1e-5", "seed=7", "resume.allow=optim")
-    assert "seed" in message
-    assert "optim.learning_rate" not in message
-
-
 @pytest.mark.parametrize(
     ("word", "part"),
     [
@@ -270,12 +262,6 @@ def test_what_is_allowed_must_be_a_key(word: str, part: str) -> None:
     assert "command line" in str(caught.value)
 
 
-def test_it_is_written_in_a_run_file_too(tmp_path: Path) -> None:
-    for text in ("resume.allow: [seed]", "resume_allow: seed", "resume: {allow: seed}"):
-        (tmp_path / "r.yaml").write_text(text)
-        assert compose(["resume=auto"], run=str(tmp_path / "r.yaml"), complete=False).resume_allow == ["seed"]
-
-
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -286,15 +272,6 @@ def test_other_rows_under_the_same_name_are_refused_until_allowed(started: Start
     assert "add resume.allow=data." in message
     assert started.go_on("resume.allow=data", rows=other) == ["data"]
     assert "now none (data.validation)" in started.refusal(rows={"data.train": "aaaa"})
-
-
-def test_other_rows_at_another_path_are_one_thing_to_allow(started: Started) -> None:
-    other = {**ROWS, "data.train": "dddd"}
-    message = started.refusal("data.path=elsewhere", rows=other)
-    assert "data.path: started with shipped:orders, now elsewhere (command line)" in message
-    assert "add resume.allow=data." in message
-    assert "rows dddd" in started.refusal("data.path=elsewhere", "resume.allow=data.path", rows=other)
-    assert started.go_on("data.path=elsewhere", "resume.allow=data", rows=other) == ["data.path", "data"]
 
 
 def test_rows_that_moved_and_other_test_rows_are_no_change_of_the_curve(started: Started) -> None:
@@ -328,21 +305,6 @@ def test_nothing_is_compared_where_nothing_is_resumed(started: Started, tmp_path
     assert started.go_on("seed=9") == []  # no whole checkpoint: the run starts from its beginning
     started.save(30)
     assert "seed" in started.refusal("seed=9")
-
-
-@pytest.mark.slow
-def test_a_config_file_cut_anywhere_never_blocks(started: Started, caplog: pytest.LogCaptureFixture) -> None:
-    started.folder.record_file.unlink()
-    whole = started.folder.config_file.read_bytes()
-    config = load_config([*started.words, "resume=auto"])
-    ends = [end for end in range(len(whole)) if whole[:end].endswith(b"\n") or end % 7 == 0]
-    for end in ends:
-        started.folder.config_file.write_bytes(whole[:end])
-        caplog.clear()
-        assert accepted_changes(started.folder, config, ROWS) == []
-        said = [line for line in caplog.messages if "the rows of the start" not in line]
-        assert said, f"cut after {end} bytes: nothing was said"
-    print(f"config.yaml cut at {len(ends)} of {len(whole)} places")
 
 
 UNREADABLE = [b"", b"\n", b"\0" * 300 + b"\n", b"\xff\xfe\n", b"- a\n- b\n", b"seed: {a: 1}\n", b"gone_key: 3\n"]
@@ -478,26 +440,3 @@ def test_fewer_rows_once_allowed_make_shorter_epochs(words: list[str], tmp_path:
     train_from_overrides([*words, "training.max_steps=8", "resume.allow=data"])
     epochs = [step["epoch"] for step in curve(tmp_path / "run")]
     assert epochs == [0, 0, 0, 0, 0, 1, 2, 2]  # six steps an epoch, then three: step 6 is the last of the second
-
-
-def test_a_place_in_an_epoch_follows_from_the_step() -> None:
-    state = TrainerState(step=7, epoch=1, steps_in_epoch=1, best_loss=0.5, best_step=6)
-    assert renumbered_in_epoch(state, 6) == state
-    moved = renumbered_in_epoch(state, 4)
-    assert (moved.epoch, moved.steps_in_epoch, moved.best_step) == (1, 3, 6)
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_a_refusal_ends_the_command_with_one_message_and_exit_code_2(started: Started) -> None:
-    cache = started.folder.path.parent / "cache"
-    words = [*started.words, "resume=auto", "seed=9", "data.max_rows=4", f"data.cache_dir={cache}"]
-    before = contents(started.folder.path)
-    done = subprocess.run(
-        [sys.executable, "-m", "finetune", "train", *words], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stderr.count("CheckpointError: output_dir=") == 1
-    assert "seed: started with 0, now 9 (command line)" in done.stderr
-    assert contents(started.folder.path) == before

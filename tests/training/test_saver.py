@@ -107,24 +107,6 @@ def test_training_waits_for_the_copy_and_for_an_earlier_save_alone(folder, model
     assert first.num_bytes == sum(tensor.numel() * 4 for tensor in weights_of(first.path).values())
 
 
-def test_a_save_that_is_over_is_told_once_without_waiting(folder, model, optimizer):
-    saves = saver(folder)
-    saves.save(snapshot(folder, model, optimizer, 1), best=None)
-    deadline, saved = time.monotonic() + 30, []
-    while not saved and time.monotonic() < deadline:
-        saved = saves.collect()
-    assert [one.step for one in saved] == [1]
-    assert (saves.collect(), saves.finish()) == ([], [])
-
-
-def test_older_checkpoints_go_once_the_new_one_is_on_the_disk(folder, model, optimizer):
-    saves = saver(folder, save_total_limit=1)
-    for step in (1, 2, 3):
-        saves.save(snapshot(folder, model, optimizer, step), best=1)
-    saves.finish()
-    assert folder.checkpoint_steps() == [1, 3]
-
-
 def test_an_older_checkpoint_that_cannot_be_removed_ends_no_run(folder, model, optimizer, monkeypatch, caplog):
     def refuse(*_):
         raise RunFailedError("Removing old checkpoint step-000001 failed: it is busy")

@@ -14,7 +14,7 @@ from finetune.runs.view import RunView
 from finetune.training.train import checked_objective
 from tests.in_process import run_finetune
 from tests.launches import run_launched
-from tests.methods.tiny_training import curve, events, record, words_for
+from tests.methods.tiny_training import events, record, words_for
 from tests.tiny_runs import write_base
 
 NAMES = ("short", "long")
@@ -109,20 +109,6 @@ def test_two_processes_have_the_losses_of_one(trained, inputs, tmp_path):
         for name in ("loss", *(f"loss/{name}" for name in NAMES)):
             assert two[name] == pytest.approx(one[name], rel=1e-6, abs=1e-6)
         assert [two[f"exact_match/{name}"] for name in NAMES] == [one[f"exact_match/{name}"] for name in NAMES]
-
-
-@pytest.mark.slow
-def test_the_losses_of_the_sources_change_nothing_else(trained, inputs, tmp_path):
-    train_from_overrides(
-        words(
-            inputs,
-            tmp_path / "run",
-            "data.validation=" + str(inputs / "short/validation.jsonl"),
-            "checkpoint.best_metric=loss",
-        )
-    )
-    assert curve(tmp_path / "run") == curve(trained)
-    assert not [name for event in events(tmp_path / "run", "validation") for name in event if "/" in name]
 
 
 def test_evaluate_measures_each_source_of_a_split(trained, capsys):

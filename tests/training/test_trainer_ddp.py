@@ -107,13 +107,6 @@ def test_the_guides_log_lines_are_there_and_a_validation_has_its_standard_error(
     assert (last["loss"], last["standard_error"]) == (val_results.loss, val_results.standard_error)
 
 
-def test_full_fine_tuning_is_a_matter_of_the_config(config):
-    with TrainerDDP(0, {**config, "training.method": "full", "testing.compare_base": False}) as trainer:
-        assert not hasattr(trainer.model, "peft_config")
-        train(trainer)
-    assert record(config)["status"] == "completed"
-
-
 @pytest.mark.parametrize("as_config", [False, True])
 def test_a_config_without_a_section_parallel_is_refused(config, as_config):
     del config["parallel"]
@@ -178,12 +171,6 @@ def test_a_dict_of_the_guides_is_understood(config):
     assert (checked.training.num_epochs, checked.training.device, checked.seed) == (2, "cuda:0", 5)
     assert (checked.parallel.master_port, checked.early_stopping.patience) == (12355, 2)
     assert checked.origin("optim.learning_rate") == "the dict given to TrainerDDP"
-
-
-def test_a_dict_may_choose_groups_by_name_as_a_run_file_does(config):
-    with TrainerDDP(0, {**config, "model": "phi_tiny", "data": "orders", "data.max_rows": 4}) as trainer:
-        assert trainer.config.origin("model.path") == "configs/model/phi_tiny.yaml:3"
-        assert len(trainer.splits.train) == 4
 
 
 def test_another_rank_than_the_world_gave_is_refused(config):
@@ -289,27 +276,9 @@ def test_where_the_world_never_came_one_goes_on_keeps_the_global_batch_and_says_
 
 
 @pytest.mark.slow
-def test_a_strict_run_whose_world_never_came_does_not_go_on(config, tmp_path):
-    config = with_port(config, timeout_minutes=0.04, master_addr="localhost") | {"strict": True}
-    done, _ = run_script("described_comes_alone", config, tmp_path)
-    assert done.returncode != 0
-    assert "LaunchError" in done.stdout
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
 def test_early_stopping_is_decided_on_rank_0_and_every_rank_leaves_at_the_same_step(config, tmp_path):
     config |= {"optim.learning_rate": 0.0, "early_stopping.patience": 1, "validation.validate_every": 1}
     done, ranks = run_script("stops_early", config, tmp_path, launcher="torchrun")
     assert_both_ranks_trained(done, ranks, config, "torchrun")
     # At a learning rate of zero the second validation cannot be better than the first.
     assert [rank["step"] for rank in ranks] == [2, 2]
-
-
-@pytest.mark.slow
-def test_where_one_rank_breaks_the_record_says_failed(config, tmp_path):
-    config = with_port(config)
-    done, ranks = run_script("breaks", config, tmp_path)
-    assert done.returncode == 1
-    assert ranks == []
-    assert record(config)["status"] == "failed"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 
@@ -52,11 +51,6 @@ def test_patience_counts_the_metric_that_stops_whatever_chooses_the_best():
     assert counts(Criteria(best="exact_match")) == [0, 0, 1]
     assert counts(Criteria(best="exact_match", stopping="exact_match")) == [0, 1, 0]
     assert counts(Criteria(stopping="exact_match", min_delta=0.3)) == [0, 1, 2]
-
-
-def test_a_figure_that_was_not_measured_is_no_improvement():
-    state = states([Validated(1.0), Validated(0.5, {"exact_match": math.nan})], Criteria(best="exact_match"))[-1]
-    assert (state.best_step, state.validations_without_improvement) == (None, 0)
 
 
 def test_values_of_another_metric_are_forgotten_and_those_of_the_same_are_kept(caplog):
@@ -257,15 +251,6 @@ def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(t
 def test_metrics_change_no_weight_and_no_loss(trained, inputs, tmp_path):
     train_from_overrides([*words(inputs, tmp_path / "run"), "validation.metrics=[]"])
     assert curve(tmp_path / "run") == curve(trained)
-
-
-@pytest.mark.slow
-def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
-    train_from_overrides(
-        words(inputs, tmp_path / "run", "validation.batch_size=1", "checkpoint.best_metric=exact_match")
-    )
-    for one, other in zip(events(trained, "validation"), events(tmp_path / "run", "validation"), strict=True):
-        assert (one["exact_match"], one["json_valid"]) == (other["exact_match"], other["json_valid"])
 
 
 @pytest.mark.slow
