@@ -18,26 +18,16 @@ def config(**keys):
     return Config.model_validate({**CPU, **keys})
 
 
-@pytest.fixture(scope="module", params=["torchrun", "accelerate"])
-def two_ranks(request, tmp_path_factory):
-    script = Path(__file__).with_name("two_ranks.py")
-    return request.param, reports_of(request.param, script, tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_two_processes_are_one_world(two_ranks):
-    launcher, ranks = two_ranks
-    assert [seen["rank"] for seen in ranks] == [0, 1]
-    assert [seen["is_main_process"] for seen in ranks] == [True, False]
-    assert {(seen["world_size"], seen["launcher"], seen["backend"]) for seen in ranks} == {(2, launcher, "gloo")}
-    assert [seen["visible_gpus"] for seen in ranks] == ["", ""], "tests hide this machine's GPUs"
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return reports_of("torchrun", Path(__file__).with_name("two_ranks.py"), tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
 @pytest.mark.warm
 def test_collectives_give_both_ranks_the_same_values(two_ranks):
-    first, second = two_ranks[1]
+    first, second = two_ranks
+    assert [seen["is_main_process"] for seen in two_ranks] == [True, False]
     expected = [[[3.0, 3.0], [3.0, 3.0]], [[1.0, 2.0], [3.0, 4.0]], [[0.0, 0.0], [0.0, 0.0]]]
     for seen in (first, second):
         assert seen["sum"] == [3.0, 1 + 2.0**-39], "in float64"
@@ -51,7 +41,7 @@ def test_collectives_give_both_ranks_the_same_values(two_ranks):
 @pytest.mark.slow
 @pytest.mark.warm
 def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
-    _, (first, second) = two_ranks
+    first, second = two_ranks
     assert [seen["none_fails"] for seen in (first, second)] == [None, None]
     assert (second["one_fails"]["type"], second["one_fails"]["text"]) == ("DataError", "row 7")
     assert first["one_fails"]["type"] == "PeerFailedError"
@@ -64,7 +54,7 @@ def test_an_error_of_one_rank_is_raised_on_both(two_ranks):
 @pytest.mark.slow
 @pytest.mark.warm
 def test_joining_and_leaving_respect_the_launchers_variables(two_ranks):
-    for seen in two_ranks[1]:
+    for seen in two_ranks:
         rank = seen["rank"]
         assert seen["after_launch"] == {"is_up": False, "variables_survive": True}
         assert seen["twins"] == {
@@ -199,33 +189,26 @@ def test_another_precision_asked_of_accelerate_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("key", "words"),
+    ("launcher", "keys", "words"),
     [
-        ("world_size", "parallel.world_size is 3 .* torchrun .* RANK=0, WORLD_SIZE=2"),
-        ("rank", "parallel.rank is 3 .* RANK=0"),
-        (
-            "num_processes",
-            "is 3 .* but torchrun started this process with RANK=0, WORLD_SIZE=2. Remove the key",
-        ),
+        ("torchrun", {"parallel": {"world_size": 3}}, "parallel.world_size is 3 .* torchrun .* RANK=0, WORLD_SIZE=2"),
+        ("torchrun", {"parallel": {"rank": 3}}, "parallel.rank is 3 .* RANK=0"),
+        ("torchrun", {"parallel": {"num_processes": 3}}, "is 3 .* but torchrun started this process .* Remove the key"),
+        ("", {"parallel": {"world_size": 3}}, "this process was started without a launcher, as RANK=0, WORLD_SIZE=1"),
+        ("", {"ddp": False, "parallel": {"num_processes": 2}}, "ddp is false .* but parallel.num_processes is 2"),
     ],
 )
-def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, key, words):
-    for name, value in {**place_variables(0, 2, free_port()), "TORCHELASTIC_RUN_ID": "x"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(LaunchError, match=words), launch(config(parallel={key: 3})):
+def test_a_wish_that_the_launch_does_not_meet_is_refused(monkeypatch, launcher, keys, words):
+    if launcher:
+        for name, value in {**place_variables(0, 2, free_port()), "TORCHELASTIC_RUN_ID": "x"}.items():
+            monkeypatch.setenv(name, value)
+    with pytest.raises(LaunchError, match=words), launch(config(**keys)):
         pass
 
 
-def test_fewer_processes_than_accelerate_was_asked_for_are_a_fallback_that_strict_refuses(monkeypatch):
+def test_a_strict_run_refuses_fewer_processes_than_accelerate_was_asked_for(monkeypatch):
     asked = accelerate_library.AccelerateCommand(num_processes=2, engine=None)
     monkeypatch.setattr(accelerate_settings, "read_accelerate_command", lambda environ: asked)
-    with launch(config()) as runtime:
-        (record,) = runtime.fallbacks.as_records()
-        assert (record["what"], record["wanted"], record["used"]) == (
-            "accelerate launch",
-            "2 processes",
-            "one process",
-        )
     words = r"(?s)accelerate launch was asked for 2 processes on the CPU and started one.*The run is strict"
     with pytest.raises(ConfigError, match=words), launch(config(strict=True)):
         pass

@@ -170,22 +170,13 @@ def an_exception_on_one_rank(play):
 
 
 @scene(world_size=2)
-def a_killed_process(play):
-    kill_one_of_two(play, 1)
-
-
-@scene(world_size=2)
 def a_killed_process_that_is_rank_0(play):
-    kill_one_of_two(play, 0)
-
-
-def kill_one_of_two(play, victim):
     play.start("wait_in_sum", "wait_in_sum")
     play.wait_for_all()
-    kill(play.pid(victim))
-    assert play.end() == ([KILLED, 3] if victim == 0 else [3, KILLED])
+    kill(play.pid(0))
+    assert play.end() == [KILLED, 3]
     line = the_only(play.last_lines())
-    assert line.startswith(f"finetune stops: rank {victim} was killed during training, step 12: process ")
+    assert line.startswith("finetune stops: rank 0 was killed during training, step 12: process ")
     assert play.seconds < 6
 
 
@@ -278,11 +269,13 @@ def a_rank_may_leave_before_the_others(play):
 
 @scene(world_size=3)
 def rank_0_may_leave_first_and_the_others_are_still_watched(play):
-    play.start("leave", "hang", "wait_in_sum")
-    assert play.ranks[0].wait(10) == 0
+    play.start("leave_and_live_on", "hang", "wait_in_sum")
+    play.wait_for("left-0")
     play.wait_for_all()
-    assert len(play.left()) == 5, "the hub stays for the others"
     kill(play.pid(1))
+    assert play.ranks[2].wait(PROMISED_SECONDS) == 3
+    assert play.ranks[0].poll() is None, "what happens after rank 0 has left does not touch it"
+    play.let_go("leave-now")
     assert play.end() == [0, KILLED, 3]
     assert "rank 1 was killed during training, step 12" in the_only(play.last_lines([1, 2]))
     assert play.last_lines([0]) == {""}
@@ -402,18 +395,13 @@ def a_flood_before_the_token(play):
     assert play.last_lines() == {""}
 
 
-def start_rank_1_beside(play, listener):
-    """Start rank 1, whose hub is the listener of this test."""
-    listener.settimeout(20)
-    place = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1], "token": "x"}
-    (play.folder / "share").write_text(json.dumps([place, ""]))
-    play.start("leave", first_rank=1)
-
-
 @scene(world_size=2)
 def a_rank_that_the_hub_had_no_room_for_tries_again(play):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        start_rank_1_beside(play, listener)
+        listener.settimeout(20)
+        place = {"addresses": ["127.0.0.1"], "port": listener.getsockname()[1], "token": "x"}
+        (play.folder / "share").write_text(json.dumps([place, ""]))
+        play.start("leave", first_rank=1)
         for _ in range(3):
             listener.accept()[0].close()
         connection, _ = listener.accept()

@@ -107,6 +107,12 @@ def leave_when_told(dog):
     dog.close()
 
 
+def leave_and_live_on(dog):
+    dog.close()
+    write(f"left-{RANK}", time.time())
+    read("leave-now")
+
+
 def fork_a_data_loader(dog):
     """The child shares every open file of this process, and would live on when it is killed."""
     if os.fork() == 0:

@@ -75,9 +75,7 @@ def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["dora", "lora_plus", "patterns", "pissa_fast", "whole layers"]
-)  # rsLoRA only changes a scale
+@pytest.mark.parametrize("name", ["dora", "lora_plus", "pissa_fast", "whole layers"])
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, name):
     words = [*words_for(inputs, tmp_path), *_small(KINDS[name])]
     refuse_to_differ_after_a_break(words, trained[name][0], tmp_path / "broken")
@@ -141,15 +139,12 @@ def test_patterns_set_rank_and_scale_of_single_layers(trained):
             {"rank_pattern": {"o_prog": 3}},
             r"lora\.rank_pattern: o_prog matches no adapted layer\. There are: down_proj,",
         ),
-        ({"alpha_pattern": {"0.mlp.*": 3}, "layers": [1]}, r"lora\.alpha_pattern: 0\.mlp\.\* matches no adapted layer"),
         ({"rank_pattern": {"(o": 3}}, r"lora\.rank_pattern: \(o is neither a layer's name nor a regular expression"),
         ({"layers": [1, 2]}, r"lora\.layers is \[1, 2\], and the decoder layers .* are \[0, 1\]"),
-        ({"layers": []}, r"lora\.layers is \[\], and the decoder layers"),
         (
             {"modules_to_save": ["lm_hed"]},
             r"lm_hed is no layer of .* leaves as it is\. There are: embed_tokens, .*lm_head",
         ),
-        ({"modules_to_save": ["o_proj"]}, r"lora\.modules_to_save: o_proj is no layer of this phi3 model"),
     ],
 )
 def test_patterns_and_layers_that_match_nothing_are_refused(keys, said):
@@ -198,8 +193,7 @@ def test_dora_trains_a_magnitude_for_each_output_that_starts_as_the_norm_of_the_
 # --- PiSSA --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [tiny_phi3_config(), tiny_phi_config()], ids=["phi3", "phi"])
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(("config", "rslora"), [(tiny_phi3_config(), False), (tiny_phi_config(), True)])
 def test_pissa_here_takes_the_steps_of_pefts_own_that_changes_the_base(config, rslora):
     """PEFT moves the singular values out of the base; here base and adapter hold them. The weights must agree."""
     rows = list(tiny_examples(6))

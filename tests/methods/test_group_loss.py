@@ -67,12 +67,11 @@ class Case(NamedTuple):
 
 TYPES = ("dapo", "grpo", "dr_grpo", "bnpo")
 CASES = [
-    *(
-        Case(*four, temperature=0.7 if is_later else 1.0, is_later=is_later)
-        for *four, is_later in product(TYPES, ("token", "sequence"), (0.0, 0.04), (False, True))
-    ),
+    *(Case(name, "token", 0.04, temperature=0.7, is_later=True) for name in TYPES),
+    *(Case(name, "sequence", 0.0, temperature=0.7, is_later=True) for name in TYPES),
+    Case("dapo", "sequence", beta=0.04),
+    Case("grpo"),
     Case(is_later=True, epsilon_high=None),
-    Case(beta=0.04, temperature=0.7),
 ]
 
 

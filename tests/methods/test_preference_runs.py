@@ -170,10 +170,7 @@ def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
     done = run_finetune("evaluate", trained[0])
     assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == (
-        f"finetune: ConfigError: {trained[0]} was trained on pairs of answers, and evaluate measures rows with one "
-        f"answer. Give such rows with data.path=FILE; `finetune report {trained[0]}` shows the rewards."
-    )
+    assert "was trained on pairs of answers, and evaluate measures rows with one answer" in done.stdout
     rows = write_rows(tmp_path / "rows")
     done = run_finetune("evaluate", trained[0], f"data.path={rows}", "--split", "validation", "--json")
     assert done.returncode == 0, done.stdout
@@ -241,9 +238,5 @@ def test_rows_of_another_objective_are_refused(inputs, tmp_path):
     config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft"])
     pairs = encode_preferences(config.data, build_tokenizer(config.model))
     with launch(config) as runtime:
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match="the rows are encoded for dpo or orpo or simpo"):
             Trainer(runtime, config, None, None, pairs)
-        assert str(caught.value) == (
-            "training.objective is sft (command line), but the rows are encoded for dpo or orpo or simpo. Encode them "
-            "with encode_for_objective, or set training.objective to the objective of these rows."
-        )

@@ -186,7 +186,6 @@ SHARDED_BY_NODE = Case(REFERENCE_BATCH_SIZE, recipe=FULL, words=BY_NODE, note="s
 
 
 @pytest.mark.warm
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "file", "num_nodes", "form"),
     [

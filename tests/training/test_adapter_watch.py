@@ -85,8 +85,6 @@ def refused(words):
         (bypass, []),
         (detach_b, ["lora.dora=true"]),
         (detach_b, ["lora.init=pissa"]),
-        pytest.param(bypass, ["lora.init=pissa", "lora.dropout=0"], marks=pytest.mark.slow),
-        pytest.param(bypass, ["optim.optimizer=torch.optim.SGD"], marks=pytest.mark.slow),
     ],
 )
 def test_an_adapter_that_does_not_train_ends_the_run_after_step_3(change, inputs, tmp_path, function, more):

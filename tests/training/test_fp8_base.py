@@ -126,32 +126,25 @@ def test_measuring_leaves_no_trace_in_the_run(words, with_dropout, tmp_path):
     assert curve(tmp_path / "run") == curve(with_dropout)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("split", ["training.batch_size=8", "training.packing=false", "training.share_prefixes=false"])
-def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path, split):
+def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path):
     """Its scale is that of its token, so the split into micro-batches changes no more than in bf16."""
     train([*words, "training.max_steps=1"])
-    train([*words, "training.max_steps=1", split, f"output_dir={tmp_path / 'other'}"])
+    split = ["training.batch_size=8", "training.share_prefixes=false", "training.packing=false"]
+    train([*words, "training.max_steps=1", *split, f"output_dir={tmp_path / 'other'}"])
     (ours,), (other,) = losses(tmp_path / "run"), losses(tmp_path / "other")
     assert ours == pytest.approx(other, rel=4 * torch.finfo(torch.bfloat16).eps)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["preferences", "kto"])
-def test_preferences_train_on_fp8_and_their_reference_is_the_base_in_fp8(words, tmp_path, name):
-    """An untrained adapter is its reference exactly, so the first losses are those of the papers: log 2, and 1/2."""
+def test_preferences_train_on_fp8_and_their_reference_is_the_base_in_fp8(words, tmp_path):
+    """An untrained adapter is its reference exactly, so the first loss is that of the paper: log 2."""
     (tmp_path / "rows").mkdir()
     for split, count in (("train", 8), ("validation", 2)):
-        rows: list[dict[str, Any]] = [{"prompt": f"{split} {number}: three crates?"} for number in range(count)]
-        for number, row in enumerate(rows):
-            both = {"chosen": "yes yes", "rejected": "no"}
-            is_good = number % 2 == 0
-            labelled = {"completion": both["chosen" if is_good else "rejected"], "label": is_good}
-            row |= labelled if name == "kto" else both
+        answers = {"chosen": "yes yes", "rejected": "no"}
+        rows = [{"prompt": f"{split} {number}: three crates?", **answers} for number in range(count)]
         (tmp_path / "rows" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    own = [f"data.path={tmp_path / 'rows'}", f"task=finetune_{name}", "optim.warmup_steps=0"]
+    own = [f"data.path={tmp_path / 'rows'}", "task=finetune_preferences", "optim.warmup_steps=0"]
     train_from_overrides([*words, *own])
-    assert losses(tmp_path / "run")[0] == pytest.approx(0.5 if name == "kto" else math.log(2), rel=1e-6)
+    assert losses(tmp_path / "run")[0] == pytest.approx(math.log(2), rel=1e-6)
     assert losses(tmp_path / "run")[-1] < losses(tmp_path / "run")[0]
     assert record(tmp_path / "run")["low_precision"]["num_targets"] > 8
 
@@ -221,18 +214,11 @@ def wide_weights(base: Path, folder: Path, factor: float) -> Path:
 
 def test_weights_that_span_more_than_fp8_holds_are_refused_before_step_1(words, inputs, tmp_path):
     """Beside the large column, the others are rounded to zero. e4m3 spans 2^18, and bf16 2^256."""
-    for factor, is_refused in ((2.0**4, False), (2.0**20, True)):
-        run = tmp_path / f"run-{is_refused}"
-        base = wide_weights(inputs / "base", tmp_path / f"base-{is_refused}", factor)
-        own = [*words, f"model.path={base}", f"output_dir={run}", "training.max_steps=1"]
-        if not is_refused:
-            train(own)
-            continue
-        with pytest.raises(ConfigError, match=r"this model too much: over 135 .*Set model\.frozen_precision=auto"):
-            train(own)
-        assert record(run)["status"] == "failed"
-        assert not (run / "metrics.jsonl").exists()
-        train([*own, "model.frozen_precision=auto", f"output_dir={tmp_path / 'bf16'}"])
+    own = [*words, f"model.path={wide_weights(inputs / 'base', tmp_path / 'base', 2.0**20)}", "training.max_steps=1"]
+    with pytest.raises(ConfigError, match=r"this model too much: over 135 .*Set model\.frozen_precision=auto"):
+        train(own)
+    assert record(tmp_path / "run")["status"] == "failed"
+    assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
 def test_the_limits_refuse_each_alone_and_what_is_not_a_number():

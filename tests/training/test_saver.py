@@ -169,8 +169,7 @@ def test_a_strict_run_does_not_go_on_without_a_checkpoint(broken, model, optimiz
         saves.finish()
 
 
-@pytest.mark.parametrize("where", ["weight", "optimizer"])
-@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize(("where", "value"), [("weight", float("nan")), ("optimizer", float("-inf"))])
 def test_weights_that_are_not_finite_are_never_saved_as_good(folder, model, optimizer, where, value):
     weight = model.model.norm.weight
     target = weight.data if where == "weight" else optimizer.state[weight]["exp_avg"]
@@ -215,7 +214,7 @@ def test_where_memory_does_not_hold_a_copy_training_waits_and_that_is_recorded(f
 
 @pytest.mark.parametrize(
     ("name", "has_state"),
-    [("AdamW", False), ("AdamW", True), ("SGD", False), ("Adagrad", False), ("Adafactor", False), ("Adafactor", True)],
+    [("AdamW", False), ("AdamW", True), ("Adagrad", False), ("Adafactor", False)],
 )
 def test_the_disk_that_checkpoints_take_is_known_before_the_first_step(folder, model, name, has_state):
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1)

@@ -150,14 +150,12 @@ def test_the_log_tells_the_run_from_its_first_line_to_its_last(complete):
     assert f"launcher none, device cpu, fp32, world of 1; threads: 1, {set_waiting()}" in lines[0]
     assert "global batch of 8 examples (training.global_batch_size): micro-batches of at most 3 over 1 process" in log
     assert log.index("checkpoint committed step=3") < log.index("checkpoint committed step=5")
+    assert [(event["step"], event["epoch"]) for event in events(run, "validation")] == [(3, 0), (5, 1)]
     assert "no fallbacks taken" in log
     assert all(line.startswith("[RANK 0] ") for line in lines if "INFO finetune" in line)
 
 
-@pytest.mark.parametrize(
-    ("broken_at", "goes_on_from"),
-    [pytest.param(1, None, marks=pytest.mark.slow), (4, 2), pytest.param(6, 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("broken_at", "goes_on_from"), [pytest.param(1, None, marks=pytest.mark.slow), (4, 2)])
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, monkeypatch, broken_at, goes_on_from):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     words = [*words, "training.max_steps=6", "lora.dropout=0.3", "resume=auto"]
@@ -240,10 +238,8 @@ def test_a_test_loss_that_leaves_rows_out_is_recorded_as_such(words, tmp_path):
     assert (result["test_rows"], result["test_rows_left_out"]) == (4, ended.comparison.num_left_out) == (4, 1)
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inputs, tmp_path, precision):
-    words = [*words[1:], *random_model_words(inputs / "base"), f"training.precision={precision}"]
+def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inputs, tmp_path):
+    words = [*words[1:], *random_model_words(inputs / "base")]
     train([*words, "training.max_steps=3"])
     before = contents(tmp_path / "run" / "base")
     ended = train([*words, "seed=5", "resume=auto", "resume.allow=seed,training.max_steps"])
@@ -251,7 +247,7 @@ def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inp
     with torch.no_grad():
         plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "adapter").eval()(input_ids=IDS).logits
         ours = ended.trainer.model.eval()(input_ids=IDS).logits
-    torch.testing.assert_close(plain, ours.float(), rtol=0, atol=1e-6 if precision == "fp32" else 0.05)
+    assert torch.equal(plain, ours)
 
 
 def test_a_run_that_fails_says_so_and_gives_its_folder_back(words, tmp_path, monkeypatch):
@@ -295,16 +291,17 @@ def test_a_recipe_and_a_method_that_do_not_belong_together_are_refused(words):
         train(words, has_adapter=False)
 
 
-def test_dropping_the_only_batch_is_refused(words):
-    with pytest.raises(DataError, match=r"18 rows, fewer than one global batch of 40.*drop_last"):
-        train([*words, "training.global_batch_size=40", "training.drop_last=true"])
-
-
-@pytest.mark.parametrize(("section", "split"), [("validation", "validation"), ("testing", "test")])
-def test_dropping_the_only_batch_of_a_measured_split_is_refused_before_training(words, tmp_path, section, split):
-    expected = rf"the {split} split has \d rows, which fill no batch of 40 \({section}.batch_size\).*drop_last=false"
-    with pytest.raises(DataError, match=expected):
-        train([*words, f"{section}.batch_size=40", f"{section}.drop_last=true"])
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("training.global_batch_size", "18 rows, fewer than one global batch of 40"),
+        ("validation.batch_size", r"the validation split has \d rows, which fill no batch of 40 .*drop_last=false"),
+        ("testing.batch_size", r"the test split has \d rows, which fill no batch of 40 .*drop_last=false"),
+    ],
+)
+def test_dropping_the_only_batch_is_refused_before_training(words, tmp_path, key, said):
+    with pytest.raises(DataError, match=said):
+        train([*words, f"{key}=40", f"{key.partition('.')[0]}.drop_last=true"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -323,15 +320,14 @@ def test_a_debug_run_logs_what_passes_through(words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hard", "code"), [(300, 1), (4096, 0)])
-def test_a_run_ends_whatever_its_workers_do_and_raises_its_limit_of_open_files(words, tmp_path, hard, code):
+def test_a_run_raises_its_limit_of_open_files(words, tmp_path):
     """A step of 60 micro-batches needs more open files than 300: the tensors of workers are open files."""
 
     def limit():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 4096))
 
     rows = write_rows(tmp_path / "many", train=60, validation=0, test=0)
     many = [f"data.path={rows}", "training.batch_size=1", "training.global_batch_size=60", "training.num_workers=1"]
     command = [sys.executable, "-m", "finetune", "train", "task=finetune_lora", *words, *many, "training.max_steps=1"]
     done = subprocess.run(command, cwd=REPOSITORY, preexec_fn=limit, timeout=120, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 0, done.stderr

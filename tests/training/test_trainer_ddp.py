@@ -107,12 +107,10 @@ def test_the_guides_log_lines_are_there_and_a_validation_has_its_standard_error(
     assert (last["loss"], last["standard_error"]) == (val_results.loss, val_results.standard_error)
 
 
-@pytest.mark.parametrize("as_config", [False, True])
-def test_a_config_without_a_section_parallel_is_refused(config, as_config):
+def test_a_config_without_a_section_parallel_is_refused(config):
     del config["parallel"]
-    words = [f"model.path={config['model']['path']}", f"data.path={config['data']['path']}"]
     with pytest.raises(ConfigError, match="no section `parallel`"):
-        TrainerDDP(0, load_config(words) if as_config else config)
+        TrainerDDP(0, config)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +118,6 @@ def test_a_config_without_a_section_parallel_is_refused(config, as_config):
     [
         ({"parallel": "single"}, "ddp", "configs/parallel/single.yaml"),
         ({"parallel.backend": "gloo"}, "parallel.backend", "the dict given to TrainerDDP"),
-        ({"parallel": {"timeout_minutes": 0.5}}, "parallel.timeout_minutes", "the dict given to TrainerDDP"),
         ({"parallel": {}}, "parallel.timeout_minutes", "default"),
     ],
 )
@@ -152,10 +149,9 @@ def test_all_mistakes_in_a_dict_are_told_at_once(config):
     assert not Path(config["output_dir"]).exists()
 
 
-@pytest.mark.parametrize("wrong", [None, ["parallel"], "train_ddp"])
-def test_something_that_is_no_config_is_refused_by_its_type(wrong):
-    with pytest.raises(ConfigError, match=f"config is {type(wrong).__name__}; expected a dict"):
-        TrainerDDP(0, wrong)
+def test_something_that_is_no_config_is_refused_by_its_type():
+    with pytest.raises(ConfigError, match="config is str; expected a dict"):
+        TrainerDDP(0, "train_ddp")
 
 
 def test_a_dict_of_the_guides_is_understood(config):
@@ -204,12 +200,11 @@ def test_the_next_trainer_closes_the_one_before(config, tmp_path):
     assert val_results == expected
 
 
-@pytest.mark.parametrize("cleans_up_first", [True, False])
-def test_closing_and_cleaning_up_in_either_order(config, cleans_up_first):
+def test_cleaning_up_before_closing(config):
     initialize_ddp(rank=0, worldsize=1, master_addr="localhost", master_port="12355")
     trainer = TrainerDDP(0, config)
     train(trainer)
-    for act in (cleanup_ddp, trainer.close) if cleans_up_first else (trainer.close, cleanup_ddp):
+    for act in (cleanup_ddp, trainer.close):
         act()
         act()
     assert record(config)["status"] == "completed"
@@ -226,7 +221,6 @@ def test_closing_before_training_is_no_completed_run(config):
     ("name", "code", "status", "error"),
     [
         ("leaves_untested", 0, "completed", None),
-        ("leaves_untrained", 0, "stopped", "SystemExit: the run was closed before its training was done"),
         ("breaks_before_training", 1, "failed", "ZeroDivisionError: a mistake in the script"),
     ],
 )
