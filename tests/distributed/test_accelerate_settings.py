@@ -18,13 +18,10 @@ from tests.launches import REPOSITORY
     [
         ("ACCELERATE_USE_FSDP=true", "set parallel.sharding=fsdp2"),
         ("ACCELERATE_USE_DEEPSPEED=true", "set parallel.sharding=fsdp2"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG=true", "does not support it"),
         ("ACCELERATE_NEWEST=3", "does not support it"),
-        ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "does not support it"),
         ("ACCELERATE_MIXED_PRECISION=fp8", "fp32, bf16 and fp16 only"),
         ("ACCELERATE_TORCH_DEVICE=cuda:1", "training.device"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=auto", "training.global_batch_size"),
-        ("ACCELERATE_IN_TPU_POD=1", "does not support it"),
     ],
 )
 def test_a_setting_of_accelerate_that_is_not_on_the_list_is_refused_by_name(setting, reason):

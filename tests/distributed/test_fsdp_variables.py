@@ -104,12 +104,10 @@ def test_shards_of_another_number_of_processes_are_an_error():
     ("setting", "reason"),
     [
         ("FSDP_OFFLOAD_PARAMS=true", "does not support it"),
-        ("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD=true", "does not support it"),
         ("FSDP_NEWEST=7", "does not support it"),
         ("FSDP_SHARDING_STRATEGY=HYBRID_SHARD", "parallel.shard_size"),
         ("FSDP_RESHARD_AFTER_FORWARD=full_shard", "does not support it"),
         ("FSDP_AUTO_WRAP_POLICY=SIZE_BASED_WRAP", "each decoder layer"),
-        ("FSDP_IGNORED_MODULES=lm_head", "each decoder layer"),
         ("PARALLELISM_CONFIG_TP_SIZE=2", "does not support it"),
         ("PARALLELISM_CONFIG_DP_SHARD_SIZE=1", "no weights are sharded"),
         ("FSDP_VERSION=1", "parallel.sharding=fsdp2"),

@@ -28,9 +28,6 @@ PLAIN = Case(2)
 CASES = {
     "dropout, checkpointing, bf16": Case(2, 0.1, words=("training.precision=bf16", CHECKPOINTED)),
     "the model's own forward, checkpointing": Case(2, 0.1, words=(REFERENCE, CHECKPOINTED)),
-    "ranks by layer": Case(
-        2, words=("lora.layers=[1]", "lora.rank_pattern={o_proj: 3}", "lora.alpha_pattern={o_proj: 5}")
-    ),
     "DoRA, new tokens and noise": Case(
         2, words=("lora.dora=true", "lora.new_tokens=[<one>, <two>]", "training.neftune_alpha=5")
     ),
