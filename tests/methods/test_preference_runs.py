@@ -237,6 +237,5 @@ def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_b
 def test_rows_of_another_objective_are_refused(inputs, tmp_path):
     config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft"])
     pairs = encode_preferences(config.data, build_tokenizer(config.model))
-    with launch(config) as runtime:
-        with pytest.raises(ConfigError, match="the rows are encoded for dpo or orpo or simpo"):
-            Trainer(runtime, config, None, None, pairs)
+    with launch(config) as runtime, pytest.raises(ConfigError, match="the rows are encoded for dpo or orpo or simpo"):
+        Trainer(runtime, config, None, None, pairs)
