@@ -31,24 +31,13 @@ def test_the_reducer_sums_as_the_flat_sum_does(two_ranks):
 
 @pytest.mark.slow
 @pytest.mark.warm
-def test_a_weight_that_one_rank_leaves_out_still_gets_the_sum(two_ranks):
-    assert [seen["unused"] for seen in two_ranks] == [[[2.0, 2.0], [3.0, 3.0], None]] * 2
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_each_model_of_a_launch_has_a_reducer_of_its_own(two_ranks):
+def test_each_model_has_a_reducer_that_sums_weights_which_one_rank_leaves_out_and_ends_with_its_launch(two_ranks):
     for seen in two_ranks:
+        assert seen["unused"] == [[2.0, 2.0], [3.0, 3.0], None]
         expected, found = seen["two"]
         assert found == pytest.approx(expected, rel=1e-6)
         assert abs(expected[0] - expected[1]) > 1e-3
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_no_reducer_outlives_its_launch(two_ranks):
-    """It would keep the threads of the group, with which a process is aborted as it ends, now and then."""
-    assert [seen["is_reducer_gone"] for seen in two_ranks] == [True, True]
+        assert seen["is_reducer_gone"], "it would keep the threads of the group"
 
 
 def test_an_output_device_that_does_nothing_is_said_to():

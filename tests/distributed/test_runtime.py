@@ -8,6 +8,7 @@ import torch
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
 from finetune.distributed.launch import _check_world, launch
+from finetune.distributed.precision import best_precision
 from finetune.errors import ConfigError, DataError, LaunchError
 from tests.launches import free_port, place_variables, reports_of
 
@@ -214,26 +215,9 @@ def test_a_strict_run_refuses_fewer_processes_than_accelerate_was_asked_for(monk
         pass
 
 
-@pytest.fixture
-def two_old_gpus(monkeypatch):
-    """What torch says on a machine with two GPUs of a kind before Ampere; there is none here, and nothing computes."""
-    current = [torch.device("cuda", 0)]
-    says = {
-        "is_available": lambda: True,
-        "device_count": lambda: 2,
-        "current_device": lambda: current[0].index,
-        "set_device": lambda device: current.__setitem__(0, torch.device(device)),
-        "get_device_capability": lambda device=None: (7, 5),
-        "is_bf16_supported": lambda including_emulation=True: including_emulation,
-    }
-    for name, answer in says.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
-
-
-def test_the_second_gpu_is_that_of_accelerate_too(two_old_gpus):
-    with launch(config(training={"device": "cuda:1", "precision": "fp32"})) as runtime:
-        assert runtime.device == torch.device("cuda", 1)
-        assert torch.cuda.current_device() == 1
+def test_auto_precision_is_fp16_where_a_gpu_only_emulates_bf16(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert best_precision(torch.device("cuda", 0)) == "fp16"
 
 
 @pytest.fixture

@@ -5,13 +5,11 @@ import re
 import shutil
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from finetune.config.compose import load_config
 from finetune.distributed.launch import launch
-from finetune.distributed.sharding import _mesh, refuse_uneven_shards
+from finetune.distributed.sharding import refuse_uneven_shards
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.folder import RunFolder
@@ -41,16 +39,6 @@ ANSWERS = ("testing.metrics=[exact_match]", "testing.num_samples=3", "testing.ma
 """All four test rows are one batch, so that one of two ranks has none."""
 
 pytestmark = pytest.mark.warm
-
-
-def test_shards_go_through_the_group_of_the_run_where_torch_sees_gpus_too(monkeypatch):
-    """`init_device_mesh` would make a group through nccl beside a group of gloo."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        assert _mesh("cpu", 1, 1).get_group("shards") is dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def train_and_look(words: list[str]) -> None:

@@ -14,10 +14,8 @@ from finetune.config.schema import LoraSection, OptimSection
 from finetune.data.batches import packer, pad
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ConfigError, ModelError
-from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora, without_adapter
 from finetune.training.optim import build_optimizer, set_learning_rate
-from tests.launches import REPOSITORY, run_launched
 from tests.methods.tiny_training import (
     adapter_tensors,
     contents,
@@ -81,18 +79,6 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
     refuse_to_differ_after_a_break(words, trained[name][0], tmp_path / "broken")
 
 
-@pytest.mark.slow
-@pytest.mark.warm
-def test_two_processes_give_the_curve_of_one(trained, inputs, tmp_path):
-    name = "pissa_fast"  # each rank computes its own decomposition
-    words = [*words_for(inputs, tmp_path / "two"), *_small(KINDS[name])]
-    done = run_launched("torchrun", [REPOSITORY / "recipes/finetune_lora.py", *words])
-    assert done.returncode == 0, done.stdout
-    assert record(tmp_path / "two")["world_size"] == 2
-    for one, two in zip(curve(trained[name][0]), curve(tmp_path / "two"), strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)
-
-
 def test_what_trains_is_what_was_asked_for_and_its_forward_is_told(trained):
     configs = {name: json.loads(contents(run / "adapter")["adapter_config.json"]) for name, (run, _) in trained.items()}
     assert {name for name, config in configs.items() if config["use_rslora"]} == {"rslora"}
@@ -150,18 +136,6 @@ def test_patterns_set_rank_and_scale_of_single_layers(trained):
 def test_patterns_and_layers_that_match_nothing_are_refused(keys, said):
     with pytest.raises(ModelError, match=said):
         add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=4, **keys))
-
-
-def test_an_adapter_with_patterns_goes_on_only_with_the_same_ones(trained, inputs):
-    run, base = trained["patterns"][0], load_config([f"model.path={inputs}/base", "data.path=x"]).model
-    keys = {"r": 4, "alpha": 6.0, "layers": [1], "start_from": str(run), "start_from_any_base": True}
-    with pytest.raises(ModelError, match=r"its rank_pattern is \{'o_proj': 3\}, here empty"):
-        add_lora(build_base_model(base), LoraSection(**keys))
-    patterns = {"rank_pattern": {"o_proj": 3}, "alpha_pattern": {"o_proj": 5, "1.mlp.*": 9}}
-    model = add_lora(build_base_model(base), LoraSection(**keys, **patterns))
-    layer = model.get_submodule("base_model.model.model.layers.1.self_attn.o_proj")
-    saved = adapter_tensors(run)["base_model.model.model.layers.1.self_attn.o_proj.lora_B.weight"]
-    assert torch.equal(layer.lora_B["default"].weight, saved)
 
 
 # --- other optimizers ---------------------------------------------------------------------------------------------

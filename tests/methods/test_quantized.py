@@ -23,7 +23,6 @@ from finetune.model.lora import load_adapter
 from finetune.model.quantized import (
     build_quantized_base,
     load_in_4_bits,
-    quantization,
     refuse_where_quantizing_is_impossible,
     states_in_4_bits,
     weights_from_disk,
@@ -110,12 +109,6 @@ def test_the_recipe_ends_with_2_and_one_line_where_there_is_no_gpu(inputs, tmp_p
     assert "lora.quantize=nf4 needs a CUDA device, and this run is on cpu" in done.stdout
     assert "Traceback" not in done.stdout
     assert not (tmp_path / "run").exists()
-
-
-def test_the_numbers_are_those_of_the_paper():
-    numbers = quantization()
-    assert (numbers.load_in_4bit, numbers.bnb_4bit_quant_type, numbers.bnb_4bit_use_double_quant) == (True, "nf4", True)
-    assert numbers.bnb_4bit_compute_dtype == torch.bfloat16
 
 
 # --- the path -----------------------------------------------------------------------------------------------------

@@ -142,13 +142,6 @@ def test_a_function_gets_turns_where_rows_have_turns_and_all_columns_by_name(own
     assert rewards.metrics == {f"{own}.shorter": "reward_shorter"}
 
 
-def test_columns_do_not_hide_what_was_generated(own):
-    given = answer("a", columns={"prompts": "x", "completions": "y", "completion_ids": "z", "expected": "w"})
-    rewards_of(".shorter")([given])
-    (seen,) = sys.modules[own].seen
-    assert seen == {"prompts": ["Say it."], "completions": ["a"], "completion_ids": [[5, 6]], "expected": [""]}
-
-
 def test_none_is_no_reward_and_truth_is_a_number(own):
     found = rewards_of(".some", ".truth")(THREE)
     assert math.isnan(found[0][0])

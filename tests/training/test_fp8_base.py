@@ -115,17 +115,6 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, with_dropo
         train([*words, "model.frozen_precision=auto"])
 
 
-def test_measuring_leaves_no_trace_in_the_run(words, with_dropout, tmp_path):
-    """Checkpointing, the mode of the model and random numbers are as before: another measurement, the same curve."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("finetune.training.setup._TOKENS_FOR_ERROR", 1)
-        train([*words, "lora.dropout=0.1"])
-    assert (
-        record(tmp_path / "run")["low_precision"]["num_targets"] < record(with_dropout)["low_precision"]["num_targets"]
-    )
-    assert curve(tmp_path / "run") == curve(with_dropout)
-
-
 def test_a_row_is_rounded_alone_whatever_rows_are_beside_it(words, tmp_path):
     """Its scale is that of its token, so the split into micro-batches changes no more than in bf16."""
     train([*words, "training.max_steps=1"])

@@ -10,11 +10,9 @@ import pytest
 
 from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
-from finetune.config.schema import Config
 from finetune.errors import ConfigError, PreemptedError
 from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
-from finetune.runs.view import RunView
 from finetune.training.train import checked_objective
 from finetune.training.validation import Criteria, Validated, after_validation, check_metrics, without_other_criteria
 from tests.launches import run_launched
@@ -111,22 +109,6 @@ def test_only_the_command_line_allows_a_module(tmp_path):
         load_config(["model=phi_tiny", "data=orders"], run=str(tmp_path / "run.yaml"))
     words = ["validation.metrics=math.dist", "validation.metrics_from=math", "early_stopping.metric=math.dist"]
     assert list(check_metrics(config_of(*words), ())) == ["math.dist"]
-
-
-def test_figures_of_preferences_may_be_criteria():
-    words = ["task=finetune_kto", "checkpoint.best_metric=reward_accuracy", "early_stopping.metric=reward_margin"]
-    assert {"reward_accuracy", "reward_margin"} <= {*checked_objective(config_of(*words)).metrics}
-    assert Criteria.of(config_of(*words)) == Criteria("reward_accuracy", "reward_margin")
-    assert Criteria.of(Config()) == Criteria()
-
-
-def test_the_view_shows_metrics_and_the_best_of_the_one_that_counts():
-    view = RunView(num_steps=4)
-    for step, (loss, figures) in enumerate(DISAGREEING, start=1):
-        view.take({"event": "validation", "step": step, "loss": loss, "best_metric": "exact_match", **figures})
-    assert view._validated() == "0.7000 at step 3 · exact_match 0.750"
-    view.take({"event": "validation", "step": 4, "loss": 0.1, "best_metric": "exact_match", "exact_match": 0.5})
-    assert view._validated() == "0.1000 at step 4 · exact_match 0.500 · best exact_match 0.750 at step 3"
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
