@@ -7,8 +7,8 @@ import torch
 
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
+from finetune.distributed.device import best_precision
 from finetune.distributed.launch import _check_world, launch
-from finetune.distributed.precision import best_precision
 from finetune.errors import ConfigError, DataError, LaunchError
 from tests.launches import free_port, place_variables, reports_of
 

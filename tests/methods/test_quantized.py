@@ -6,13 +6,13 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from finetune.engine.quantized import holds_nf4, widened
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 from finetune import add_lora, encode_examples, load_config, load_examples
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
-from finetune.engine.four_bits import holds_nf4, widened
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights

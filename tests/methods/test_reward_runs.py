@@ -17,7 +17,7 @@ from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
 from finetune.training import training_run
-from finetune.training.rewards.group_loss import METRICS
+from finetune.training.rewards.groups import METRICS
 from finetune.training.step import StepTooLargeError
 from tests.launches import run_command, run_launched
 from tests.methods import tiny_training
