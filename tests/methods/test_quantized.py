@@ -6,7 +6,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from finetune.engine.quantized import holds_nf4, widened
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +15,7 @@ from finetune.data.batches import packer
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights
+from finetune.engine.quantized import holds_nf4, widened
 from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model
