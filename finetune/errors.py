@@ -104,8 +104,7 @@ class RequirementError(FinetuneError):
 class ServerError(RunFailedError):
     """The server that answers prompts is gone, or its answer cannot be used. The loop saves a checkpoint first.
 
-    Attributes:
-        is_preempted: the run was asked to stop while it waited for the server.
+    `is_preempted`: the run was asked to stop while it waited for the server.
     """
 
     def __init__(self, message: str, *, is_preempted: bool = False) -> None:

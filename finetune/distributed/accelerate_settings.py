@@ -108,11 +108,7 @@ def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
 
 
 def refuse_another_precision(precision: str, wish: str, environ: Mapping[str, str]) -> None:
-    """Refuse a mixed precision of `accelerate launch` that differs from the precision of the run.
-
-    Raises:
-        LaunchError: names both sides.
-    """
+    """Raise LaunchError if `accelerate launch` asks for another mixed precision than the run's."""
     requested = environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
     if requested not in (*_FALSE, precision):
         raise LaunchError(
@@ -125,17 +121,10 @@ def refuse_another_precision(precision: str, wish: str, environ: Mapping[str, st
 def settings_of_accelerate(
     config: Config, environ: Mapping[str, str], *, world_size: int, trains: bool
 ) -> dict[str, tuple[object, str]]:
-    """Read the settings of `accelerate launch` that become the run's own: the settings of FSDP.
+    """Return the settings of FSDP that `accelerate launch` asks for, with their origins, for `Config.with_values`.
 
-    Args:
-        config: the run as its files and arguments describe it.
-        environ: the environment of the launch.
-        world_size: the number of processes that were started, or will be.
-        trains: whether the run will train. A command that only reads a run finds the settings of its training in the
-            configuration. They may differ from accelerate's; only the command line may not.
-
-    Returns:
-        Values with their origins, for `Config.with_values`.
+    A command that only reads a run (`trains=False`) finds the settings of its training in the configuration. They may
+    differ from accelerate's; only the command line may not. `world_size` counts the processes that are started.
 
     Raises:
         LaunchError: accelerate was asked for something that finetune does not support, or that contradicts the
@@ -187,10 +176,7 @@ def hide_fsdp() -> Iterator[None]:
 
 
 def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -> Fallback | None:
-    """Compare the command line of `accelerate launch` with the configuration and with what it started.
-
-    Returns:
-        The fallback to take if it started fewer processes than it was asked for, else None.
+    """Return the fallback to take if `accelerate launch` started fewer processes than it was asked for, else None.
 
     Raises:
         LaunchError: it asks for another device or for an engine.

@@ -306,8 +306,7 @@ def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
 
     Raises:
         LaunchError: the launch is refused.
-        LeftToMain: rank 0 trains alone, and this is another rank.
-        _TrainsAloneError: this is rank 0, which trains alone.
+        LeftToMain, _TrainsAloneError: rank 0 trains alone, and this is another rank, or rank 0.
     """
     rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
     decision, reason = rendezvous.share_verdict(verdict)
@@ -368,11 +367,7 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
 
 
 def _finish(work: dist.Work, seconds: float) -> None:
-    """Wait for a collective whose backend has no limit that this process survives.
-
-    Raises:
-        RuntimeError: it failed, or has not ended in time.
-    """
+    """Wait for a collective whose backend has no limit that this process survives; RuntimeError if it has not ended."""
     end = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > end:

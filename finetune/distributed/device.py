@@ -24,13 +24,10 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
-    """Return the device that was asked for. The CPU replaces a device that this machine lacks, with a warning.
-
-    Args:
-        device: ``cuda``, ``gpu``, ``cuda:1``, ``mps``, ``cpu``, an index, a device, or None for the best there is.
+    """Return the device that was asked for; None: the best. The CPU replaces one that is not there, with a warning.
 
     Raises:
-        LaunchError: the wish is none of these.
+        LaunchError: the wish names no device.
     """
     if device is None or device == "auto":
         return _best_device()
@@ -51,8 +48,7 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
     """Return this rank's own device: the GPU with its local rank, or the CPU if there is no GPU.
 
     A launcher may show each process only its own GPU (`srun --gpus-per-task=1`, CUDA_VISIBLE_DEVICES per rank), which
-    is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk. With `parallel.share_gpus`
-    the local ranks take the GPUs in turn.
+    is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk.
 
     Raises:
         LaunchError: there are GPUs, but fewer than processes on this node: two ranks would silently share one.
@@ -106,13 +102,7 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def refuse_different_devices(device_types: Mapping[int, str]) -> None:
-    """Refuse ranks that could not sum their gradients: each backend waits for all ranks.
-
-    `device_types` has the type of device and the backend, as text, by rank.
-
-    Raises:
-        LaunchError: they differ.
-    """
+    """Raise LaunchError if the ranks' types of device and backends, as text, differ: a backend waits for all ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, device_type in device_types.items():
         ranks.setdefault(device_type, []).append(rank)
@@ -126,13 +116,7 @@ def refuse_different_devices(device_types: Mapping[int, str]) -> None:
 
 
 def refuse_shared_devices(identities: Mapping[int, str | None]) -> None:
-    """Refuse two ranks on one GPU, by the `device_identity` of every rank.
-
-    Two ranks would compete for memory and time, and nccl would not start.
-
-    Raises:
-        LaunchError: two ranks have the same GPU.
-    """
+    """Raise LaunchError if two ranks have the same `device_identity`: they would compete, and nccl would not start."""
     ranks: dict[str, list[int]] = {}
     for rank, identity in identities.items():
         if identity is not None:
@@ -196,12 +180,8 @@ def choose_precision(wish: Precision | Literal["auto"], *, best: Precision) -> P
 def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.device | None = None) -> None:
     """Convert a model's weights: trained weights to fp32, frozen weights to the run's precision.
 
-    Args:
-        model: on the CPU, or where it was loaded.
-        precision: of the run.
-        device: each weight moves there in the same step, so that main memory holds no other copy. On the CPU each
-            weight is copied, because a weight that is mapped from a file would change with the file. None: the
-            weights stay on their device.
+    Each weight moves to the device, if one is given, in the same step, so that main memory holds no other copy. On the
+    CPU it is copied, because a weight that is mapped from a file would change with the file.
     """
     set_compute_dtype(model, precision)
     convert_parameters(model.parameters(), precision, device)

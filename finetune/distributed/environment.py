@@ -228,11 +228,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def read_number(environ: Mapping[str, str], names: str) -> int | None:
-    """Return the whole number under the first of these names (between spaces) that is set.
-
-    Raises:
-        LaunchError: it is not a whole number.
-    """
+    """Return the whole number under the first of these names (between spaces) that is set, or raise LaunchError."""
     name = next((name for name in names.split() if name in environ), None)
     if name is None:
         return None

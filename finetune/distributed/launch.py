@@ -221,11 +221,7 @@ def _choose_folder(config: Config, runtime: Runtime) -> str:
 
 
 def _check_sharding(config: Config, runtime: Runtime) -> None:
-    """Record that one process keeps all weights, or refuse a shard size that does not divide the world.
-
-    Raises:
-        LaunchError: see `refuse_uneven_shards`.
-    """
+    """Record that one process keeps all weights, or refuse a shard size that does not divide the world."""
     if config.parallel.sharding != "none" and not runtime.context.distributed:
         why = "one process has no other to shard the weights with; start several, or drop the key"
         runtime.fallbacks.take(Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why))
@@ -249,11 +245,7 @@ def _record_other_device(wish: str | None, runtime: Runtime) -> None:
 
 
 def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
-    """Refuse at once what would fail in the middle of a step, or what torch does not promise on an Apple GPU.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Raise ConfigError for what would fail in a step, or what torch does not promise, on an Apple GPU."""
     if device.type != "mps":
         return
     if config.training.deterministic:
@@ -274,11 +266,7 @@ def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
 
 
 def _record_output_device(config: Config, runtime: Runtime) -> None:
-    """Check `parallel.output_device`, which only torch's reducer on GPUs can use.
-
-    Raises:
-        LaunchError: this process sees no such GPU.
-    """
+    """Check `parallel.output_device`, which only torch's reducer on GPUs can use."""
     index = config.parallel.output_device
     if index is None:
         return
@@ -307,11 +295,7 @@ def _compare_with_launch(config: Config, environment: LaunchEnvironment, fallbac
 
 
 def refuse_another_launch(config: Config, environment: LaunchEnvironment) -> None:
-    """Refuse a launch that contradicts the configuration.
-
-    Raises:
-        LaunchError: names both sides, and the line of the configuration.
-    """
+    """Raise LaunchError if the launch contradicts the configuration."""
     started = {"world_size": environment.world_size, "rank": environment.rank}
     place = f"RANK={environment.rank}, WORLD_SIZE={environment.world_size}"
     if environment.launcher == "none":

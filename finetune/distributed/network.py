@@ -76,11 +76,7 @@ def listening_address(host: str) -> str:
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """Listen at an address of this machine, or on all interfaces if it is empty; port 0 means any free port.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Listen at an address of this machine, or on all interfaces if it is empty; port 0 means any free port."""
     if not address and socket.has_dualstack_ipv6():
         with suppress(OSError):  # compiled in, but switched off
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

@@ -169,9 +169,7 @@ class Placement:
             return self._sharded.apply(compute)
 
     def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
-        """Compute a micro-batch's loss in the run's precision.
-
-        The backward pass of the last micro-batch of a step may sync the gradients.
+        """Compute a micro-batch's loss in the run's precision. The last backward pass may sync the gradients.
 
         Collective if `needs_equal_microbatches`: every rank, equally often in a step.
         """

@@ -34,11 +34,7 @@ at whole matrices, those of bitsandbytes at the memory of a tensor, and Rprop fa
 
 
 def refuse_what_is_not_sharded(config: Config, *, trains: bool) -> None:
-    """Refuse a configuration that `ShardedModel` does not support, before anything is loaded.
-
-    Raises:
-        ConfigError: names the keys.
-    """
+    """Raise ConfigError for what `ShardedModel` does not support, before anything is loaded."""
     if config.parallel.sharding == "none":
         return
     if config.parallel.gradient_sync == "ddp":
@@ -60,11 +56,7 @@ def refuse_what_is_not_sharded(config: Config, *, trains: bool) -> None:
 
 
 def refuse_uneven_shards(config: Config, world_size: int) -> None:
-    """Refuse a shard size that does not divide the world.
-
-    Raises:
-        LaunchError: names both.
-    """
+    """Raise LaunchError if the shard size does not divide the world."""
     size = config.parallel.shard_size
     if size is not None and world_size % size:
         raise LaunchError(
@@ -77,22 +69,14 @@ class ShardedModel:
     """A model with weights sharded over the ranks: the frozen ones, and in full fine-tuning also the trained ones.
 
     Its layers are cast, moved, copied from rank 0 where they train, and sharded, one after the other, so that a rank
-    never holds all of them on its device.
+    never holds all of them on its device. The forward is chosen before: FSDP2's hooks would make the engine refuse it.
 
     Collective: every rank makes one of the same model.
-
-    Args:
-        model: for which the forward is chosen: FSDP2's hooks would make the engine refuse it.
-        parallel: `shard_size` and `reshard_after_forward`.
-        precision: of the run.
-        device: of this rank.
-        world_size: processes that train together.
-        shards_trained: whether the trained weights are sharded. Only full fine-tuning shards them.
 
     Attributes:
         gathered_bytes: the most that all-gathered weights take on a rank, beside its own shards.
         received_bytes: what a rank receives from others in a micro-batch, forward and backward.
-        shards_trained: see above.
+        shards_trained: whether the trained weights are sharded. Only full fine-tuning shards them.
         group: the ranks that share one copy of the weights, this one among them.
 
     Raises:

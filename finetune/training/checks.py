@@ -127,11 +127,7 @@ def raw_digests(splits: Any) -> dict[str, list[str]]:
 
 
 def check_fit(config: Config, model: Any, splits: Any) -> None:
-    """Refuse rows or a model that contradict the configuration, and rows longer than the model's context.
-
-    Raises:
-        ConfigError: names both sides.
-    """
+    """Raise ConfigError for rows or a model that contradict the configuration, and for rows beyond the context."""
     row_type = {"pairs": EncodedPairs, "labelled": EncodedLabelled}.get(
         OBJECTIVES[config.training.objective].rows, EncodedExamples
     )
@@ -217,13 +213,10 @@ class AdapterWatch:
         }
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Look for adapters that do not train, after step 3 of the run.
+        """Raise RunFailedError on all ranks, after step 3 of the run, if adapters do not train.
 
         Steps without an update do not count. Nor do steps of GRPO in which no weight has a gradient because the answers
         of each group have equal rewards.
-
-        Raises:
-            RunFailedError: on all ranks; names the layers.
         """
         if not result.is_skipped and (result.grad_norm != 0 or not self._may_lack_gradient):
             self._highest_rate = max(self._highest_rate, result.learning_rate)

@@ -52,13 +52,7 @@ def plan_batches(
 ) -> BatchRule:
     """Plan how training rows become global batches and micro-batches.
 
-    Args:
-        config: the whole run.
-        rows: `EncodedExamples`, `EncodedPairs` or `EncodedLabelled`.
-        is_packed: whether the engine computes the rows, without padding. Packed rows are grouped by their shared
-            prefixes, padded rows by length.
-        boundary: see `BatchRule`.
-        global_batch_size: examples per optimizer step.
+    If the engine computes them (`is_packed`), rows are grouped by their shared prefixes; padded rows by length.
 
     Raises:
         ConfigError: `training.packing=false` with rows of `data.train_on=each_turn`.
@@ -98,11 +92,7 @@ def rows_to_test(config: Config, splits: Any) -> Any:
 
 
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
-    """Refuse a split if `drop_last` leaves nothing to train on or to measure. `rule` belongs to the training split.
-
-    Raises:
-        DataError: names the split, its rows and its batch.
-    """
+    """Raise DataError if `drop_last` leaves nothing of a split. `rule` belongs to the training split."""
     if rule.steps_per_epoch == 0:
         raise DataError(
             f"the training split has {rule.num_examples} rows, fewer than one global batch of "
@@ -125,14 +115,6 @@ def build_loaders(
     runtime: Runtime, config: Config, splits: Any, *, collate: Collate, is_packed: bool, boundary: int | None
 ) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
     """Build the loaders of this rank. Rank 0 has all test rows, and the others none, unless the model is sharded.
-
-    Args:
-        runtime: this process's place in the world.
-        config: the whole run.
-        splits: `EncodedSplits` or `EncodedPairSplits`.
-        collate: makes a micro-batch of rows.
-        is_packed: see `plan_batches`.
-        boundary: see `BatchRule`.
 
     Raises:
         DataError: see `refuse_dropping_all`.

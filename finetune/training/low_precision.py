@@ -75,16 +75,10 @@ class LossScale(NamedTuple):
 
 @torch.no_grad()
 def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> None:
-    """Check that the activations of a model fit into fp16. Those of phi-2 do not. Collective, if the model is sharded.
+    """Raise ConfigError on all ranks if a model's activations do not fit into fp16. It names the first module.
 
-    Args:
-        runtime: of a run in fp16.
-        model: placed, or sharded.
-        microbatch: the first row of the training split, as the run computes it.
-        row: the row itself, or None if layers cannot be called one by one.
-
-    Raises:
-        ConfigError: on all ranks. It names the first module whose output overflows.
+    `microbatch` is the first training row as the run computes it; `row` is the row itself, or None if layers cannot be
+    called one by one. Collective, if the model is sharded.
     """
     with runtime.collectives.failing_together("trying fp16"):
         rows = rows_of(microbatch)
@@ -184,12 +178,6 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
 
     The weights are never there twice: the rows are computed in bf16 first, and each layer is then rounded in its place.
 
-    Args:
-        runtime: records a fallback.
-        config: the whole run.
-        model: placed or sharded, with an adapter; the engine computes its steps.
-        microbatch: as the run computes it.
-
     Raises:
         ConfigError: no layer can be in fp8, or the difference is above its limit.
     """
@@ -216,14 +204,10 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
 def compare_nf4_with_disk(
     runtime: Runtime, config: Config, model: Any, microbatch: Any, states: Mapping[str, Any]
 ) -> LowPrecisionError | None:
-    """Compare a base in NF4 with its weights on disk, by loss and gradient of some rows.
+    """Compare a base in NF4 with its weights on disk, by loss and gradient of some rows; None if the files hold others.
 
-    Return None if the files hold other weights. Each weight is read where it is needed, so only one at a time is in 16
-    bits. For the arguments see `round_base_to_fp8` and `weights_from_disk`. Too large a difference is a fallback.
+    Each weight is read where it is needed, so only one at a time is in 16 bits. Too large a difference is a fallback.
     Collective, if the model is sharded.
-
-    Raises:
-        ConfigError: the difference is above its limit, and the run is strict.
     """
     try:
         with weights_from_disk(config.model, states):

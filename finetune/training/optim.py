@@ -119,11 +119,7 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
 
 
 def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any]]:
-    """Group the weights by decay and rate; with LoRA+ the matrices B are a group of their own.
-
-    Raises:
-        ConfigError: the section does not suit the weights.
-    """
+    """Group the weights by decay and rate; with LoRA+ the matrices B are a group of their own."""
     ratio, decay = section.lora_plus_ratio, section.weight_decay
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     second = [weight for name, weight in trained.items() if ".lora_B." in name] if ratio != 1 else []
@@ -148,11 +144,7 @@ def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any
 
 
 def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Look up an optimizer class by its dotted name. Nothing outside the allowed modules is imported.
-
-    Raises:
-        ConfigError: the name is not a supported optimizer in an allowed module.
-    """
+    """Look up an optimizer class by its dotted name, or raise ConfigError. Only allowed modules are imported."""
     if name.startswith(SCRIPT_PREFIX):
         raise ConfigError(
             f"optim.optimizer is {name}: a script made this optimizer, and only that script can train with it. Run it, "

@@ -86,15 +86,9 @@ def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str
 
 
 def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[str, str]) -> list[dict[str, str]]:
-    """Compare a run with its start, before config.yaml and run.json are overwritten. Main process only.
+    """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
 
-    Args:
-        folder: the run's, open.
-        config: of the resumed run.
-        fingerprints: digests by name; those of `data.train`, `data.validation` and `base` are compared.
-
-    Returns:
-        The changes that change the curve and that `resume.allow` allows, for run.json. Empty if nothing is resumed.
+    Called before config.yaml and run.json are overwritten. Empty if nothing is resumed. Main process only.
 
     Raises:
         CheckpointError: lists every difference that changes the curve and is not allowed.
@@ -127,13 +121,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
 
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
-    """Refuse to resume when the global batch size differs from the checkpoints, because this would change the curve.
-
-    The arguments describe the start that is about to resume.
-
-    Raises:
-        CheckpointError: names both global batch sizes and world sizes.
-    """
+    """Raise CheckpointError when a resumed run has another global batch size, because this would change the curve."""
     last = _last_state(folder) if config.resume == "auto" else None
     if last is None or last.global_batch_size == global_batch_size:
         return
@@ -306,10 +294,9 @@ def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
 
 @contextmanager
 def preempted_in_test(runtime: Runtime) -> Iterator[None]:
-    """Run the test phase. A signal ends it at once, or before it begins; with shards, before the next forward of all.
+    """Run the test phase, and raise PreemptedError if this process was preempted.
 
-    Raises:
-        PreemptedError: this process was preempted.
+    A signal ends it at once, or before it begins; with shards, before the next forward of all.
     """
     try:
         if (

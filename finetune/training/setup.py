@@ -80,12 +80,7 @@ def set_up(
 ) -> Setup:
     """Check that all parts fit, open the run's folder, place the model, and decide on its forward and its memory.
 
-    Collective: every rank.
-
-    Raises:
-        ConfigError: model, rows and configuration do not fit each other.
-        CheckpointError: the run's folder cannot be used.
-        DataError: the rows do not suit the objective.
+    Collective: every rank. For what is raised see `Trainer`.
     """
     check_objective(config)
     hooks.check(config)

@@ -70,9 +70,7 @@ class Worker(Link):
     def find_fault(self, now: float, *, is_beat: bool) -> Fault | None:
         """Return the fault if the worker has failed, has ended, is stopped or has lost its launcher; None otherwise.
 
-        Args:
-            now: seconds since this guardian began to watch.
-            is_beat: whether a heartbeat is due. Only then is the system asked for the worker's state.
+        The system is asked for the worker's state only when a heartbeat is due.
         """
         if self.failure is not None:
             summary = f"failed during {self.position}"
@@ -124,13 +122,7 @@ def _memory_kills() -> int:
 
 
 class Guardian:
-    """The guardian of one worker. Rank 0's guardian also runs the hub.
-
-    Args:
-        settings: see `finetune.distributed.watchdog`.
-        link: the connection to the hub.
-        hub: rank 0's alone.
-    """
+    """The guardian of one worker. Rank 0's guardian also runs the hub."""
 
     def __init__(self, settings: Message, link: Peer, hub: Hub | None) -> None:
         self._worker = Worker(settings)

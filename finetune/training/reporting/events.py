@@ -43,11 +43,7 @@ class Trackers:
         self._step = 0
 
     def start(self, *, first_step: int) -> None:
-        """Open the trackers that the configuration names.
-
-        Raises:
-            ConfigError: one cannot be opened, for example since it needs a login.
-        """
+        """Open the trackers that the configuration names; ConfigError if one cannot be opened."""
         for name in dict.fromkeys(self._config.training.report_to):
             try:
                 tracker = open_tracker(name, self._folder.path / _FOLDER, self._folder.path.name, first_step=first_step)
@@ -128,11 +124,7 @@ class RunEvents:
         self._sinks: list[Sink] = [self._trackers]
 
     def start(self, first_step: int, num_steps: int) -> None:
-        """Remove the events after a step from metrics.jsonl, and open the trackers and the live view.
-
-        Raises:
-            ConfigError: a tracker cannot be opened.
-        """
+        """Remove the events after a step from metrics.jsonl, and open the trackers and the live view."""
         self.metrics.cut_behind(first_step)
         self._trackers.start(first_step=first_step)
         self._progress = TrainingProgress(num_steps, first_step=first_step, log_every=self._log_every)
@@ -182,13 +174,9 @@ class Interval:
         data_wait_seconds: float | None = None,
         rank_seconds: Sequence[float] = (),
     ) -> None:
-        """Add one step.
+        """Add one step, with its seconds on this rank from the end of the step before, and the tokens over all ranks.
 
-        Args:
-            seconds: the time of the step on this rank, from the end of the step before.
-            num_tokens: over all ranks.
-            data_wait_seconds: the part of `seconds` spent waiting for the data loader; None if it was not measured.
-            rank_seconds: the seconds that each rank computed on its own; empty in a world of one.
+        `rank_seconds` are the seconds that each rank computed on its own; empty in a world of one.
         """
         self._seconds += seconds
         self._num_tokens += num_tokens

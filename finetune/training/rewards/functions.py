@@ -89,12 +89,7 @@ class Rewards:
 
     @classmethod
     def of(cls, config: Config) -> Rewards:
-        """Make the functions of a configuration.
-
-        Raises:
-            ConfigError: there is no function, or not as many weights; `regex` has no pattern, or one that is no regular
-                expression.
-        """
+        """Make the functions of a configuration, or raise ConfigError for settings that do not fit each other."""
         section = config.reward
         if not section.functions:
             raise ConfigError(
@@ -120,11 +115,7 @@ class Rewards:
         )
 
     def check(self) -> None:
-        """Import the user's own functions.
-
-        Raises:
-            ConfigError: a name is unknown, not allowed, or does not name a function.
-        """
+        """Import the user's own functions; ConfigError if a name is unknown, not allowed, or no function."""
         self._own  # noqa: B018  # looked up here
 
     @cached_property
