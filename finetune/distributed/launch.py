@@ -7,7 +7,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -99,7 +99,14 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
     refuse_what_is_not_sharded(config, trains=trains)
-    _compare_with_launch(config, environment, fallbacks)
+    refuse_another_launch(config, environment)
+    if dropped := compare_accelerate_command(config, environment):
+        fallbacks.take(dropped)
+    if is_batch_script_body(os.environ):
+        _log.warning(
+            "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
+            "Prefix the command with srun to start all tasks"
+        )
     environment = replace(
         environment,
         master_addr=config.parallel.master_addr or environment.master_addr,
@@ -112,7 +119,9 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, hide_fsdp():
-        signals.enter_context(_signals_of_run(environment) if trains else termination_raises())
+        # A signal stops one process at once during set-up. Several ranks stop together after a step.
+        stops = stops_after_step(sets_up=environment.world_size == 1) if trains else termination_raises()
+        signals.enter_context(stops)
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)
@@ -135,16 +144,13 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
             named = explain(error, runtime.liveness.watchdog)
             runtime.close(named)
             if was_stopped_in_set_up(named):
-                named = _stopped_in_set_up()
+                by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
+                text = f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
+                named = PreemptedError(text)
             if named is error:
                 raise
             raise named from error
         runtime.close(None)
-
-
-def _signals_of_run(environment: LaunchEnvironment) -> AbstractContextManager[None]:
-    """Stop one process at once during set-up. Several ranks stop together after a step."""
-    return stops_after_step(sets_up=environment.world_size == 1)
 
 
 def _folder_of_kernels(config: Config) -> Path:
@@ -152,13 +158,6 @@ def _folder_of_kernels(config: Config) -> Path:
     is_own = config.origin("data.cache_dir") in ("default", COMMAND_LINE)
     cache_dir = config.data.cache_dir if is_own else DataSection().cache_dir
     return Path(cache_dir).expanduser().absolute() / "kernels"
-
-
-def _stopped_in_set_up() -> PreemptedError:
-    by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
-    return PreemptedError(
-        f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
-    )
 
 
 def _join(config: Config, fallbacks: Fallbacks) -> ProcessContext:
@@ -248,21 +247,17 @@ def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
     """Raise ConfigError for what would fail in a step, or what torch does not promise, on an Apple GPU."""
     if device.type != "mps":
         return
-    if config.training.deterministic:
-        raise ConfigError(
-            f"training.deterministic is true ({config.origin('training.deterministic')}), but this run is on an Apple "
-            "GPU (mps), for which torch does not promise equal results. Remove the key, or set training.device=cpu."
-        )
-    if config.training.precision == "fp16":
-        raise ConfigError(
-            f"training.precision is fp16 ({config.origin('training.precision')}), which finetune does not compute on "
-            "an Apple GPU (mps). Set training.precision=bf16 (macOS 14 or newer), or fp32."
-        )
-    if config.training.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
-        raise ConfigError(
-            f"training.precision is bf16 ({config.origin('training.precision')}), but on an Apple GPU (mps) that needs "
-            "macOS 14 or newer. Set training.precision=fp32."
-        )
+    training, key = config.training, "training.precision"
+    if training.deterministic:
+        key, why = "training.deterministic", "torch does not promise equal results. Set training.device=cpu"
+    elif training.precision == "fp16":
+        why = "finetune does not compute in it. Set training.precision=bf16 (macOS 14 or newer), or fp32"
+    elif training.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        why = "that needs macOS 14 or newer. Set training.precision=fp32"
+    else:
+        return
+    value = str(getattr(training, key.partition(".")[2])).lower()
+    raise ConfigError(f"{key} is {value} ({config.origin(key)}), but this run is on an Apple GPU (mps): {why}.")
 
 
 def _record_output_device(config: Config, runtime: Runtime) -> None:
@@ -278,19 +273,6 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
         raise LaunchError(
             f"parallel.output_device is {index} ({config.origin('parallel.output_device')}) but rank {runtime.rank} "
             f"sees {torch.cuda.device_count()} GPUs, counted from 0. Drop the key: the default is the rank's own."
-        )
-
-
-def _compare_with_launch(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
-    """Compare the configuration with the launch, and log or record what was started in place of several processes."""
-    refuse_another_launch(config, environment)
-    dropped = compare_accelerate_command(config, environment)
-    if dropped is not None:
-        fallbacks.take(dropped)
-    if is_batch_script_body(os.environ):
-        _log.warning(
-            "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
-            "Prefix the command with srun to start all tasks"
         )
 
 

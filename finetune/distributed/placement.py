@@ -42,7 +42,6 @@ class Placement:
 
     Attributes:
         gathered_bytes: see `ShardedModel`; 0 if nothing is sharded.
-        received_bytes: likewise.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Placement:
         self._stop_requests = stop_requests
         self._reducer: Reducer | None = None
         self._sharded: ShardedModel | None = None
-        self.gathered_bytes = self.received_bytes = 0
+        self.gathered_bytes = 0
 
     @property
     def context(self) -> ProcessContext:
@@ -107,7 +106,7 @@ class Placement:
                 world_size=self.context.world_size,
                 shards_trained=self._is_full,
             )
-        self.gathered_bytes, self.received_bytes = self._sharded.gathered_bytes, self._sharded.received_bytes
+        self.gathered_bytes = self._sharded.gathered_bytes
         self._stop_requests.is_forward_collective = True
         weights = "all weights" if self._is_full else "the frozen weights"
         _log.info("%s are sharded over %d processes, layer by layer", weights, self.shard_size)

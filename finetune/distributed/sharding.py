@@ -75,7 +75,6 @@ class ShardedModel:
 
     Attributes:
         gathered_bytes: the most that all-gathered weights take on a rank, beside its own shards.
-        received_bytes: what a rank receives from others in a micro-batch, forward and backward.
         shards_trained: whether the trained weights are sharded. Only full fine-tuning shards them.
         group: the ranks that share one copy of the weights, this one among them.
 
@@ -127,9 +126,6 @@ class ShardedModel:
         del others  # the last reference to the full weights
         num_at_once = 2 if parallel.reshard_after_forward else len(layers)  # one layer is gathered ahead
         self.gathered_bytes = of_root + sum(sorted(num_bytes)[-num_at_once:])
-        gathered = sum(num_bytes) * (2 if parallel.reshard_after_forward else 1) + of_root
-        gradients = sum(num_bytes) + of_root if shards_trained else 0
-        self.received_bytes = _received_bytes(gathered, gradients, size=size, copies=copies)
         self.shards_trained = shards_trained
         self.group: dist.ProcessGroup = mesh.get_group("shards")
         self._root: Any = root
@@ -201,13 +197,6 @@ def _mesh(device_type: str, copies: int, size: int) -> DeviceMesh:
         assert world is not None
         return DeviceMesh.from_group(world, device_type, mesh_dim_names=("shards",))
     return init_device_mesh(device_type, (copies, size), mesh_dim_names=("copies", "shards"))
-
-
-def _received_bytes(gathered: int, gradients: int, *, size: int, copies: int) -> int:
-    """Return the bytes that a rank receives in a step."""
-    # With s = size and c = copies, (s - 1) / s of all weights is all-gathered and of all gradients reduce-scattered.
-    # A ring all-reduce among the copies then adds up the shards of the gradients: 2 (c - 1) / c of gradients / s.
-    return (gathered + gradients) * (size - 1) // size + 2 * (copies - 1) * gradients // (copies * size)
 
 
 Scales = Sequence[tuple[Any, Any]]

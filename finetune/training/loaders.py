@@ -22,7 +22,7 @@ from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
-from finetune.units import ceil_div, counted, format_bytes
+from finetune.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from finetune.engine.microbatch import Microbatch
 
 _log = logging.getLogger(__name__)
-_TOKENS_WORTH_A_GATHER = 4_096
-"""With P parameters in bf16, a micro-batch of n tokens computes 6·P·n operations and receives 4·P bytes: for Phi-4 and
-this n, 0.9 s at 400 TFLOPS and 1.2 s at 50 GB/s. Links between the GPUs of a node may be six times faster."""
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
@@ -199,27 +196,6 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
         num_steps,
     )
     log_cut_examples(rule)
-
-
-def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> None:
-    """Log how many bytes each process receives per step because the model is sharded, and how to reduce them.
-
-    `received_bytes` is for a micro-batch, and `world_size` counts the processes that train.
-    """
-    cuts = rule.microbatches_of_step(0, 0)
-    rounds = ceil_div(len(cuts), world_size)
-    tokens = sum(cut.num_tokens for cut in cuts) // len(cuts)
-    in_all = format_bytes(rounds * received_bytes)
-    _log.info(
-        "sharding: each process receives %s of weights and gradients for a micro-batch, and %s in a step of %d each",
-        *(format_bytes(received_bytes), in_all, rounds),
-    )
-    if rounds > 1 and tokens < _TOKENS_WORTH_A_GATHER:
-        _log.info(
-            "sharding: micro-batches of %d tokens are small for that; larger ones (training.batch_size, "
-            "training.max_tokens_per_microbatch) receive the weights less often",
-            tokens,
-        )
 
 
 def log_microbatches(

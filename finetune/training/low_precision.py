@@ -7,9 +7,11 @@ may not do without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -17,20 +19,8 @@ from finetune.data.batches import pad
 from finetune.engine.decoder import bare_model
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import rows_of
-from finetune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from finetune.distributed.runtime import Runtime
-    from finetune.runs.state import TrainerState
-
-
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
 from finetune.engine.quantized import MULTIPLE, ROUNDING
-from finetune.errors import ModelError
+from finetune.errors import ConfigError, ModelError
 from finetune.fallbacks import Fallback
 from finetune.model.quantized import round_frozen_layers, weights_from_disk
 from finetune.training.optim import trainable_parameters
@@ -38,6 +28,7 @@ from finetune.training.optim import trainable_parameters
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
+    from finetune.runs.state import TrainerState
 
 
 _STEPS_UNTIL_GROWTH = 2000

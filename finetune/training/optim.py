@@ -12,6 +12,8 @@ import importlib
 import inspect
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +25,6 @@ from finetune.model.adapter_start import is_half_frozen
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
 
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _TRAINED = "y"
 _OF_GROUP = ("k", "weight_sum", "lr_max")

@@ -9,39 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
+from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import is_same_path, recorded_paths
 from finetune.config.schema import Config, OnResume
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import CheckpointError, ConfigError, PreemptedError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
+from finetune.signals import Terminated, received_stop_signal
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.units import counted
 
 if TYPE_CHECKING:
+    from finetune.distributed.runtime import Runtime
     from finetune.runs.folder import RunFolder
     from finetune.runs.state import TrainerState
-
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from signal import Signals
-from typing import TYPE_CHECKING
-
-from finetune.errors import PreemptedError
-from finetune.signals import Terminated, received_stop_signal
-
-if TYPE_CHECKING:
-    from finetune.distributed.runtime import Runtime
 
 
 _log = logging.getLogger(__name__)
@@ -74,9 +65,6 @@ class _Difference(NamedTuple):
         change = f"{self.key}: started with {self.before}, now {self.now} ({self.origin})"
         return f"{change}: {self.effect.decides}" if self.effect.decides else change
 
-    def is_allowed(self, names: Sequence[str]) -> bool:
-        return any(self.key == name or self.key.startswith(f"{name}.") for name in names)
-
 
 def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """Make the record of a start for run.json. Its own digest reveals an edited or incomplete record."""
@@ -107,7 +95,12 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
-    if refused := [difference for difference in matters if not difference.is_allowed(config.resume_allow)]:
+    allowed = config.resume_allow
+    if refused := [
+        difference
+        for difference in matters
+        if not any(difference.key == name or difference.key.startswith(f"{name}.") for name in allowed)
+    ]:
         raise CheckpointError(_refusal(folder, refused))
     if harmless := [
         str(difference)

@@ -1,7 +1,6 @@
 """A run with a sharded base writes the bytes of a run in the same world that is not sharded."""
 
 import json
-import re
 import shutil
 
 import pytest
@@ -61,12 +60,6 @@ def train_and_look(words: list[str]) -> None:
         assert set(kept) == frozen
         for name, weight in kept.items():
             assert weight.to_local().shape[0] == -(-len(weight) // runtime.placement.shard_size), name
-        times = 1 + trainer.config.parallel.reshard_after_forward
-        received = sum(weight.nbytes * (times if ".layers." in name else 1) for name, weight in kept.items())
-        assert (
-            runtime.placement.received_bytes
-            == received * (runtime.placement.shard_size - 1) // runtime.placement.shard_size
-        )
         with pytest.raises(RunFailedError, match=r"cannot be called outside of the run"):
             trainer.model(input_ids=EMPTY_MICROBATCH.input_ids)
 
@@ -132,11 +125,6 @@ def assert_sharded_is_unsharded(whole, shards):
     assert (record(shards)["sharding"], record(shards)["shard_size"]) == ("fsdp2", 2)
     assert record(shards)["status"] == "completed"
     assert record(shards)["fallbacks"] == []
-    log = (shards / "log.txt").read_text()
-    assert re.search(
-        r"each process receives [\d.]+ kB of weights and gradients for a micro-batch, and [\d.]+ kB in a step of 2", log
-    )
-    assert "larger ones (training.batch_size, training.max_tokens_per_microbatch) receive the weights less often" in log
     assert {event["model"] for event in in_test_phase(shards)} == {"base", "tuned"}
 
 

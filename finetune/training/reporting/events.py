@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from finetune.training.reporting.run_warnings import RunWarnings
 
 
+_log = logging.getLogger(__name__)
 _NOT_REPORTED = {"event", "step"}
 _FOLDER = "trackers"
 
@@ -102,18 +103,8 @@ def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-_log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """Something that shows or passes on the events of a run."""
-
-    def write(self, event: Event) -> None:
-        """Take an event as metrics.jsonl has it."""
-
-
 class RunEvents:
-    """Write each event to metrics.jsonl and to all sinks, and log the warnings that follow from it."""
+    """Write each event to metrics.jsonl, the view and the trackers, and log the warnings that follow from it."""
 
     def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks, warnings: RunWarnings) -> None:
         self.metrics = MetricsWriter(folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue")
@@ -121,7 +112,6 @@ class RunEvents:
         self._warnings = warnings
         self._trackers = Trackers(config, folder, fallbacks)
         self._progress: TrainingProgress | None = None
-        self._sinks: list[Sink] = [self._trackers]
 
     def start(self, first_step: int, num_steps: int) -> None:
         """Remove the events after a step from metrics.jsonl, and open the trackers and the live view."""
@@ -132,13 +122,13 @@ class RunEvents:
             self._warnings.take(event)
             self._progress.recall(event)
         self._progress.__enter__()
-        self._sinks = [self._progress, self._trackers]
 
     def write(self, name: str, /, **values: Any) -> None:
         """Write one event."""
         event = self.metrics.write(name, **values)
-        for sink in self._sinks:
-            sink.write(event)
+        if self._progress is not None:
+            self._progress.write(event)
+        self._trackers.write(event)
         if warning := self._warnings.take(event):
             _log.warning("step %d: %s", event["step"], warning.text, extra={"is_on_view": True})
             self.write("warning", step=event["step"], kind=warning.name, text=warning.text)
@@ -148,7 +138,6 @@ class RunEvents:
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None
-            self._sinks = [self._trackers]
 
     def close(self) -> None:
         """Close everything. Later calls do nothing."""
