@@ -127,10 +127,7 @@ def end_steps() -> None:
 
 @contextmanager
 def record_stop_signals() -> Iterator[None]:
-    """Within the block, a first signal is only recorded, even after `end_steps`.
-
-    Call `received_stop_signal` to look for it.
-    """
+    """Within the block, a first signal is only recorded, even after `end_steps`; see `received_stop_signal`."""
     before, _StopRequest.phase = _StopRequest.phase, "steps"
     try:
         yield

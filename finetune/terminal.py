@@ -288,10 +288,7 @@ def print_texts(texts: Iterable[tuple[str, str]]) -> None:
 
 
 def _paragraph(names: Sequence[str], row: Sequence[Text], width: int) -> Iterator[Text]:
-    """Yield the lines of a row: the first cell, then the others as far as they fit on a line; empty ones are left out.
-
-    Each value follows the name of its column.
-    """
+    """Yield the lines of a row: the first cell, then each other one after the name of its column; no empty ones."""
     from rich.cells import cell_len
     from rich.text import Text
 

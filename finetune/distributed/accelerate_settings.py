@@ -91,10 +91,7 @@ def is_cpu_requested(environ: Mapping[str, str]) -> bool:
 
 
 def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the settings of `accelerate launch` that finetune refuses whatever its own configuration says.
-
-    Each is a pair of the setting, ``NAME=value``, and the reason with what to do.
-    """
+    """Return the settings of `accelerate launch` that finetune refuses always, ``NAME=value``, each with its reason."""
     prefixes: tuple[str, ...] = ("ACCELERATE_",)
     if _is_fsdp2(environ):
         prefixes += ("FSDP_", "PARALLELISM_CONFIG_") if _uses_sizes(environ) else ("FSDP_",)
@@ -207,10 +204,7 @@ def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -
 
 
 def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:
-    """Return what the `accelerate launch` that started only this process was asked for.
-
-    None if another launcher started this process, or if the command line cannot be read.
-    """
+    """Return what the `accelerate launch` that started only this process was asked for; None: unknown."""
     if not is_started_by_accelerate_alone(environ):
         return None
     import psutil

@@ -121,11 +121,7 @@ class Collectives:
         return str(dist.get_backend()) if self.context.distributed else "none"
 
     def connect_hosts(self, timeout_minutes: float) -> None:
-        """Make a group for numbers on the CPU if the backend is nccl, which takes none. Collective.
-
-        Raises:
-            LaunchError: gloo does not connect the ranks.
-        """
+        """Make a group for numbers on the CPU if the backend is nccl, which takes none. Collective."""
         if self.backend != "nccl":
             return
         try:
@@ -183,11 +179,7 @@ class Collectives:
         return box[0]
 
     def agree(self, error: BaseException | None, during: str) -> None:
-        """Raise on all ranks if one has an error. Collective.
-
-        Raises:
-            PeerFailedError: another rank failed; the ranks that failed raise their own error.
-        """
+        """Raise on all ranks if one has an error: its own there, PeerFailedError on the others. Collective."""
         if not self.context.distributed:
             if error is not None:
                 raise error
@@ -258,10 +250,7 @@ class Collectives:
                 dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
 
     def start_store_barrier(self) -> None:
-        """Let `synchronize` wait for all ranks at the rendezvous store. A group that others made has no store.
-
-        Collective.
-        """
+        """Let `synchronize` wait at the rendezvous store, which a group that others made lacks. Collective."""
         store, token = rendezvous_store(), self.broadcast_from_main(secrets.token_hex(8))
         if store is not None:
             self._barrier = StoreBarrier(

@@ -24,11 +24,7 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
-    """Return the device that was asked for; None: the best. The CPU replaces one that is not there, with a warning.
-
-    Raises:
-        LaunchError: the wish names no device.
-    """
+    """Return the device that was asked for; None: the best. A device that is not there becomes the CPU, with a warning."""
     if device is None or device == "auto":
         return _best_device()
     device_type, index = _parse(device)
@@ -69,11 +65,7 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
 
 
 def device_of_rank(local_rank: int, wish: str | torch.device | None, *, shares_gpus: bool = False) -> torch.device:
-    """Return the CPU if it was asked for, else the GPU with the local rank: a launch chooses the index itself.
-
-    Raises:
-        LaunchError: the wish is an Apple GPU, or see `_pick_device`.
-    """
+    """Return the CPU if it was asked for, else the GPU with the local rank. LaunchError for an Apple GPU."""
     device_type = "cuda" if wish is None else _resolve_device(wish).type
     if device_type == "mps":
         raise LaunchError(
@@ -156,10 +148,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether a device is a GPU with bf16 in hardware: NVIDIA's from Ampere on, and AMD's.
-
-    Older GPUs emulate bf16 slowly, and torch's `is_bf16_supported` answers True for them.
-    """
+    """Return whether a GPU has bf16 in hardware. torch's `is_bf16_supported` answers True for emulation too."""
     if device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)

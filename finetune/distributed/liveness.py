@@ -74,10 +74,7 @@ class Liveness:
         )
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
-        """Report where this rank is: a fault names it.
-
-        If the phase is `timed`, `parallel.step_timeout_minutes` starts anew.
-        """
+        """Report where this rank is. If the phase is `timed`, `parallel.step_timeout_minutes` starts anew."""
         self.is_timed = timed
         if self.watchdog is not None:
             self.watchdog.enter_phase(phase, step, timed=timed)
@@ -145,10 +142,7 @@ class Liveness:
 
     @contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Run the block that ends what was opened.
-
-        The other ranks learn of the error before the block. The watchdog ends after it.
-        """
+        """Run the block that ends what was opened, after the others learn of the error and before the watchdog ends."""
         watchdog, self.watchdog = self.watchdog, None
         # Where the ranks agreed on the failure, the rank that prints the error tells the world too.
         is_agreed = isinstance(error, FinetuneError) and error.is_reported_elsewhere

@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 
 
 def check_objective(config: Config) -> None:
-    """Refuse settings that the objective does not read, and a run that has not what its objective needs.
+    """Raise ConfigError for a key that the objective does not read, or for a run that lacks what it needs.
 
-    Raises:
-        ConfigError: a key is set that belongs to other objectives. Or the run trains every weight although a server
-            generates its answers. Or it trains every weight or starts from another adapter, although its reference is
-            the model with its adapter switched off.
+    A server takes only adapters. A reference is the model with its adapter switched off.
     """
     objective, is_lora = OBJECTIVES[config.training.objective], config.training.method == "lora"
     for section in SECTIONS:
@@ -73,12 +70,7 @@ def has_reference(config: Config) -> bool:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse files and folders that do not exist, all in one error. Nothing is read, and the hub is not asked.
-
-    Raises:
-        DataError: rows are missing, and perhaps the model as well.
-        ModelError: a folder of the model is missing.
-    """
+    """Raise DataError or ModelError for files and folders that do not exist, all in one. The hub is not asked."""
     problems = missing_here(config.data)
     try:
         read_general_prompts(config.testing.general_prompts)

@@ -158,11 +158,7 @@ class Callbacks:
         return any(hasattr(callback, name) for callback in self._callbacks)
 
     def call(self, name: str, result: object) -> None:
-        """Call a method of all callbacks that define it. Collective if there are any.
-
-        Raises:
-            RunFailedError: a callback raised an exception, on any rank.
-        """
+        """Call a method of all callbacks that define it; RunFailedError if one fails on any rank. Collective."""
         if not self.listen_to(name):
             return
         error: Exception | None = None

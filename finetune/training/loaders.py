@@ -49,10 +49,8 @@ def plan_batches(
 ) -> BatchRule:
     """Plan how training rows become global batches and micro-batches.
 
-    If the engine computes them (`is_packed`), rows are grouped by their shared prefixes; padded rows by length.
-
-    Raises:
-        ConfigError: `training.packing=false` with rows of `data.train_on=each_turn`.
+    If the engine computes them (`is_packed`), rows are grouped by their shared prefixes; padded rows by length. ConfigError
+    for `training.packing=false` with rows of `data.train_on=each_turn`.
     """
     training = config.training
     has_branches = isinstance(rows, EncodedExamples) and rows.has_branches
@@ -111,10 +109,9 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
 def build_loaders(
     runtime: Runtime, config: Config, splits: Any, *, collate: Collate, is_packed: bool, boundary: int | None
 ) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
-    """Build the loaders of this rank. Rank 0 has all test rows, and the others none, unless the model is sharded.
+    """Build the loaders of this rank; DataError as `refuse_dropping_all`.
 
-    Raises:
-        DataError: see `refuse_dropping_all`.
+    Rank 0 has all test rows, and the others none, unless the model is sharded.
     """
     device_type = runtime.device.type
     size = global_batch_size(config, runtime.environment.world_size)

@@ -85,11 +85,7 @@ _RATIO = "ratio_to_learning_rate"
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
-    """Build the optimizer over the model's trainable weights; vectors (biases, norms) do not decay.
-
-    Raises:
-        ConfigError: the class is not in an allowed module, does not take the arguments, or does not suit the weights.
-    """
+    """Build the optimizer over the trained weights, or raise ConfigError; vectors (biases, norms) do not decay."""
     optimizer_class: Any = section.factory or resolve_optimizer(section.optimizer)
     if "weight_decay" in section.args:  # the decay of each group would win
         raise ConfigError("optim.args sets weight_decay. Set optim.weight_decay, which spares biases and norms.")

@@ -76,10 +76,8 @@ def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str
 def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
 
-    Called before config.yaml and run.json are overwritten. Empty if nothing is resumed. Main process only.
-
-    Raises:
-        CheckpointError: lists every difference that changes the curve and is not allowed.
+    Called before config.yaml and run.json are overwritten, on the main process. Empty if nothing is resumed. A
+    CheckpointError lists every difference that changes the curve and is not allowed.
     """
     if config.resume != "auto" or not folder.checkpoint_steps():
         return []

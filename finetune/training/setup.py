@@ -222,10 +222,7 @@ def _try_precision(
 
 
 def _first_rows(rows: Any) -> list[Any]:
-    """Return the first rows that carry loss, with no more tokens than the longest row, or than 1,024.
-
-    A step needs memory for the longest row anyway.
-    """
+    """Return the first rows that carry loss, with no more tokens than the longest row, or than 1,024."""
     first = int((rows.sides[0].num_targets > 0).int().argmax())
     most = max(int(rows.lengths.max()), _TOKENS_FOR_ERROR)
     count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))

@@ -168,10 +168,7 @@ def build_trainer(
 def checked_objective(
     config: Config, *, rewards_answers: bool = True, given: Mapping[str, Metric] = MappingProxyType({})
 ) -> TrainingObjective:
-    """Return the functions of the configuration's objective; ConfigError if the configuration does not suit it.
-
-    The script's own metrics are `given`.
-    """
+    """Return the functions of the configuration's objective; ConfigError if the configuration does not suit it."""
     check_objective(config)
     objective = training_objective(config.training.objective)
     objective.check(config, rewards_answers)

@@ -238,9 +238,7 @@ class TrainingRun:
     def _halve_microbatches(self, step: int, error: RunFailedError | None) -> list[tuple[int, Microbatch]]:
         """Halve the micro-batches of the run from this step on, and return this rank's of the step. Collective.
 
-        Raises:
-            ConfigError: the result depends on the size of micro-batches, and the run is strict.
-            RunFailedError: the rank's own error, if micro-batches cannot be smaller.
+        If they cannot be smaller, raise the rank's own error.
         """
         setup, loader = self._setup, self._train_loader
         epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
@@ -283,10 +281,7 @@ class TrainingRun:
 
 
 def _halve(loader: TrainLoader, epoch: int, step: int) -> int | None:
-    """Halve the micro-batches of this and all later steps; return their limit in tokens, or None if that is impossible.
-
-    The loader's `steps` has to be called again.
-    """
+    """Halve the micro-batches of this and later steps; return their limit in tokens, None if that is impossible."""
     if (halve := getattr(loader, "halve", None)) is not None:
         limit: int | None = halve()
         return limit

@@ -125,17 +125,10 @@ def check_metrics(
     *,
     given: Mapping[str, Metric] = MappingProxyType({}),
 ) -> dict[str, Metric]:
-    """Look up the metrics of validations, and refuse criteria that are not measured.
+    """Return the metrics of validations by name; ConfigError for one that is unknown, or criteria that are not measured.
 
-    Args:
-        config: the whole run.
-        measured: the names of the objective's metrics other than the loss.
-        in_subsets: the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
-            accepted if the run may have subsets.
-        given: the script's own metrics, by name.
-
-    Raises:
-        ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
+    `in_subsets` is the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
+    accepted if the run may have subsets.
     """
     names = config.validation.metrics
     if config.validation.by is not None and config.training.objective != "sft":
@@ -193,11 +186,7 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
 
 
 def refuse_early_stopping(config: Config, splits: Any) -> None:
-    """Refuse to wait for validations that do not improve in a run without a validation split.
-
-    Raises:
-        ConfigError: `early_stopping.patience` is set.
-    """
+    """Raise ConfigError for `early_stopping.patience` in a run without a validation split."""
     patience = config.early_stopping.patience
     if patience is not None and splits.validation is None:
         raise ConfigError(
@@ -208,11 +197,7 @@ def refuse_early_stopping(config: Config, splits: Any) -> None:
 
 
 def refuse_rows_without_answers(config: Config, row_type: str) -> None:
-    """Refuse to measure answers on rows of plain text.
-
-    Raises:
-        DataError: the validation split has no answers.
-    """
+    """Raise DataError for metrics of answers on rows of plain text."""
     if config.validation.metrics and row_type == "text":
         raise DataError(
             f"validation.metrics is {', '.join(config.validation.metrics)}, but the validation rows are plain text, "

@@ -68,10 +68,7 @@ class Worker(Link):
         self.position.age = now - self._moved_at
 
     def find_fault(self, now: float, *, is_beat: bool) -> Fault | None:
-        """Return the fault if the worker has failed, has ended, is stopped or has lost its launcher; None otherwise.
-
-        The system is asked for the worker's state only when a heartbeat is due.
-        """
+        """Return the fault if the worker has failed, has ended, is stopped or has lost its launcher; None otherwise."""
         if self.failure is not None:
             summary = f"failed during {self.position}"
         elif self.is_gone:  # nobody but its parent can see its exit code

@@ -50,10 +50,7 @@ class _CellView:
 
 
 class TrainingProgress:
-    """Show the progress of training: a live view on a terminal or in a notebook, elsewhere a log line now and then.
-
-    The last step always has a line.
-    """
+    """Show the progress of training: a live view on a terminal or in a notebook, elsewhere a log line now and then."""
 
     def __init__(
         self, total_steps: int, *, first_step: int = 0, log_every: int = 10, console: Console | None = None

@@ -145,11 +145,7 @@ class Rewards:
         return tuple(name for name in self.names if name in _NEED_EXPECTED)
 
     def __call__(self, answers: Sequence[GeneratedAnswer]) -> list[list[float]]:
-        """Reward answers: for each answer the rewards of all functions; nan where a function gives none.
-
-        Raises:
-            DataError: a function failed, took too long or returned something else than one number for each answer.
-        """
+        """Return the rewards of all functions for each answer, nan where one gives none; DataError if one fails."""
         by_function = [
             [self._scores[name](answer) for answer in answers] if name in self._scores else self._ask(name, answers)
             for name in self.names

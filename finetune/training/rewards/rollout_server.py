@@ -82,12 +82,9 @@ class RolloutServer:
         return [SampledAnswer(*answer) for answer in answers]
 
     def compare(self, step: int, own_nats: Sequence[float], server_nats: Sequence[float]) -> dict[str, float]:
-        """Return the mean difference of -log p of tokens, as the run and the server compute it, as a metric.
+        """Return the mean difference of -log p of tokens, as the run and the server compute it before temperature.
 
-        Both are before temperature.
-
-        Raises:
-            RunFailedError: the mean is above `rollout.max_difference`.
+        A mean above `rollout.max_difference` is a RunFailedError.
         """
         differences = [
             abs(own_value - server_value) for own_value, server_value in zip(own_nats, server_nats, strict=True)
