@@ -24,7 +24,7 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
-    """Return the device that was asked for; None: the best. A device that is not there becomes the CPU, with a warning."""
+    """Return the device that was asked for; None: the best. One that is not there becomes the CPU, with a warning."""
     if device is None or device == "auto":
         return _best_device()
     device_type, index = _parse(device)

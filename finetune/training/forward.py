@@ -54,7 +54,7 @@ def choose_forward(
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:
     """Choose one forward for all ranks and record any fallback. The rows of a micro-batch depend on the choice.
 
-    `fused` is applied until `launch` ends. ConfigError if the run is strict. Collective: every rank, with a placed model.
+    `fused` is applied until `launch` ends. Collective: every rank, with a placed model.
     """
     forward = choose_forward(section, model, prepared_by_the_host(runtime.device, _computed_in(runtime)))
     if section.kernels == "reference":

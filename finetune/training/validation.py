@@ -125,7 +125,7 @@ def check_metrics(
     *,
     given: Mapping[str, Metric] = MappingProxyType({}),
 ) -> dict[str, Metric]:
-    """Return the metrics of validations by name; ConfigError for one that is unknown, or criteria that are not measured.
+    """Return the metrics of validations by name; ConfigError for unknown ones, or criteria that are not measured.
 
     `in_subsets` is the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
     accepted if the run may have subsets.

@@ -73,7 +73,7 @@ def test_every_adapter_gives_its_logits_in_plain_peft_and_merged_on_the_original
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dora", "lora_plus", "pissa_fast", "whole layers"])
+@pytest.mark.parametrize("name", ["dora", "lora_plus", "patterns", "pissa_fast", "whole layers"])
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, name):
     words = [*words_for(inputs, tmp_path), *_small(KINDS[name])]
     refuse_to_differ_after_a_break(words, trained[name][0], tmp_path / "broken")

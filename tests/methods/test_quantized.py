@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -12,13 +13,16 @@ from torch.distributed.tensor import DTensor
 from finetune import add_lora, encode_examples, load_config, load_examples
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
+from finetune.diagnose.plan_devices import read_device
+from finetune.diagnose.planner import Planner
+from finetune.distributed.device import convert_weights
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights
-from finetune.engine.quantized import holds_nf4, widened
+from finetune.engine.quantized import _state_tensors, holds_nf4, widened
 from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
-from finetune.model.base import build_base_model
+from finetune.model.base import build_base_model, count_parameters
 from finetune.model.lora import load_adapter
 from finetune.model.quantized import (
     build_quantized_base,
@@ -29,7 +33,9 @@ from finetune.model.quantized import (
 )
 from finetune.training.memory.choice import MOST_TOKENS
 from finetune.training.memory.forecast import (
+    WHOLE,
     OptimizerNeed,
+    Weights,
     copy_without_data,
     forecast_step,
     longest_rows,
@@ -252,6 +258,27 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
     tight = choice_of(config_of("training.global_batch_size=512"), device_type="cuda", room=measured, model=model)
     assert tight.why.startswith("a step needs at most")
     assert 60 < tight.max_tokens < MOST_TOKENS
+
+
+@needs_bitsandbytes
+def test_a_plan_has_the_sizes_of_a_real_base_in_4_bits(inputs, tmp_path):
+    sizes = {"hidden_size": 96, "intermediate_size": 520, "num_hidden_layers": 5, "vocab_size": MODEL_VOCABULARY}
+    base = build_tiny(tiny_phi3_config(**sizes, eos_token_id=320))
+    base.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    tiny_tokenizer().save_pretrained(tmp_path / "base")
+    words = [*words_for(inputs, tmp_path / "run"), f"model.path={tmp_path / 'base'}", "lora.quantize=nf4", "lora.r=4"]
+    config = load_config([*words, "training.gradient_checkpointing=false"])
+    planner = Planner(config, read_device("RTX 4090"))
+    model = add_lora(load_on_cpu(config.model), config.lora).train()
+    convert_weights(model, planner.precision)
+    kept = [tensor for tensor in model.parameters() if not tensor.requires_grad]
+    kept += [tensor for weight in kept for tensor in _state_tensors(weight)]
+    real = copy_without_data(model)
+    assert Weights(planner.model).held(WHOLE) == pytest.approx(sum(tensor.nbytes for tensor in kept), rel=0.02)
+    assert count_parameters(planner.model) == count_parameters(real)
+    largest, how = planner.batching.largest.microbatch, replace(planner._how, device_type="cuda")
+    planned, forecast = (forecast_step(of, largest, how).peak(OptimizerNeed(0, 0)) for of in (planner.model, real))
+    assert planned.total == pytest.approx(forecast.total, rel=0.02)
 
 
 @needs_bitsandbytes

@@ -15,6 +15,7 @@ from tests.methods.tiny_training import (
     adapter_tensors,
     curve,
     logits_of,
+    refuse_to_differ_after_a_break,
     train,
     words_for,
     write_inputs,
@@ -67,6 +68,10 @@ def test_a_run_goes_on_from_the_adapter_of_another(first, second):
     assert second_losses[0] < first_losses[0] - 0.05
     before, after = adapter_tensors(first[0]), adapter_tensors(second[0])
     assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(second, tmp_path):
+    refuse_to_differ_after_a_break(second[2], second[0], tmp_path / "broken")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,3 @@
-import logging
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from finetune.training.optim import (
     resolve_optimizer,
     set_learning_rate,
     trainable_parameters,
-    warn_of_long_warmup,
 )
 
 
@@ -84,14 +82,6 @@ def test_the_rate_of_each_step_follows_from_the_schedule(keys, expected):
 def test_a_key_of_a_schedule_without_effect_is_refused(keys, said):
     with pytest.raises(ValueError, match=said):
         section(**keys)
-
-
-@pytest.mark.parametrize(("warmup_steps", "is_said"), [(9, False), (10, False), (11, True)])
-def test_a_warmup_longer_than_the_run_is_said(caplog, monkeypatch, warmup_steps, is_said):
-    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
-    warn_of_long_warmup(section(warmup_steps=warmup_steps), 10)
-    assert [message.endswith("never reaches 0.1") for message in caplog.messages] == [True] * is_said
-    assert (max(rates(10, warmup_steps=warmup_steps)) < 0.1) is is_said
 
 
 @pytest.mark.parametrize(
