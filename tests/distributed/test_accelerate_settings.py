@@ -1,4 +1,3 @@
-import json
 import re
 import subprocess
 import sys
@@ -76,71 +75,20 @@ def test_other_commands_and_unknown_options_are_no_launch(tmp_path):
 
 
 REPORT = """
-import json, os, sys
-from finetune.config.schema import Config
-from finetune.distributed.accelerate_settings import (
-    is_cpu_requested, read_accelerate_command, refused_settings, settings_of_accelerate
-)
-from finetune.distributed.environment import read_environment
-command, refused = read_accelerate_command(os.environ), [setting for setting, why in refused_settings(os.environ)]
-world_size = read_environment(os.environ).world_size
-sharding = settings_of_accelerate(Config(), os.environ, world_size=world_size, trains=True) if not refused else {}
-report = json.dumps({
-    "world_size": world_size,
-    "refused": refused,
-    "cpu": is_cpu_requested(os.environ),
-    "asked": command and command.num_processes,
-    "engine": command and command.engine,
-    "sharding": [f"{key}={value}" for key, (value, _) in sharding.items()],
-})
-sys.stdout.write(f"REPORT {report}\\n")  # in one piece, whoever else writes, PYTHONUNBUFFERED or not
+import os, sys
+from finetune.distributed.accelerate_settings import is_cpu_requested, read_accelerate_command
+sys.stdout.write(f"{read_accelerate_command(os.environ).num_processes} {is_cpu_requested(os.environ)}")
 """
-NOTHING = {"world_size": 1, "refused": [], "cpu": False, "asked": None, "engine": None, "sharding": []}
-FSDP = """
-distributed_type: FSDP
-num_machines: 1
-num_processes: 2
-mixed_precision: bf16
-fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_activation_checkpointing: true}
-parallelism_config: {parallelism_config_dp_shard_size: 2}
-use_cpu: true
-"""
-PLAIN = "{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cpu: true}"
-ENGINE = {
-    **NOTHING,
-    "world_size": 2,
-    "sharding": [
-        "parallel.sharding=fsdp2",
-        "parallel.reshard_after_forward=False",
-        "training.gradient_checkpointing=True",
-        "parallel.shard_size=2",
-    ],
-}
-
-
-def reports_of_accelerate(options, config, folder, monkeypatch):
-    (folder / "report.py").write_text(REPORT)
-    if config is not None:
-        (folder / "c.yaml").write_text(config)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    script = [] if any(word.startswith("report") for word in options) else ["report.py"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *script]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if "REPORT" in line]
 
 
 @pytest.mark.slow
-def test_what_a_real_accelerate_launch_was_asked_for_is_known(tmp_path, monkeypatch):
-    options = ["--config_file", "c.yaml", "--main_process_port", "0"]
-    assert reports_of_accelerate(options, FSDP, tmp_path, monkeypatch) == [ENGINE] * 2
-
-
-@pytest.mark.slow
-def test_the_default_config_file_counts(tmp_path, monkeypatch):
+def test_the_default_config_file_of_a_real_accelerate_launch_counts(tmp_path, monkeypatch):
+    (tmp_path / "report.py").write_text(REPORT)
     default = tmp_path / "hub" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
-    default.write_text(PLAIN)
+    default.write_text("{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cpu: true}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    (report,) = reports_of_accelerate([], None, tmp_path, monkeypatch)
-    assert (report["world_size"], report["asked"], report["cpu"]) == (1, 4, True)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "report.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "4 True", done.stderr

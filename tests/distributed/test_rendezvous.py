@@ -8,14 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import TCPStore
 
 from finetune.distributed import rendezvous
 from finetune.distributed.environment import read_environment
@@ -301,46 +299,6 @@ def test_a_store_that_goes_away_is_a_launch_error():
     rendezvous._stores.clear()
     with pytest.raises(LaunchError, match="lost the store"):
         second.share_verdict(Verdict("together"))
-
-
-class CountingStore(PrefixStore):
-    """Counts the questions of all ranks, by thread."""
-
-    asked: ClassVar[Counter[str]] = Counter()
-
-    def __getattribute__(self, name):
-        if name in ("add", "append", "check", "get", "set"):
-            self.asked[threading.current_thread().name] += 1
-        return super().__getattribute__(name)
-
-
-def test_a_rank_asks_no_more_questions_in_a_larger_world(monkeypatch):
-    world_size, port = 24, free_port()
-    monkeypatch.setattr(rendezvous, "PrefixStore", CountingStore)
-    monkeypatch.setattr(rendezvous, "_POLL_SECONDS", 0.1)
-    all_joined, found = threading.Barrier(world_size), {}
-
-    def join(rank):
-        joined = Rendezvous(read_environment(place_variables(rank, world_size, port)), timedelta(seconds=60))
-        all_joined.wait(60)
-        before = CountingStore.asked[f"rank {rank}"]
-        notes = joined.exchange("notes", f"of rank {rank}\n", 60)
-        found[rank] = notes, CountingStore.asked[f"rank {rank}"] - before, joined
-
-    ranks = [threading.Thread(target=join, args=(rank,), name=f"rank {rank}") for rank in range(world_size)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
-    before = CountingStore.asked["rendezvous"]
-    time.sleep(1.0)
-    asked_meanwhile = CountingStore.asked["rendezvous"] - before
-    for rank in reversed(range(world_size)):
-        found[rank][2].leave()
-    every = {rank: f"of rank {rank}\n" for rank in range(world_size)}
-    assert all(notes == every and list(notes) == list(every) for notes, _, _ in found.values())
-    assert max(asked for _, asked, _ in found.values()) < world_size
-    assert asked_meanwhile <= 11, "rank 0 looks for each rank, as long as the run lasts"
 
 
 @pytest.mark.parametrize("act", SCENES.params)

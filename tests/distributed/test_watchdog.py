@@ -235,22 +235,13 @@ def a_long_c_call_is_not_taken_for_a_stopped_process(play):
 
 
 @scene(world_size=2)
-def a_killed_guardian(play):
-    kill_the_guardian_of_one_of_two(play, 1)
-
-
-@scene(world_size=2)
 def a_killed_guardian_of_rank_0(play):
-    kill_the_guardian_of_one_of_two(play, 0)
-
-
-def kill_the_guardian_of_one_of_two(play, victim):
     play.start("wait_in_sum", "wait_in_sum")
     play.wait_for_all()
-    kill(play.pid(victim, "guardian"))
+    kill(play.pid(0, "guardian"))
     assert play.end() == [3, 3]
     assert the_only(play.last_lines()) == (
-        f"finetune stops: rank {victim} was lost during training, step 12: its guardian process was killed, alone or "
+        "finetune stops: rank 0 was lost during training, step 12: its guardian process was killed, alone or "
         "with its worker"
     )
 
@@ -279,18 +270,6 @@ def rank_0_may_leave_first_and_the_others_are_still_watched(play):
     assert play.end() == [0, KILLED, 3]
     assert "rank 1 was killed during training, step 12" in the_only(play.last_lines([1, 2]))
     assert play.last_lines([0]) == {""}
-
-
-@scene(world_size=2)
-def the_hub_may_go_once_rank_0_has_left(play):
-    """A container ends with its first process, and takes the guardian with it."""
-    play.start("leave", "leave_when_told").ranks[0].wait(10)
-    time.sleep(1.5)
-    kill(play.pid(0, "guardian"))
-    time.sleep(LONGER_THAN_GRACE)
-    assert play.ranks[1].poll() is None
-    play.let_go("leave-now")
-    assert play.end() == [0, 0]
 
 
 @scene(world_size=2)
