@@ -92,7 +92,7 @@ def stop_signals_go_to(
 
 def termination_raises() -> AbstractContextManager[None]:
     """Within the block, SIGTERM raises `Terminated` in the main thread, unless the program handles it itself."""
-    return stop_signals_go_to(_raise, (signal.SIGTERM,))
+    return stop_signals_go_to(raise_at_once, (signal.SIGTERM,))
 
 
 def received_stop_signal() -> signal.Signals | None:
@@ -198,19 +198,13 @@ def _note(number: int, frame: FrameType | None) -> None:
             with suppress(OSError):  # past Python's streams, which may be in the middle of a line
                 os.write(2, "\n".join(("", *_CTRL_C_DOES, "")).encode())
     elif is_first or (now - _StopRequest.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
-        _raise(number, frame)
+        raise_at_once(number, frame)
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in every child that this process forks. A system without `fork` has none."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
-
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Terminated(number)
 
 
 def _is_main_thread() -> bool:

@@ -100,7 +100,10 @@ def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
         for name in sorted(environ)
         if name.startswith(prefixes)
         and not (name in _FSDP_SWITCHES and _is_fsdp2(environ))
-        and not re.fullmatch(_allowed_values(name), environ[name].lower())
+        and not re.fullmatch(
+            next((values for pattern, values in _ALLOWED.items() if re.fullmatch(pattern, name)), _OFF),
+            environ[name].lower(),
+        )
     ]
 
 
@@ -229,10 +232,6 @@ def launch_arguments(command: Sequence[str]) -> list[str] | None:
         if is_command and command[position + 1 : position + 2] == ["launch"]:
             return list(command[position + 2 :])
     return None
-
-
-def _allowed_values(name: str) -> str:
-    return next((values for pattern, values in _ALLOWED.items() if re.fullmatch(pattern, name)), _OFF)
 
 
 def _is_fsdp2(environ: Mapping[str, str]) -> bool:

@@ -26,7 +26,9 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
     """Return the device that was asked for; None: the best. One that is not there becomes the CPU, with a warning."""
     if device is None or device == "auto":
-        return _best_device()
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     device_type, index = _parse(device)
     if device_type == "cuda" and index < torch.cuda.device_count():
         return torch.device("cuda", index)
@@ -132,12 +134,6 @@ def _parse(device: str | torch.device | int) -> tuple[str, int]:
             "a GPU. Set training.device to one of these."
         )
     return "cuda" if match[1] == "gpu" else match[1], int(match[2] or 0)
-
-
-def _best_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
 
 
 Precision = Literal["fp32", "bf16", "fp16"]

@@ -96,7 +96,9 @@ class ShardedModel:
 
         set_compute_dtype(model, precision)
         layers = _layers(model)
-        others = _parameters_outside(layers, model)
+        inside = {weight for layer in layers for weight in layer.parameters()}
+        others = [weight for weight in model.parameters() if weight not in inside]
+        del inside
         # FSDP2 leaves these weights full. A set of the weights that it shards would keep all of them in memory.
         unsharded = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
         size = parallel.shard_size or world_size
@@ -244,8 +246,3 @@ def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
             "Set parallel.sharding=none."
         )
     return list(decoder.layers)
-
-
-def _parameters_outside(layers: Iterable[torch.nn.Module], model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    inside = {weight for layer in layers for weight in layer.parameters()}
-    return [weight for weight in model.parameters() if weight not in inside]

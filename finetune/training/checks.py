@@ -122,9 +122,11 @@ def check_fit(config: Config, model: Any, splits: Any) -> None:
         OBJECTIVES[config.training.objective].rows, EncodedExamples
     )
     if not isinstance(splits.train, row_type):
+        read = {EncodedPairs: "pairs", EncodedLabelled: "labelled"}.get(type(splits.train), "answers")
+        encoded_for = " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
         raise ConfigError(
             f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but the rows "
-            f"are encoded for {_objectives_of(splits.train)}. Encode them with encode_for_objective, or set "
+            f"are encoded for {encoded_for}. Encode them with encode_for_objective, or set "
             "training.objective to the objective of these rows."
         )
     has_adapter = hasattr(model, "peft_config")
@@ -151,12 +153,6 @@ def check_fit(config: Config, model: Any, splits: Any) -> None:
                 f"but the model's context ends at {context}. KTO puts prompts before the answers of other rows. "
                 f"{advice}"
             )
-
-
-def _objectives_of(rows: Any) -> str:
-    """Name the objectives for which rows were encoded."""
-    read = {EncodedPairs: "pairs", EncodedLabelled: "labelled"}.get(type(rows), "answers")
-    return " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
 
 
 def _parts_at_hub(section: ModelSection, *, needs_weights: bool) -> Iterator[tuple[Repository, Part, str]]:

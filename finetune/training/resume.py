@@ -252,12 +252,9 @@ def short_texts(before: object, now: object) -> tuple[str, str]:
     if max(map(len, texts)) > _MAX_SHOWN:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         start = max(0, len(list(same)) - 20)
-        texts = [("... " if start else "") + _cut(text[start:]) for text in texts]
+        texts = [("... " if start else "") + text[start:] for text in texts]
+        texts = [text if len(text) <= _MAX_SHOWN + 4 else f"{text[:_MAX_SHOWN]} ..." for text in texts]
     return texts[0], texts[1]
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 4]} ..."
 
 
 def _sha256(values: Mapping[str, Any]) -> str:

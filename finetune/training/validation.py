@@ -35,7 +35,7 @@ class Validated(NamedTuple):
     def merit(self, name: str) -> float | None:
         """Return a metric, negated if lower is better; None if it was not measured or is not finite."""
         value = self.loss if name == LOSS else self.metrics.get(name)
-        return _merit_of(name, value) if value is not None and math.isfinite(value) else None
+        return sign_of(name) * value if value is not None and math.isfinite(value) else None
 
 
 class Criteria(NamedTuple):
@@ -106,12 +106,7 @@ def best_merit(state: TrainerState, name: str) -> float | None:
     """Return the merit of the best weights so far; None before the first."""
     if name == LOSS:
         return None if state.best_loss is None else -state.best_loss
-    return None if state.best_value is None else _merit_of(name, state.best_value)
-
-
-def _merit_of(name: str, value: float) -> float:
-    """Return a value that is higher where the metric is better."""
-    return sign_of(name) * value
+    return None if state.best_value is None else sign_of(name) * state.best_value
 
 
 def _improves(merit: float | None, best: float | None, min_delta: float) -> bool:

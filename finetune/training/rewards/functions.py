@@ -158,7 +158,10 @@ class Rewards:
         arguments = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
         arguments |= {
             "prompts": [answer.prompt for answer in answers],
-            "completions": [_like_prompt(answer) for answer in answers],
+            "completions": [
+                answer.whole if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.whole}]
+                for answer in answers
+            ],
             "completion_ids": [list(answer.ids) for answer in answers],
             "expected": [answer.expected for answer in answers],
         }
@@ -200,10 +203,6 @@ def _refuse_bad_pattern(section: RewardSection) -> None:
         re.compile(section.pattern)
     except re.error as error:
         raise ConfigError(f"reward.pattern is {section.pattern!r}, which is no regular expression: {error}.") from None
-
-
-def _like_prompt(answer: GeneratedAnswer) -> Any:
-    return answer.whole if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.whole}]
 
 
 def _as_number(name: str, value: object, answer: GeneratedAnswer) -> float:
