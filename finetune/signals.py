@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, Literal, NoReturn
 
@@ -88,11 +88,6 @@ def stop_signals_go_to(
     finally:
         for number in handled:
             signal.signal(number, before[number])
-
-
-def termination_raises() -> AbstractContextManager[None]:
-    """Within the block, SIGTERM raises `Terminated` in the main thread, unless the program handles it itself."""
-    return stop_signals_go_to(raise_at_once, (signal.SIGTERM,))
 
 
 def received_stop_signal() -> signal.Signals | None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -51,9 +52,10 @@ from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
 from finetune.signals import (
     ignore_stop_signals,
+    raise_at_once,
     received_stop_signal,
+    stop_signals_go_to,
     stops_after_step,
-    termination_raises,
     was_stopped_in_set_up,
 )
 from finetune.terminal import outlive_readers
@@ -120,7 +122,11 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, hide_fsdp():
         # A signal stops one process at once during set-up. Several ranks stop together after a step.
-        stops = stops_after_step(sets_up=environment.world_size == 1) if trains else termination_raises()
+        stops = (
+            stops_after_step(sets_up=environment.world_size == 1)
+            if trains
+            else stop_signals_go_to(raise_at_once, (signal.SIGTERM,))
+        )
         signals.enter_context(stops)
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:

@@ -6,7 +6,6 @@ import atexit
 import logging
 import multiprocessing
 import signal
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import (
@@ -20,6 +19,7 @@ from finetune.data.batches import (
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedPairs
+from finetune.distributed.network import allow_open_files
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
 from finetune.units import counted
@@ -149,11 +149,7 @@ def _prepare_for_workers() -> None:
     A worker hands over each tensor as an open file. Python waits at its end for processes that are left, and workers
     ignore the SIGTERM that it sends them.
     """
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_open_files()
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
 

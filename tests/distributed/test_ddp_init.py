@@ -153,12 +153,5 @@ def test_a_start_that_is_interrupted_leaves_no_group_to_wait_for(monkeypatch):
     assert given_up == ["aborted"]
 
 
-def test_the_limit_for_the_start_holds_for_the_start_alone():
-    rendezvous = OneRank()
-    assert _start_backend(rendezvous, "gloo", timedelta(minutes=60)) is None
-    cleanup_ddp()
-    assert rendezvous.store.timeout == timedelta(minutes=60), "groups that are made later wait at the same store"
-
-
 if __name__ == "__main__":
     torch.multiprocessing.spawn(_spawned, args=(int(sys.argv[1]), sys.argv[2]), nprocs=2)

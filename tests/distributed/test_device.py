@@ -48,14 +48,6 @@ def test_a_gpu_is_taken_by_its_name_or_number(gpus):
     assert _resolve_device(None) == _resolve_device("auto") == torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_mps_is_taken_where_it_is(is_there, gpus, monkeypatch):
-    gpus(0)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_there)
-    for wish in ("mps", torch.device("mps"), None):
-        assert _resolve_device(wish).type == ("mps" if is_there else "cpu")
-
-
 def test_an_apple_gpu_is_for_one_process_alone(gpus, monkeypatch):
     gpus(0)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

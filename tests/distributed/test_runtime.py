@@ -123,14 +123,6 @@ def test_ranks_that_would_train_in_different_precisions_are_refused(monkeypatch)
         runtime.context = alone
 
 
-def test_entering_seeds_torch():
-    numbers = []
-    for seed in (3, 3, 4):
-        with launch(config(seed=seed)):
-            numbers.append(torch.rand(1).item())
-    assert numbers[0] == numbers[1] != numbers[2]
-
-
 def test_deterministic_holds_inside_and_not_after(monkeypatch):
     """On CUDA, products need a fixed workspace."""
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)

@@ -26,7 +26,6 @@ from tests.methods.tiny_training import (
     refuse_to_differ_after_a_break,
     train,
     words_for,
-    write_inputs,
 )
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
@@ -41,11 +40,6 @@ KINDS = {
     "lora_plus": ["optim.lora_plus_ratio=16"],
     "neftune": ["training.neftune_alpha=5"],
 }
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

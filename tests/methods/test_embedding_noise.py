@@ -9,7 +9,7 @@ from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import pad
 from finetune.distributed.launch import launch
 from finetune.engine.supported import unsupported_reason
-from finetune.model.base import add_embedding_noise, checkpoint_gradients, evaluation_mode
+from finetune.model.base import add_embedding_noise, evaluation_mode
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
@@ -19,7 +19,6 @@ from tests.methods.tiny_training import (
     refuse_to_differ_after_a_break,
     train,
     words_for,
-    write_inputs,
 )
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
@@ -78,12 +77,6 @@ def test_the_noise_belongs_to_seed_step_and_micro_batch_and_to_no_rank(runtime):
     assert len({loss, *others}) == 5
 
 
-def test_gradient_checkpointing_sees_the_same_noise(runtime):
-    again = noisy_model()
-    checkpoint_gradients(again)
-    assert step(runtime, again, microbatches()) == pytest.approx(step(runtime, noisy_model(), microbatches()), rel=1e-6)
-
-
 def test_an_evaluation_sees_no_noise_and_nothing_of_it_is_saved():
     ids = torch.arange(3, 13)[None]
     noisy, plain = noisy_model(), noisy_model(alpha=0)
@@ -99,11 +92,6 @@ def test_the_engine_leaves_such_a_model_to_its_own_forward():
 # --- whole runs ---------------------------------------------------------------------------------------------------
 
 WORDS = ["training.neftune_alpha=5", "lora.r=4", "optim.learning_rate=1e-2"]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.mark.slow

@@ -147,16 +147,6 @@ def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, in
     assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
 
 
-def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_path):
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "please send oranges"}]
-    row = {"prompt": turns, "chosen": "yes", "rejected": "no"}
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
-    rows = [f"data.path={tmp_path / 'pairs.jsonl'}", "training.max_steps=1", "training.global_batch_size=1"]
-    train_from_overrides([*words_for(inputs, tmp_path / "run"), *WORDS, *rows])
-    opening = tiny_training.record(tmp_path / "run")["opening"]
-    assert (opening["system"], opening["num_rows"]) == ("Be brief.", 1)
-
-
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
     done = run_finetune("evaluate", trained[0])
     assert done.returncode == 2

@@ -22,7 +22,6 @@ from finetune.training.step import StepTooLargeError
 from tests.launches import run_command, run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import (
-    break_at,
     contents,
     curve,
     events,
@@ -158,23 +157,6 @@ def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_
     train_from_overrides(given)
     assert contents(tmp_path / "killed/adapter") == contents(run / "adapter")
     assert rollouts(tmp_path / "killed") == rollouts(run)
-
-
-@pytest.mark.slow
-def test_a_run_that_broke_between_two_steps_on_one_rollout_learns_from_it_again(inputs, tmp_path, monkeypatch):
-    more = [*WAYS["twice"], "checkpoint.save_every=3"]
-    train_from_overrides(words(inputs, tmp_path / "whole", *more))
-    with monkeypatch.context() as patch:
-        break_at(patch, 4)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train_from_overrides(words(inputs, tmp_path / "broken", *more))
-    train_from_overrides(words(inputs, tmp_path / "broken", *more))
-    assert "resumed from step=3" in (tmp_path / "broken/log.txt").read_text()
-    assert contents(tmp_path / "broken/adapter") == contents(tmp_path / "whole/adapter")
-    again = replay_losses(tmp_path / "whole", 4)
-    assert [one.step for one in again.steps] == [1, 2, 4, 5]
-    assert again.mismatches == [], "step 4 learns from the rollout of step 3, which is before its start"
-    assert rollouts(tmp_path / "broken") == rollouts(tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -18,16 +18,10 @@ from tests.methods.tiny_training import (
     refuse_to_differ_after_a_break,
     train,
     words_for,
-    write_inputs,
 )
 from tests.tiny_runs import write_base
 
 WORDS = ["task=finetune_lora", "lora.r=4", "lora.alpha=6", "optim.learning_rate=1e-2"]
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

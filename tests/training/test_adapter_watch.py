@@ -14,7 +14,7 @@ from finetune.model.lora import add_lora
 from finetune.training.checks import AdapterWatch
 from finetune.training.step import StepResult
 from tests.methods import tiny_training
-from tests.methods.tiny_training import break_at, events, record, train, words_for, write_inputs
+from tests.methods.tiny_training import break_at, events, record, train, words_for
 
 DOWN = "model.layers.0.mlp.down_proj"
 
@@ -42,11 +42,6 @@ def bypass(model):
 def detach_b(model):
     """Detach the B matrix of one layer."""
     model.base_model.model.model.layers[0].mlp.down_proj.lora_B["default"].__class__ = DetachedLinear
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture

@@ -13,16 +13,11 @@ from finetune.runs.folder import RunFolder
 from finetune.training import training_run
 from tests.in_process import run_finetune
 from tests.launches import run_launched
-from tests.methods.tiny_training import events, record, write_inputs
+from tests.methods.tiny_training import events, record
 
 TRACE = "trace-steps-{}-rank0.json.gz"
 
 pytestmark = pytest.mark.warm
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from finetune.threads import set_waiting
 from finetune.training import supervised
 from finetune.training.reporting.journal import Journal
 from tests.launches import REPOSITORY
-from tests.methods.tiny_training import break_at, contents, curve, events, record, write_inputs
+from tests.methods.tiny_training import break_at, contents, curve, events, record
 from tests.tiny_runs import random_model_words, write_rows
 
 IDS = torch.arange(5, 25).reshape(1, -1)
@@ -37,11 +37,6 @@ class Ended(NamedTuple):
     trainer: Trainer
     results: object
     comparison: object
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def words_for(inputs, run):
@@ -212,13 +207,6 @@ def test_a_best_step_without_a_checkpoint_is_said_and_the_last_is_published(word
     assert (published["best_step"], published["best_loss"]) == (5, 2.0)  # the loss of the weights in adapter/
 
 
-def test_without_other_splits_training_alone_is_done(words, tmp_path):
-    write_rows(tmp_path / "rows", validation=0, test=0)
-    ended = train([*words, f"data.path={tmp_path / 'rows' / 'train.jsonl'}"])
-    assert ended.comparison is None
-    assert {event["event"] for event in events(tmp_path / "run")} == {"step", "resources", "checkpoint"}
-
-
 def test_the_test_phase_measures_the_published_weights_and_the_base(words, tmp_path):
     ended = train([*words, "testing.metrics=[exact_match, json_valid]", "testing.num_samples=2"])
     comparison = ended.comparison
@@ -230,12 +218,6 @@ def test_the_test_phase_measures_the_published_weights_and_the_base(words, tmp_p
     assert (base["loss"], tuned["loss"]) == (comparison.base.loss, comparison.tuned.loss)
     assert tuned["exact_match"] == 0.0
     assert record(tmp_path / "run")["result"]["test_rows_left_out"] == 0
-
-
-def test_a_test_loss_that_leaves_rows_out_is_recorded_as_such(words, tmp_path):
-    ended = train([*words, "testing.batch_size=3", "testing.drop_last=true", "training.max_steps=1"])
-    result = record(tmp_path / "run")["result"]
-    assert (result["test_rows"], result["test_rows_left_out"]) == (4, ended.comparison.num_left_out) == (4, 1)
 
 
 def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inputs, tmp_path):

@@ -11,16 +11,11 @@ from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.file_lock import try_file_lock
 from finetune.training import training_run
 from tests.launches import free_port, run_launched
-from tests.methods.tiny_training import events, write_inputs
+from tests.methods.tiny_training import events
 
 pytestmark = pytest.mark.warm
 
 SCRIPTS = Path(__file__).with_name("guide_scripts.py")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
