@@ -49,7 +49,6 @@ AGAIN = sharded(2, "training.log_every=3")
 """Computes the same as `sharded(2)`, in a folder of another name."""
 TWO = [
     sharded(8, "training.gradient_checkpointing=true"),
-    sharded(2, "training.kernels=reference"),
     sharded(3, "training.kernels=reference", "training.gradient_checkpointing=true"),
     sharded(2, "parallel.reshard_after_forward=false"),
 ]
