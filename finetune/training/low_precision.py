@@ -30,9 +30,19 @@ if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
     from finetune.runs.state import TrainerState
 
-
+_log = logging.getLogger(__name__)
 _STEPS_UNTIL_GROWTH = 2000
 _LARGEST = 2**24
+GRADIENT_LIMIT = 0.5
+"""The largest accepted relative difference of the gradient.
+
+It bounds what a step loses: if ‖g_low − g‖ ≤ ‖g‖ / 2, a small step along g_low lowers the loss of the 16-bit model by
+at least half as much as a step along g, since their product is at least ‖g‖² / 2. Without any amplification by the
+model, 13 % are to be expected for 32 layers in fp8: e4m3 rounds a value by 2.4 % on average (at most 2^-4), a branch of
+a layer has two products of two factors each (4.7 %), and the residual stream sums up branches with independent errors,
+so it is off by 4.7 % · sqrt(1 + 1/2 + … + 1/32) = 9.5 % in both directions, forward and backward:
+sqrt(2) · 9.5 % = 13 %.
+"""
 
 
 class LossScale(NamedTuple):
@@ -108,20 +118,6 @@ def _first_overflow(model: torch.nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-_log = logging.getLogger(__name__)
-
-GRADIENT_LIMIT = 0.5
-"""The largest accepted relative difference of the gradient.
-
-It bounds what a step loses: if ‖g_low − g‖ ≤ ‖g‖ / 2, a small step along g_low lowers the loss of the 16-bit model by
-at least half as much as a step along g, since their product is at least ‖g‖² / 2. Without any amplification by the
-model, 13 % are to be expected for 32 layers in fp8: e4m3 rounds a value by 2.4 % on average (at most 2^-4), a branch of
-a layer has two products of two factors each (4.7 %), and the residual stream sums up branches with independent errors,
-so it is off by 4.7 % · sqrt(1 + 1/2 + … + 1/32) = 9.5 % in both directions, forward and backward:
-sqrt(2) · 9.5 % = 13 %.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LOSS = "loss"
 """The metric that every validation has. For it and for the loss of a source, lower is better; for others, higher is."""
+_HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin", "reward")
+"""Metrics of objectives that may be a criterion."""
 
 
 class Validated(NamedTuple):
@@ -198,7 +200,3 @@ def refuse_rows_without_answers(config: Config, row_type: str) -> None:
             f"validation.metrics is {', '.join(config.validation.metrics)}, but the validation rows are plain text, "
             "which has no answers. Remove it, or give rows with prompts and answers."
         )
-
-
-_HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin", "reward")
-"""Metrics of objectives that may be a criterion."""
