@@ -35,10 +35,7 @@ class Fault:
 
 
 def extra_command(extra: str) -> str:
-    """Return the command that adds an extra to this installation, which may be a checkout or a wheel.
-
-    pip finds this distribution installed and fetches only the packages of the extra.
-    """
+    """Return the command that adds an extra to this installation, which may be a checkout or a wheel."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
@@ -82,11 +79,7 @@ class CheckpointError(FinetuneError):
 
 
 class RunFailedError(FinetuneError):
-    """The run itself failed: a loss that is not finite, memory or disk exhausted, a rank lost.
-
-    Attributes:
-        fault: the world's first fault, if this rank ends because of it.
-    """
+    """The run itself failed: a loss that is not finite, memory or disk exhausted, a rank lost (then with the fault)."""
 
     exit_code = 3
 
@@ -102,11 +95,7 @@ class RequirementError(FinetuneError):
 
 
 class ServerError(RunFailedError):
-    """The server that answers prompts is gone, or its answer cannot be used. The loop saves a checkpoint first.
-
-    Attributes:
-        is_preempted: the run was asked to stop while it waited for the server.
-    """
+    """The server that answers prompts is gone, or its answer cannot be used. The loop saves a checkpoint first."""
 
     def __init__(self, message: str, *, is_preempted: bool = False) -> None:
         super().__init__(message)

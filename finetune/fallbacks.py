@@ -25,22 +25,14 @@ class Fallback:
 
 
 class Fallbacks:
-    """The fallbacks of one run, in the order in which they were taken.
-
-    Args:
-        strict: refuse the first fallback with a ConfigError instead of taking it.
-    """
+    """The fallbacks of one run, in the order in which they were taken. If it is strict, the first is refused."""
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
         self._taken: list[Fallback] = []
 
     def take(self, fallback: Fallback, *, warning: str | None = None) -> None:
-        """Log a fallback, with its own text or with `warning`, and record it.
-
-        Raises:
-            ConfigError: the run is strict.
-        """
+        """Log a fallback, with its own text or with `warning`, and record it; ConfigError if the run is strict."""
         if self.strict:
             raise ConfigError(f"{fallback}. The run is strict; drop strict=true to accept this.")
         _log.warning("%s", warning or fallback)

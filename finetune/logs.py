@@ -138,11 +138,7 @@ def is_for_a_person(stream: TextIO) -> bool:
 def configure_logs(rank: int, *, level: int = logging.INFO, num_processes: int = 1) -> None:
     """Send the package's log to stderr. Call it again once the rank is known: the last call counts.
 
-    Args:
-        rank: the rank that begins each line.
-        level: the lowest level to log.
-        num_processes: processes of the launch. A single process on an interactive terminal or in a notebook shows only
-            warnings and errors, unless the level is DEBUG.
+    A single process on an interactive terminal or in a notebook shows only warnings and errors, unless told to DEBUG.
     """
     global _is_main
     prepare_streams()  # also in a script without `command`: its run must not fail when it prints a row

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import ClassVar, Literal, NoReturn
 
@@ -90,11 +90,6 @@ def stop_signals_go_to(
             signal.signal(number, before[number])
 
 
-def termination_raises() -> AbstractContextManager[None]:
-    """Within the block, SIGTERM raises `Terminated` in the main thread, unless the program handles it itself."""
-    return stop_signals_go_to(_raise, (signal.SIGTERM,))
-
-
 def received_stop_signal() -> signal.Signals | None:
     """Return the signal that asked this process to stop after its step, or None."""
     return _StopRequest.received if _StopRequest.pid == os.getpid() else None
@@ -127,10 +122,7 @@ def end_steps() -> None:
 
 @contextmanager
 def record_stop_signals() -> Iterator[None]:
-    """Within the block, a first signal is only recorded, even after `end_steps`.
-
-    Call `received_stop_signal` to look for it.
-    """
+    """Within the block, a first signal is only recorded, even after `end_steps`; see `received_stop_signal`."""
     before, _StopRequest.phase = _StopRequest.phase, "steps"
     try:
         yield
@@ -201,19 +193,13 @@ def _note(number: int, frame: FrameType | None) -> None:
             with suppress(OSError):  # past Python's streams, which may be in the middle of a line
                 os.write(2, "\n".join(("", *_CTRL_C_DOES, "")).encode())
     elif is_first or (now - _StopRequest.at > _ONE_REQUEST_SECONDS and number in (signal.SIGTERM, signal.SIGINT)):
-        _raise(number, frame)
+        raise_at_once(number, frame)
 
 
 def after_fork_in_child(function: Callable[[], object]) -> None:
     """Call a function in every child that this process forks. A system without `fork` has none."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=function)
-
-
-def _raise(number: int, frame: FrameType | None) -> NoReturn:
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Terminated(number)
 
 
 def _is_main_thread() -> bool:

@@ -154,9 +154,7 @@ def as_written(text: str, stream: IO[str]) -> str:
 def visible(text: str, *, also_unseen: bool = False) -> str:
     """Replace every control character but newline and tab by its code point: ``<U+001B>``, ``<U+202E>``.
 
-    Args:
-        text: from a model, a file or a run. It may contain control sequences for the terminal.
-        also_unseen: also replace harmless invisible characters: joiners, and all spaces except the plain one.
+    With `also_unseen`, also harmless invisible characters: joiners, and all spaces except the plain one.
     """
     return "".join(c if _may_stand(c, also_unseen) else f"<U+{ord(c):04X}>" for c in text)
 
@@ -198,12 +196,7 @@ def fold(text: str, stream: IO[str], *, indent: str = "") -> str:
     """Return text for a stream, without control sequences. Lines that are wider than its terminal are wrapped.
 
     Every message passes through here or through the log's formatter. No word is broken, so that a long path can be
-    copied. The terminal itself continues it on the next line.
-
-    Args:
-        text: one line or several.
-        stream: where the text will be written.
-        indent: put before each line that continues another.
+    copied. `indent` is put before each line that continues another.
     """
     width, text = screen_width(stream), visible(text)
     if width is None:
@@ -245,13 +238,8 @@ def print_table(
 ) -> None:
     """Write a table to stdout. If it is too wide for the terminal, each row becomes a paragraph. No value is truncated.
 
-    In a pipe the table is as wide as its values, unless one of them is prose.
-
-    Args:
-        head: the names of the columns.
-        rows: cells as text, or as text and a style of rich. Text is never read as markup.
-        right: columns to align to the right.
-        title: printed above the table.
+    In a pipe the table is as wide as its values, unless one of them is prose. Cells are text, or text with a style of
+    rich; text is never read as markup. Columns named in `right` are aligned to the right.
     """
     from rich.console import Console
     from rich.measure import Measurement
@@ -300,10 +288,7 @@ def print_texts(texts: Iterable[tuple[str, str]]) -> None:
 
 
 def _paragraph(names: Sequence[str], row: Sequence[Text], width: int) -> Iterator[Text]:
-    """Yield the lines of a row: the first cell, then the others as far as they fit on a line; empty ones are left out.
-
-    Each value follows the name of its column.
-    """
+    """Yield the lines of a row: the first cell, then each other one after the name of its column; no empty ones."""
     from rich.cells import cell_len
     from rich.text import Text
 

@@ -73,11 +73,7 @@ def share_cores(num_processes: int) -> None:
 
 
 def num_cores(root: Path = Path("/sys/fs/cgroup")) -> float:
-    """Count the processor cores that this process may use, by its affinity and the limit of its container.
-
-    Args:
-        root: the mount point of control groups, version 2 (cpu.max) or 1 (cpu/cpu.cfs_*).
-    """
+    """Count the processor cores that this process may use, by its affinity and the limit of its container."""
     cores = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     names = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
     for files in ([root / name for name in pair] for pair in names):

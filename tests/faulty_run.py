@@ -60,10 +60,8 @@ FAULTS = {
     "forward": raise_a_bug,
     "mistake": raise_a_mistake,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "kill-in-backward": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill-in-evaluation": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "saving": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": hang,
 }
 
@@ -86,7 +84,7 @@ class FaultyRows(EncodedExamples):
 
 
 def break_model(model: torch.nn.Module) -> None:
-    """Let a pass fail: the forward or the backward one of step STEP, or the STEP-th forward one of an evaluation."""
+    """Let a forward pass fail: the one of step STEP, or the STEP-th one of an evaluation."""
     num_passes = 0
     is_in_training = "evaluation" not in KIND
 
@@ -98,9 +96,6 @@ def break_model(model: torch.nn.Module) -> None:
         if KIND == "wait":  # for a signal from outside, in small steps
             note_time()
             time.sleep(30)
-        elif KIND == "kill-in-backward":
-            trained = [p for p in decoder.parameters() if p.requires_grad]
-            trained[len(trained) // 2].register_hook(lambda _: provoke())  # in the middle of the pass
         else:
             provoke()
 

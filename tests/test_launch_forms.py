@@ -130,12 +130,16 @@ def test_ranks_that_were_given_different_words_are_refused_on_all_of_them(tmp_pa
     port = free_port()
     words = {0: [], 1: ["optim.learning_rate=1e-3"]}
     processes = [start("python", tmp_path, *words[rank], variables=place_variables(rank, 2, port)) for rank in words]
+    assert_both_are_refused(tmp_path, processes, "LaunchError: the configuration of rank 1 differs from rank 0's")
+
+
+def assert_both_are_refused(folder, processes, said_once):
     codes, outputs = ends(*processes)
     assert codes == [2, 2], outputs
     said = "".join(outputs)
-    assert said.count("LaunchError: the configuration of rank 1 differs from rank 0's") == 1, said
+    assert said.count(said_once) == 1, said
     assert "Traceback" not in said
-    assert_nothing_was_written(tmp_path)
+    assert_nothing_was_written(folder)
 
 
 @pytest.mark.promise
@@ -163,8 +167,4 @@ def test_ranks_whose_bases_have_other_weights_are_refused_on_all_of_them(tmp_pat
         start("python", tmp_path, *words, cwd=tmp_path / str(rank), variables=place_variables(rank, 2, port))
         for rank in (0, 1)
     ]
-    codes, outputs = ends(*processes)
-    assert codes == [2, 2], outputs
-    said = "".join(outputs)
-    assert said.count("the base model of rank 1 differs from rank 0's. Give every node the same files") == 1, said
-    assert_nothing_was_written(tmp_path)
+    assert_both_are_refused(tmp_path, processes, "the base model of rank 1 differs from rank 0's. Give every node the")

@@ -50,14 +50,7 @@ OF_TWO = (
     Case(2, recipe=FULL),
     Case(8, recipe=FULL, words=(DDP, CHECKPOINTED), note="gradient_sync=ddp, gradient_checkpointing"),
 )
-MORE_OF_TWO = (
-    Case(2, 0.1),
-    Case(8, 0.1),
-    Case(2, words=(DDP, CHECKPOINTED), note="gradient_sync=ddp, gradient_checkpointing"),
-    Case(2, recipe=FULL, words=(DDP,), note="gradient_sync=ddp"),
-)
 OF_FOUR = (*SPLITS, Case(2, 0.1), Case(2, words=(DDP,), note="gradient_sync=ddp"))
-MORE_OF_FOUR = (Case(1, 0.1), Case(8, 0.1))
 FSDP2, TWICE = "parallel.sharding=fsdp2", "parallel.shard_size=2"
 SHARDED = (
     Case(2, words=(FSDP2,), note="sharding=fsdp2"),
@@ -97,8 +90,6 @@ FORMS = (
 )
 OTHER_FORMS = (
     Form("torchrun, c10d rendezvous", "torchrun_c10d", "torchrun", 2, PLAIN_CASES),
-    Form("torchrun", "torchrun", "torchrun", 2, MORE_OF_TWO),
-    Form("torchrun", "torchrun_4", "torchrun", 4, MORE_OF_FOUR),
     Form("torchrun", "torchrun", "torchrun", 2, SHARDED),
     Form("python -m torch.distributed.launch", "torch.distributed.launch", "torchrun", 2, PLAIN_CASES),
     Form("torchrun", "torchrun_4", "torchrun", 4, SHARDED_BY_FOUR),
@@ -124,7 +115,6 @@ ROWS = [
     Row("sbatch, srun on one node", 2, "3x3", "0"),
     Row("sbatch, srun on one node", 2, "3x3", "0", "sharding=fsdp2"),
     Row("sbatch, srun on two nodes", 4, "3x3", "0", "full fine-tuning, sharding=fsdp2, shard_size=2"),
-    Row("sbatch, srun on three nodes", 3, "3x3", "0"),
     Row("sbatch, torchrun on two nodes", 2, "3x3", "0"),
     Row("torchrun on two nodes", 2, "3x3", "0"),
     Row("torchrun, ddp=False", 1, "3x3", "0"),
@@ -231,11 +221,9 @@ def test_each_turn_gives_one_curve_on_two_ranks_and_in_smaller_micro_batches(tmp
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     done = run_launched("python", recipe_words(alone, *rows))
     assert done.returncode == 0, done.stdout
-    assert "are cut into several micro-batches" not in done.stdout
     cut = ["training.batch_size=2", "training.max_tokens_per_microbatch=100"]
     done = run_launched("torchrun", recipe_words(shared, *rows, *cut))
     assert done.returncode == 0, done.stdout
-    assert "are cut into several micro-batches" in done.stdout
     assert read_run(shared).record["world_size"] == 2
     assert_one_curve(read_run(shared), read_run(alone))
 

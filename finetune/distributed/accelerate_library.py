@@ -27,12 +27,7 @@ class AccelerateCommand(NamedTuple):
 
 
 def read_launch_arguments(arguments: Sequence[str], folder: Path) -> AccelerateCommand | None:
-    """Read the arguments of `accelerate launch` and its config file with accelerate's own parser; None if it cannot.
-
-    Args:
-        arguments: options, script and the script's arguments.
-        folder: the working directory of the command.
-    """
+    """Read the arguments of `accelerate launch` and its config file, relative to `folder`; None if that fails."""
     from accelerate.commands.config import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
 
@@ -64,11 +59,7 @@ def forget_accelerate() -> None:
 def open_tracker(name: str, folder: Path, run: str, *, first_step: int) -> Any:
     """Start one of Accelerate's trackers, with `log`, `store_init_configuration` and `finish`.
 
-    Args:
-        name: Accelerate's name for it.
-        folder: for the files of TensorBoard and wandb.
-        run: the name of the run.
-        first_step: number of steps done before; TensorBoard drops its events after them.
+    TensorBoard and wandb write to `folder`. TensorBoard drops its events after `first_step`.
     """
     if name in ("tensorboard", "wandb"):  # the others have places of their own
         folder.mkdir(exist_ok=True)

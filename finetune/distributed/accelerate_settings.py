@@ -91,10 +91,7 @@ def is_cpu_requested(environ: Mapping[str, str]) -> bool:
 
 
 def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the settings of `accelerate launch` that finetune refuses whatever its own configuration says.
-
-    Each is a pair of the setting, ``NAME=value``, and the reason with what to do.
-    """
+    """Return the settings of `accelerate launch` that finetune refuses always, ``NAME=value``, each with its reason."""
     prefixes: tuple[str, ...] = ("ACCELERATE_",)
     if _is_fsdp2(environ):
         prefixes += ("FSDP_", "PARALLELISM_CONFIG_") if _uses_sizes(environ) else ("FSDP_",)
@@ -103,16 +100,15 @@ def refused_settings(environ: Mapping[str, str]) -> list[tuple[str, str]]:
         for name in sorted(environ)
         if name.startswith(prefixes)
         and not (name in _FSDP_SWITCHES and _is_fsdp2(environ))
-        and not re.fullmatch(_allowed_values(name), environ[name].lower())
+        and not re.fullmatch(
+            next((values for pattern, values in _ALLOWED.items() if re.fullmatch(pattern, name)), _OFF),
+            environ[name].lower(),
+        )
     ]
 
 
 def refuse_another_precision(precision: str, wish: str, environ: Mapping[str, str]) -> None:
-    """Refuse a mixed precision of `accelerate launch` that differs from the precision of the run.
-
-    Raises:
-        LaunchError: names both sides.
-    """
+    """Raise LaunchError if `accelerate launch` asks for another mixed precision than the run's."""
     requested = environ.get("ACCELERATE_MIXED_PRECISION", "").lower()
     if requested not in (*_FALSE, precision):
         raise LaunchError(
@@ -125,17 +121,10 @@ def refuse_another_precision(precision: str, wish: str, environ: Mapping[str, st
 def settings_of_accelerate(
     config: Config, environ: Mapping[str, str], *, world_size: int, trains: bool
 ) -> dict[str, tuple[object, str]]:
-    """Read the settings of `accelerate launch` that become the run's own: the settings of FSDP.
+    """Return the settings of FSDP that `accelerate launch` asks for, with their origins, for `Config.with_values`.
 
-    Args:
-        config: the run as its files and arguments describe it.
-        environ: the environment of the launch.
-        world_size: the number of processes that were started, or will be.
-        trains: whether the run will train. A command that only reads a run finds the settings of its training in the
-            configuration. They may differ from accelerate's; only the command line may not.
-
-    Returns:
-        Values with their origins, for `Config.with_values`.
+    A command that only reads a run (`trains=False`) finds the settings of its training in the configuration. They may
+    differ from accelerate's; only the command line may not. `world_size` counts the processes that are started.
 
     Raises:
         LaunchError: accelerate was asked for something that finetune does not support, or that contradicts the
@@ -187,10 +176,7 @@ def hide_fsdp() -> Iterator[None]:
 
 
 def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -> Fallback | None:
-    """Compare the command line of `accelerate launch` with the configuration and with what it started.
-
-    Returns:
-        The fallback to take if it started fewer processes than it was asked for, else None.
+    """Return the fallback to take if `accelerate launch` started fewer processes than it was asked for, else None.
 
     Raises:
         LaunchError: it asks for another device or for an engine.
@@ -221,10 +207,7 @@ def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -
 
 
 def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:
-    """Return what the `accelerate launch` that started only this process was asked for.
-
-    None if another launcher started this process, or if the command line cannot be read.
-    """
+    """Return what the `accelerate launch` that started only this process was asked for; None: unknown."""
     if not is_started_by_accelerate_alone(environ):
         return None
     import psutil
@@ -249,10 +232,6 @@ def launch_arguments(command: Sequence[str]) -> list[str] | None:
         if is_command and command[position + 1 : position + 2] == ["launch"]:
             return list(command[position + 2 :])
     return None
-
-
-def _allowed_values(name: str) -> str:
-    return next((values for pattern, values in _ALLOWED.items() if re.fullmatch(pattern, name)), _OFF)
 
 
 def _is_fsdp2(environ: Mapping[str, str]) -> bool:

@@ -30,14 +30,9 @@ _PATIENCE_SECONDS = 2.0
 
 
 class StoreBarrier:
-    """A barrier that can be waited at many times. All ranks wait at it in the same order.
+    """A barrier at a store whose keys belong to this world alone. All ranks wait at it many times, in the same order.
 
     Collective: every rank makes one.
-
-    Args:
-        store: at the rendezvous, with keys of this world alone.
-        rank: this rank.
-        world_size: the number of ranks.
     """
 
     def __init__(self, store: Store, *, rank: int, world_size: int) -> None:
@@ -47,11 +42,9 @@ class StoreBarrier:
         self._num_waits = 0
 
     def wait(self, activity: str, first_fault: Callable[[float], Fault | None]) -> None:
-        """Wait until all ranks are here. Collective.
+        """Wait until all ranks are here for the same activity. Collective.
 
-        Args:
-            activity: what the ranks are about to do; the same on all.
-            first_fault: waits for so many seconds, and returns the world's first fault if there is one.
+        `first_fault` waits for so many seconds, and returns the world's first fault if there is one.
 
         Raises:
             RunFailedError: another rank has left or waits for something else, or the world has a fault.
@@ -128,12 +121,7 @@ class Collectives:
         return str(dist.get_backend()) if self.context.distributed else "none"
 
     def connect_hosts(self, timeout_minutes: float) -> None:
-        """Make a group for numbers on the CPU if the backend is nccl, which takes none. Collective.
-
-        Raises:
-            LaunchError: gloo does not connect the ranks.
-            RunFailedError: a rank is gone.
-        """
+        """Make a group for numbers on the CPU if the backend is nccl, which takes none. Collective."""
         if self.backend != "nccl":
             return
         try:
@@ -160,16 +148,11 @@ class Collectives:
     def sum_and_read(
         self, summed: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
     ) -> dict[str, list[float]]:
-        """Add vectors over ranks, and read them and this rank's own vectors, for which the host waits only once.
+        """Return the sums of vectors over ranks, and this rank's own vectors, for which the host waits only once.
+
+        All vectors are float64, on this rank's device.
 
         Collective: every rank, with equally many values, after `let_device_finish` or `sync_gradients`.
-
-        Args:
-            summed: the vectors to add, by name; float64, on this rank's device.
-            own: like them, but not added over ranks.
-
-        Returns:
-            The numbers of all vectors, by name.
         """
         sums, others = torch.cat([*summed.values()]), [*own.values()]
         if not self.context.distributed:
@@ -196,11 +179,7 @@ class Collectives:
         return box[0]
 
     def agree(self, error: BaseException | None, during: str) -> None:
-        """Raise on all ranks if one has an error. Collective.
-
-        Raises:
-            PeerFailedError: another rank failed; the ranks that failed raise their own error.
-        """
+        """Raise on all ranks if one has an error: its own there, PeerFailedError on the others. Collective."""
         if not self.context.distributed:
             if error is not None:
                 raise error
@@ -249,15 +228,9 @@ class Collectives:
             self.agree(None, during="set-up")
 
     def refuse_differences(self, subject: str, digest: str, *, remedy: str = _SAME_COMMAND) -> None:
-        """Refuse to train if the ranks have different inputs, because a sum over them would mean nothing. Collective.
+        """Raise LaunchError on all ranks if their digests of a subject differ: a sum over them would mean nothing.
 
-        Args:
-            subject: for the message, for example ``the training rows``.
-            digest: of this rank's input; must be equal on all ranks.
-            remedy: a sentence for the message that says how to make them equal.
-
-        Raises:
-            LaunchError: on all ranks.
+        `remedy` is a sentence for the message. Collective.
         """
         if not self.context.distributed:
             return
@@ -277,10 +250,7 @@ class Collectives:
                 dist.barrier(device_ids=[device.index or 0] if device.type == "cuda" else None)
 
     def start_store_barrier(self) -> None:
-        """Let `synchronize` wait for all ranks at the rendezvous store. A group that others made has no store.
-
-        Collective.
-        """
+        """Let `synchronize` wait at the rendezvous store, which a group that others made lacks. Collective."""
         store, token = rendezvous_store(), self.broadcast_from_main(secrets.token_hex(8))
         if store is not None:
             self._barrier = StoreBarrier(

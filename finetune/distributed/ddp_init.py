@@ -252,7 +252,9 @@ def _initialize_distributed(
     _world.undo.callback(rendezvous.leave)
     verdict = Verdict("together")
     if environment.rank == 0:
-        failure = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
+        started = f"{environment.launcher} started {environment.world_size} processes"
+        refusal = f"ddp=False refuses it: {started}. Start one process, or drop ddp=False"
+        failure = refusal if flag is False else rendezvous.wait_for_all()
         verdict = _compare_devices(rendezvous) if failure is None else _verdict(failure, fallbacks)
     _obey(rendezvous, verdict)
     _choose_interface(rendezvous, host)
@@ -263,13 +265,6 @@ def _initialize_distributed(
             _world.take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used="gloo", why=nccl_failure))
     if failure is not None:
         _obey(rendezvous, _verdict(failure, fallbacks))
-
-
-def _why_not_wanted(environment: LaunchEnvironment) -> str:
-    return (
-        f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one process, "
-        "or drop ddp=False"
-    )
 
 
 def _verdict(failure: str, fallbacks: Fallbacks) -> Verdict:
@@ -306,8 +301,7 @@ def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
 
     Raises:
         LaunchError: the launch is refused.
-        LeftToMain: rank 0 trains alone, and this is another rank.
-        _TrainsAloneError: this is rank 0, which trains alone.
+        LeftToMain, _TrainsAloneError: rank 0 trains alone, and this is another rank, or rank 0.
     """
     rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
     decision, reason = rendezvous.share_verdict(verdict)
@@ -368,11 +362,7 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
 
 
 def _finish(work: dist.Work, seconds: float) -> None:
-    """Wait for a collective whose backend has no limit that this process survives.
-
-    Raises:
-        RuntimeError: it failed, or has not ended in time.
-    """
+    """Wait for a collective whose backend has no limit that this process survives; RuntimeError if it has not ended."""
     end = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > end:

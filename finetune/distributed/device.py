@@ -24,16 +24,11 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
-    """Return the device that was asked for. The CPU replaces a device that this machine lacks, with a warning.
-
-    Args:
-        device: ``cuda``, ``gpu``, ``cuda:1``, ``mps``, ``cpu``, an index, a device, or None for the best there is.
-
-    Raises:
-        LaunchError: the wish is none of these.
-    """
+    """Return the device that was asked for; None: the best. One that is not there becomes the CPU, with a warning."""
     if device is None or device == "auto":
-        return _best_device()
+        if torch.cuda.is_available():
+            return torch.device("cuda", 0)
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     device_type, index = _parse(device)
     if device_type == "cuda" and index < torch.cuda.device_count():
         return torch.device("cuda", index)
@@ -51,8 +46,7 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
     """Return this rank's own device: the GPU with its local rank, or the CPU if there is no GPU.
 
     A launcher may show each process only its own GPU (`srun --gpus-per-task=1`, CUDA_VISIBLE_DEVICES per rank), which
-    is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk. With `parallel.share_gpus`
-    the local ranks take the GPUs in turn.
+    is then number 0 in each. `refuse_shared_devices` compares them once the ranks can talk.
 
     Raises:
         LaunchError: there are GPUs, but fewer than processes on this node: two ranks would silently share one.
@@ -73,11 +67,7 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
 
 
 def device_of_rank(local_rank: int, wish: str | torch.device | None, *, shares_gpus: bool = False) -> torch.device:
-    """Return the CPU if it was asked for, else the GPU with the local rank: a launch chooses the index itself.
-
-    Raises:
-        LaunchError: the wish is an Apple GPU, or see `_pick_device`.
-    """
+    """Return the CPU if it was asked for, else the GPU with the local rank. LaunchError for an Apple GPU."""
     device_type = "cuda" if wish is None else _resolve_device(wish).type
     if device_type == "mps":
         raise LaunchError(
@@ -106,13 +96,7 @@ def device_identity(device: torch.device) -> str | None:
 
 
 def refuse_different_devices(device_types: Mapping[int, str]) -> None:
-    """Refuse ranks that could not sum their gradients: each backend waits for all ranks.
-
-    `device_types` has the type of device and the backend, as text, by rank.
-
-    Raises:
-        LaunchError: they differ.
-    """
+    """Raise LaunchError if the ranks' types of device and backends, as text, differ: a backend waits for all ranks."""
     ranks: dict[str, list[int]] = {}
     for rank, device_type in device_types.items():
         ranks.setdefault(device_type, []).append(rank)
@@ -126,13 +110,7 @@ def refuse_different_devices(device_types: Mapping[int, str]) -> None:
 
 
 def refuse_shared_devices(identities: Mapping[int, str | None]) -> None:
-    """Refuse two ranks on one GPU, by the `device_identity` of every rank.
-
-    Two ranks would compete for memory and time, and nccl would not start.
-
-    Raises:
-        LaunchError: two ranks have the same GPU.
-    """
+    """Raise LaunchError if two ranks have the same `device_identity`: they would compete, and nccl would not start."""
     ranks: dict[str, list[int]] = {}
     for rank, identity in identities.items():
         if identity is not None:
@@ -158,12 +136,6 @@ def _parse(device: str | torch.device | int) -> tuple[str, int]:
     return "cuda" if match[1] == "gpu" else match[1], int(match[2] or 0)
 
 
-def _best_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    return torch.device("mps") if torch.backends.mps.is_available() else torch.device("cpu")
-
-
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of frozen weights and of products."""
@@ -172,10 +144,7 @@ _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Return whether a device is a GPU with bf16 in hardware: NVIDIA's from Ampere on, and AMD's.
-
-    Older GPUs emulate bf16 slowly, and torch's `is_bf16_supported` answers True for them.
-    """
+    """Return whether a GPU has bf16 in hardware. torch's `is_bf16_supported` answers True for emulation too."""
     if device.type != "cuda":
         return False
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -196,12 +165,8 @@ def choose_precision(wish: Precision | Literal["auto"], *, best: Precision) -> P
 def convert_weights(model: torch.nn.Module, precision: Precision, device: torch.device | None = None) -> None:
     """Convert a model's weights: trained weights to fp32, frozen weights to the run's precision.
 
-    Args:
-        model: on the CPU, or where it was loaded.
-        precision: of the run.
-        device: each weight moves there in the same step, so that main memory holds no other copy. On the CPU each
-            weight is copied, because a weight that is mapped from a file would change with the file. None: the
-            weights stay on their device.
+    Each weight moves to the device, if one is given, in the same step, so that main memory holds no other copy. On the
+    CPU it is copied, because a weight that is mapped from a file would change with the file.
     """
     set_compute_dtype(model, precision)
     convert_parameters(model.parameters(), precision, device)

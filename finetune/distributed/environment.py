@@ -108,11 +108,7 @@ They are hidden if one process of a failed launch goes on alone. Neither library
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """Read this process's place in its launch.
-
-    Raises:
-        LaunchError: the launcher's variables are missing, malformed or contradict each other.
-    """
+    """Read this process's place in its launch; LaunchError if variables are missing or contradict each other."""
     family = _family_of_launcher(environ)
     given_addr = environ.get("MASTER_ADDR")
     if family is None:
@@ -140,11 +136,7 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def with_place(environ: Mapping[str, str], rank: int | None, worldsize: int | None) -> Mapping[str, str]:
-    """Return rank and world size, if given, as a launcher would set them, with node and address from the environment.
-
-    Raises:
-        LaunchError: one of the two is missing, or a launcher gave this process another place.
-    """
+    """Return the given rank and world size as a launcher would set them; LaunchError if it set others."""
     if rank is None and worldsize is None:
         return environ
     if rank is None or worldsize is None:
@@ -228,11 +220,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def read_number(environ: Mapping[str, str], names: str) -> int | None:
-    """Return the whole number under the first of these names (between spaces) that is set.
-
-    Raises:
-        LaunchError: it is not a whole number.
-    """
+    """Return the whole number under the first of these names (between spaces) that is set, or raise LaunchError."""
     name = next((name for name in names.split() if name in environ), None)
     if name is None:
         return None
@@ -328,14 +316,10 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process.
 
     A batch script's body and the shell that salloc opens are one process, whatever SLURM_NTASKS says there. They have
-    no step id, or a reserved one: a name such as ``batch``, or 0xFFFFFFF0 and above. A job that was submitted inside a
-    step inherits the step's variables, but lists fewer ranks on its node (SLURM_GTIDS) than the step has tasks there.
+    no step id, or a reserved one: a name such as ``batch``, or 0xFFFFFFF0 and above.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    if re.fullmatch(r"[0-9]{1,12}", step) is None or int(step) >= _FIRST_SPECIAL_STEP:
-        return False
-    here, ranks_here = _slurm_tasks_here(environ), environ.get("SLURM_GTIDS")
-    return here is None or ranks_here is None or len(ranks_here.split(",")) == here
+    return re.fullmatch(r"[0-9]{1,12}", step) is not None and int(step) < _FIRST_SPECIAL_STEP
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:
@@ -362,11 +346,7 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
 
 
 def _first_host(environ: Mapping[str, str], family: _Family, rank: int, *, is_one_node: bool) -> str | None:
-    """Return the first host that Slurm names. mpirun starts rank 0 there too, in a Slurm job of several nodes.
-
-    Raises:
-        LaunchError: rank 0 is on another node, where the other ranks would not find it (`--distribution=arbitrary`).
-    """
+    """Return the first host that Slurm names, where mpirun starts rank 0 too; LaunchError if rank 0 is elsewhere."""
     step_nodes = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
     nodelist = step_nodes or environ.get("SLURM_JOB_NODELIST")
     if family is _SLURM and rank == 0 and (read_number(environ, "SLURM_NODEID") or 0) > 0:
@@ -380,11 +360,7 @@ def _first_host(environ: Mapping[str, str], family: _Family, rank: int, *, is_on
 
 
 def _first_host_from_slurm_nodelist(nodelist: str) -> str:
-    """Return the first host of a Slurm node list: ``n1-ib`` of ``n[1-2]-ib,m3``, ``c01n5`` of ``c[01-02]n[5-6]``.
-
-    Raises:
-        LaunchError: the list does not begin with a name.
-    """
+    """Return the first host of a Slurm node list: ``n1-ib`` of ``n[1-2]-ib,m3``. LaunchError if there is none."""
     match = _HOST.match(nodelist.strip())
     if match is None:
         raise LaunchError(

@@ -66,17 +66,7 @@ class Reducer:
     Every rank needs the same number of micro-batches in a step. The order of sums follows the buckets, which torch
     rebuilds after the first step: from three ranks on, a resumed run differs in the last bits.
 
-    Collective: every rank makes one for the same model.
-
-    Args:
-        model: placed (`Placement.place`), so that all ranks have rank 0's trained weights already.
-        loss: the summed loss of a micro-batch.
-        device: of this rank.
-        output_device: index of the GPU for the outputs; None: the model's own.
-        find_unused_parameters: look in every backward pass for parameters without a gradient.
-
-    Attributes:
-        model: the one it was made for.
+    Collective: every rank makes one for the same model, which is placed (`Placement.place`).
     """
 
     def __init__(

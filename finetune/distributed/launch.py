@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import os
+import signal
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,9 +52,10 @@ from finetune.logs import configure_logs
 from finetune.runs.folder import RunFolder
 from finetune.signals import (
     ignore_stop_signals,
+    raise_at_once,
     received_stop_signal,
+    stop_signals_go_to,
     stops_after_step,
-    termination_raises,
     was_stopped_in_set_up,
 )
 from finetune.terminal import outlive_readers
@@ -99,7 +101,14 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
     refuse_what_is_not_sharded(config, trains=trains)
-    _compare_with_launch(config, environment, fallbacks)
+    refuse_another_launch(config, environment)
+    if dropped := compare_accelerate_command(config, environment):
+        fallbacks.take(dropped)
+    if is_batch_script_body(os.environ):
+        _log.warning(
+            "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
+            "Prefix the command with srun to start all tasks"
+        )
     environment = replace(
         environment,
         master_addr=config.parallel.master_addr or environment.master_addr,
@@ -112,7 +121,13 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, hide_fsdp():
-        signals.enter_context(_signals_of_run(environment) if trains else termination_raises())
+        # A signal stops one process at once during set-up. Several ranks stop together after a step.
+        stops = (
+            stops_after_step(sets_up=environment.world_size == 1)
+            if trains
+            else stop_signals_go_to(raise_at_once, (signal.SIGTERM,))
+        )
+        signals.enter_context(stops)
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)
@@ -135,16 +150,13 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
             named = explain(error, runtime.liveness.watchdog)
             runtime.close(named)
             if was_stopped_in_set_up(named):
-                named = _stopped_in_set_up()
+                by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
+                text = f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
+                named = PreemptedError(text)
             if named is error:
                 raise
             raise named from error
         runtime.close(None)
-
-
-def _signals_of_run(environment: LaunchEnvironment) -> AbstractContextManager[None]:
-    """Stop one process at once during set-up. Several ranks stop together after a step."""
-    return stops_after_step(sets_up=environment.world_size == 1)
 
 
 def _folder_of_kernels(config: Config) -> Path:
@@ -152,13 +164,6 @@ def _folder_of_kernels(config: Config) -> Path:
     is_own = config.origin("data.cache_dir") in ("default", COMMAND_LINE)
     cache_dir = config.data.cache_dir if is_own else DataSection().cache_dir
     return Path(cache_dir).expanduser().absolute() / "kernels"
-
-
-def _stopped_in_set_up() -> PreemptedError:
-    by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
-    return PreemptedError(
-        f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
-    )
 
 
 def _join(config: Config, fallbacks: Fallbacks) -> ProcessContext:
@@ -221,11 +226,7 @@ def _choose_folder(config: Config, runtime: Runtime) -> str:
 
 
 def _check_sharding(config: Config, runtime: Runtime) -> None:
-    """Record that one process keeps all weights, or refuse a shard size that does not divide the world.
-
-    Raises:
-        LaunchError: see `refuse_uneven_shards`.
-    """
+    """Record that one process keeps all weights, or refuse a shard size that does not divide the world."""
     if config.parallel.sharding != "none" and not runtime.context.distributed:
         why = "one process has no other to shard the weights with; start several, or drop the key"
         runtime.fallbacks.take(Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why))
@@ -249,36 +250,24 @@ def _record_other_device(wish: str | None, runtime: Runtime) -> None:
 
 
 def _refuse_what_mps_lacks(config: Config, device: torch.device) -> None:
-    """Refuse at once what would fail in the middle of a step, or what torch does not promise on an Apple GPU.
-
-    Raises:
-        ConfigError: names the key.
-    """
+    """Raise ConfigError for what would fail in a step, or what torch does not promise, on an Apple GPU."""
     if device.type != "mps":
         return
-    if config.training.deterministic:
-        raise ConfigError(
-            f"training.deterministic is true ({config.origin('training.deterministic')}), but this run is on an Apple "
-            "GPU (mps), for which torch does not promise equal results. Remove the key, or set training.device=cpu."
-        )
-    if config.training.precision == "fp16":
-        raise ConfigError(
-            f"training.precision is fp16 ({config.origin('training.precision')}), which finetune does not compute on "
-            "an Apple GPU (mps). Set training.precision=bf16 (macOS 14 or newer), or fp32."
-        )
-    if config.training.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
-        raise ConfigError(
-            f"training.precision is bf16 ({config.origin('training.precision')}), but on an Apple GPU (mps) that needs "
-            "macOS 14 or newer. Set training.precision=fp32."
-        )
+    training, key = config.training, "training.precision"
+    if training.deterministic:
+        key, why = "training.deterministic", "torch does not promise equal results. Set training.device=cpu"
+    elif training.precision == "fp16":
+        why = "finetune does not compute in it. Set training.precision=bf16 (macOS 14 or newer), or fp32"
+    elif training.precision == "bf16" and not torch.backends.mps.is_macos_or_newer(14, 0):
+        why = "that needs macOS 14 or newer. Set training.precision=fp32"
+    else:
+        return
+    value = str(getattr(training, key.partition(".")[2])).lower()
+    raise ConfigError(f"{key} is {value} ({config.origin(key)}), but this run is on an Apple GPU (mps): {why}.")
 
 
 def _record_output_device(config: Config, runtime: Runtime) -> None:
-    """Check `parallel.output_device`, which only torch's reducer on GPUs can use.
-
-    Raises:
-        LaunchError: this process sees no such GPU.
-    """
+    """Check `parallel.output_device`, which only torch's reducer on GPUs can use."""
     index = config.parallel.output_device
     if index is None:
         return
@@ -293,25 +282,8 @@ def _record_output_device(config: Config, runtime: Runtime) -> None:
         )
 
 
-def _compare_with_launch(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
-    """Compare the configuration with the launch, and log or record what was started in place of several processes."""
-    refuse_another_launch(config, environment)
-    dropped = compare_accelerate_command(config, environment)
-    if dropped is not None:
-        fallbacks.take(dropped)
-    if is_batch_script_body(os.environ):
-        _log.warning(
-            "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
-            "Prefix the command with srun to start all tasks"
-        )
-
-
 def refuse_another_launch(config: Config, environment: LaunchEnvironment) -> None:
-    """Refuse a launch that contradicts the configuration.
-
-    Raises:
-        LaunchError: names both sides, and the line of the configuration.
-    """
+    """Raise LaunchError if the launch contradicts the configuration."""
     started = {"world_size": environment.world_size, "rank": environment.rank}
     place = f"RANK={environment.rank}, WORLD_SIZE={environment.world_size}"
     if environment.launcher == "none":

@@ -74,13 +74,7 @@ class Liveness:
         )
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
-        """Report where this rank is: a fault names it, and `parallel.step_timeout_minutes` starts anew.
-
-        Args:
-            phase: as a fault names it, for example ``training``.
-            step: the optimizer step, if there is one.
-            timed: whether the step timeout counts from here on.
-        """
+        """Report where this rank is. If the phase is `timed`, `parallel.step_timeout_minutes` starts anew."""
         self.is_timed = timed
         if self.watchdog is not None:
             self.watchdog.enter_phase(phase, step, timed=timed)
@@ -117,11 +111,9 @@ class Liveness:
     ) -> Iterator[None]:
         """Run a block that waits for the other ranks. If one of them is gone, a RunFailedError says which and where.
 
-        Args:
-            activity: as a fault names it.
-            waits_before: let the device finish first: a rank that still computes does not count as waiting.
-            waits_after: let it finish in the block too: nccl's calls return before the other ranks have come.
-            is_named: a profiler shows it as a range.
+        With `waits_before`, the device finishes first: a rank that still computes does not count as waiting. With
+        `waits_after`, it finishes in the block too: nccl's calls return before the other ranks have come. If the block
+        `is_named`, a profiler shows it as a range.
         """
         if waits_before:
             self.let_device_finish()
@@ -150,10 +142,7 @@ class Liveness:
 
     @contextmanager
     def leaving(self, error: BaseException | None) -> Iterator[None]:
-        """Run the block that ends what was opened.
-
-        The other ranks learn of the error before the block. The watchdog ends after it.
-        """
+        """Run the block that ends what was opened, after the others learn of the error and before the watchdog ends."""
         watchdog, self.watchdog = self.watchdog, None
         # Where the ranks agreed on the failure, the rank that prints the error tells the world too.
         is_agreed = isinstance(error, FinetuneError) and error.is_reported_elsewhere

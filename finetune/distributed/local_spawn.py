@@ -37,10 +37,7 @@ _TERMINATE_SECONDS = 30.0
 def run_as_processes(num_processes: int, *, master_addr: str | None = None, master_port: int | None = None) -> int:
     """Run this process's own command line in `num_processes` workers, wait for them, and return their exit code.
 
-    Args:
-        num_processes: the number of workers.
-        master_addr: a loopback address, for rank 0; None: 127.0.0.1.
-        master_port: the port of rank 0; None: a free one.
+    By default, rank 0 is at 127.0.0.1 and a free port.
 
     Raises:
         LaunchError: there is no command line to run again, the address is no loopback address, or the port is taken.

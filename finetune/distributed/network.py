@@ -22,24 +22,32 @@ def allow_connections(world_size: int) -> None:
     """Raise this process's limit of open files, if necessary, for connections to all ranks.
 
     A limit of 1,024 is common. Rank 0's store has a connection to each rank, and so has each of gloo's groups on every
-    rank: the world's, one more beside nccl, and two of hybrid sharding. Does nothing on Windows.
+    rank: the world's, one more beside nccl, and two of hybrid sharding.
     """
-    try:
-        import resource
-    except ImportError:
-        return
     needed = _OWN_FILES + _CONNECTIONS_PER_RANK * world_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
-    if resource.RLIM_INFINITY != soft < most:
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    most = allow_open_files(needed)
     if most < needed:
         _log.warning(
             "[Distributed] this process may open at most %d files, and %d ranks may need %d. If connections fail, "
             "raise the hard limit (ulimit -Hn, LimitNOFILE= of a service, --ulimit nofile= of a container).",
             *(most, world_size, needed),
         )
+
+
+def allow_open_files(number: int | None = None) -> int:
+    """Raise this process's limit of open files to a number, or as far as the system allows; return how far that is."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return number or 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number or hard
+    if hard != resource.RLIM_INFINITY:
+        most = min(most, hard)
+    if soft != resource.RLIM_INFINITY and (soft < most or most == resource.RLIM_INFINITY):
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 def is_loopback(host: str) -> bool:
@@ -76,11 +84,7 @@ def listening_address(host: str) -> str:
 
 
 def open_listener(address: str, port: int = 0) -> socket.socket:
-    """Listen at an address of this machine, or on all interfaces if it is empty; port 0 means any free port.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Listen at an address of this machine, or on all interfaces if it is empty; port 0 means any free port."""
     if not address and socket.has_dualstack_ipv6():
         with suppress(OSError):  # compiled in, but switched off
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)

@@ -42,7 +42,6 @@ class Placement:
 
     Attributes:
         gathered_bytes: see `ShardedModel`; 0 if nothing is sharded.
-        received_bytes: likewise.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Placement:
         self._stop_requests = stop_requests
         self._reducer: Reducer | None = None
         self._sharded: ShardedModel | None = None
-        self.gathered_bytes = self.received_bytes = 0
+        self.gathered_bytes = 0
 
     @property
     def context(self) -> ProcessContext:
@@ -107,7 +106,7 @@ class Placement:
                 world_size=self.context.world_size,
                 shards_trained=self._is_full,
             )
-        self.gathered_bytes, self.received_bytes = self._sharded.gathered_bytes, self._sharded.received_bytes
+        self.gathered_bytes = self._sharded.gathered_bytes
         self._stop_requests.is_forward_collective = True
         weights = "all weights" if self._is_full else "the frozen weights"
         _log.info("%s are sharded over %d processes, layer by layer", weights, self.shard_size)
@@ -149,19 +148,13 @@ class Placement:
     def forward(
         self, compute: Callable[[torch.nn.Module, Any], Value], model: torch.nn.Module, microbatch: Any
     ) -> Value:
-        """Compute something of a micro-batch, which is on any device, in the run's precision.
-
-        Collective if the model is sharded: every rank, equally often.
-        """
+        """Compute something of a micro-batch in the run's precision. Collective if it is sharded: equally often."""
         there = microbatch.to(self.context.device)
         with self.autocast():
             return self.apply(lambda full_model: compute(full_model, there), model)
 
     def apply(self, compute: Callable[[Any], Value], model: torch.nn.Module) -> Value:
-        """Compute something of a model, which may run it several times.
-
-        Collective if the model is sharded: every rank, equally often.
-        """
+        """Compute something of a model, which may run it several times. Collective if it is sharded: equally often."""
         if self._sharded is None:
             return compute(model)
         self._stop_requests.before_sharded_forward()
@@ -169,9 +162,7 @@ class Placement:
             return self._sharded.apply(compute)
 
     def loss(self, compute: LossFunction, model: torch.nn.Module, microbatch: Any, *, is_last: bool) -> torch.Tensor:
-        """Compute a micro-batch's loss in the run's precision.
-
-        The backward pass of the last micro-batch of a step may sync the gradients.
+        """Compute a micro-batch's loss in the run's precision. The last backward pass may sync the gradients.
 
         Collective if `needs_equal_microbatches`: every rank, equally often in a step.
         """

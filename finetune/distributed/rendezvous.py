@@ -54,11 +54,7 @@ _stores: dict[int, TCPStore] = {}
 
 
 def open_store(host: str, port: int, world_size: int) -> TCPStore:
-    """Open the store for ranks that look for it at `host`; port 0 means any free port.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """Open the store for ranks that look for it at `host`; port 0 means any free port."""
     address = listening_address(host)
     listener = open_listener(address, port)
     return TCPStore(
@@ -84,18 +80,12 @@ class Rendezvous:
 
     A launcher's store outlives its workers. After a restart it still holds the keys of the workers before, and no
     variable of the environment says so. So rank 0 makes a token for each rendezvous, and gives it to every rank that
-    asks under a key of its own. All other keys are behind the token, and so they are new.
+    asks under a key of its own. All other keys are behind the token, and so they are new. `store` has these keys.
+
+    `number` counts this process's rendezvous, so that a rank that is early for the next one cannot join the last. The
+    other ranks read `note`, see `joined`.
 
     Collective: every rank makes one, then calls the same methods in the same order.
-
-    Args:
-        environment: this process's place in the launch.
-        timeout: how long the ranks wait for each other, in total.
-        number: counts this process's rendezvous, so that a rank that is early for the next one cannot join the last.
-        note: what the other ranks read of this one, see `joined`.
-
-    Attributes:
-        store: for the process group; its keys belong to this rendezvous.
 
     Raises:
         LaunchError: on rank 0, its port cannot be opened; on the others, rank 0 was not found in time.
@@ -159,11 +149,7 @@ class Rendezvous:
     def share_verdict(self, verdict: Verdict) -> Verdict:
         """Return rank 0's verdict on every rank. The argument of the other ranks is not used. Collective.
 
-        If the ranks do not train together, rank 0 waits until the others have read the verdict. The store that holds
-        it ends with rank 0.
-
-        Raises:
-            LaunchError: rank 0 gives none, so that nobody knows whether it trains.
+        If the ranks do not train together, rank 0 waits until the others have read the verdict: the store ends then.
         """
         self._num_verdicts += 1
         key = f"verdict/{self._num_verdicts}"
@@ -248,11 +234,7 @@ class Rendezvous:
                         num_answered += 1
 
     def _request_token(self, prefix: str) -> tuple[TCPStore, str]:
-        """Find the store, and get the token from rank 0. The store may close: then it was the previous rendezvous's.
-
-        Raises:
-            LaunchError: nobody answers, or the rank 0 of another launch, with which the ranks must not mix.
-        """
+        """Find the store, and get the token from rank 0. A store that closes was the previous rendezvous's."""
         world_size, launch_id = self.environment.world_size, self.environment.launch_id
         while True:
             server, key = self._find_store(), f"token/{secrets.token_hex(8)}"

@@ -43,17 +43,7 @@ _PLAIN_TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.M
 
 
 class Runtime:
-    """What a training step needs from the world of processes: four parts, and this process's place.
-
-    Attributes:
-        environment: this process's place in the launch.
-        fallbacks: every downgrade taken in this run.
-        precision: ``fp32``, ``bf16`` or ``fp16``, chosen for this device.
-        liveness: phases, the watchdog, and leaving.
-        collectives: values that the ranks exchange, and failures on which they agree.
-        stop_requests: the stop signals of all ranks.
-        placement: the model on this rank's device, and its passes forward and backward.
-    """
+    """What a training step needs from the world of processes: four parts, and this process's place."""
 
     def __init__(
         self,

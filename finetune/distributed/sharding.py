@@ -34,11 +34,7 @@ at whole matrices, those of bitsandbytes at the memory of a tensor, and Rprop fa
 
 
 def refuse_what_is_not_sharded(config: Config, *, trains: bool) -> None:
-    """Refuse a configuration that `ShardedModel` does not support, before anything is loaded.
-
-    Raises:
-        ConfigError: names the keys.
-    """
+    """Raise ConfigError for what `ShardedModel` does not support, before anything is loaded."""
     if config.parallel.sharding == "none":
         return
     if config.parallel.gradient_sync == "ddp":
@@ -60,11 +56,7 @@ def refuse_what_is_not_sharded(config: Config, *, trains: bool) -> None:
 
 
 def refuse_uneven_shards(config: Config, world_size: int) -> None:
-    """Refuse a shard size that does not divide the world.
-
-    Raises:
-        LaunchError: names both.
-    """
+    """Raise LaunchError if the shard size does not divide the world."""
     size = config.parallel.shard_size
     if size is not None and world_size % size:
         raise LaunchError(
@@ -77,22 +69,13 @@ class ShardedModel:
     """A model with weights sharded over the ranks: the frozen ones, and in full fine-tuning also the trained ones.
 
     Its layers are cast, moved, copied from rank 0 where they train, and sharded, one after the other, so that a rank
-    never holds all of them on its device.
+    never holds all of them on its device. The forward is chosen before: FSDP2's hooks would make the engine refuse it.
 
     Collective: every rank makes one of the same model.
 
-    Args:
-        model: for which the forward is chosen: FSDP2's hooks would make the engine refuse it.
-        parallel: `shard_size` and `reshard_after_forward`.
-        precision: of the run.
-        device: of this rank.
-        world_size: processes that train together.
-        shards_trained: whether the trained weights are sharded. Only full fine-tuning shards them.
-
     Attributes:
         gathered_bytes: the most that all-gathered weights take on a rank, beside its own shards.
-        received_bytes: what a rank receives from others in a micro-batch, forward and backward.
-        shards_trained: see above.
+        shards_trained: whether the trained weights are sharded. Only full fine-tuning shards them.
         group: the ranks that share one copy of the weights, this one among them.
 
     Raises:
@@ -113,7 +96,9 @@ class ShardedModel:
 
         set_compute_dtype(model, precision)
         layers = _layers(model)
-        others = _parameters_outside(layers, model)
+        inside = {weight for layer in layers for weight in layer.parameters()}
+        others = [weight for weight in model.parameters() if weight not in inside]
+        del inside
         # FSDP2 leaves these weights full. A set of the weights that it shards would keep all of them in memory.
         unsharded = set() if shards_trained else {weight for weight in model.parameters() if weight.requires_grad}
         size = parallel.shard_size or world_size
@@ -143,9 +128,6 @@ class ShardedModel:
         del others  # the last reference to the full weights
         num_at_once = 2 if parallel.reshard_after_forward else len(layers)  # one layer is gathered ahead
         self.gathered_bytes = of_root + sum(sorted(num_bytes)[-num_at_once:])
-        gathered = sum(num_bytes) * (2 if parallel.reshard_after_forward else 1) + of_root
-        gradients = sum(num_bytes) + of_root if shards_trained else 0
-        self.received_bytes = _received_bytes(gathered, gradients, size=size, copies=copies)
         self.shards_trained = shards_trained
         self.group: dist.ProcessGroup = mesh.get_group("shards")
         self._root: Any = root
@@ -219,13 +201,6 @@ def _mesh(device_type: str, copies: int, size: int) -> DeviceMesh:
     return init_device_mesh(device_type, (copies, size), mesh_dim_names=("copies", "shards"))
 
 
-def _received_bytes(gathered: int, gradients: int, *, size: int, copies: int) -> int:
-    """Return the bytes that a rank receives in a step."""
-    # With s = size and c = copies, (s - 1) / s of all weights is all-gathered and of all gradients reduce-scattered.
-    # A ring all-reduce among the copies then adds up the shards of the gradients: 2 (c - 1) / c of gradients / s.
-    return (gathered + gradients) * (size - 1) // size + 2 * (copies - 1) * gradients // (copies * size)
-
-
 Scales = Sequence[tuple[Any, Any]]
 """Linear layers in 4 bits with the scales of their weights, which bitsandbytes keeps as an attribute of each."""
 
@@ -271,8 +246,3 @@ def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
             "Set parallel.sharding=none."
         )
     return list(decoder.layers)
-
-
-def _parameters_outside(layers: Iterable[torch.nn.Module], model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    inside = {weight for layer in layers for weight in layer.parameters()}
-    return [weight for weight in model.parameters() if weight not in inside]

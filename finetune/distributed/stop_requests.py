@@ -18,9 +18,7 @@ _KEY = "stop requested"
 class StopRequests:
     """The stop signals of all ranks.
 
-    Attributes:
-        is_forward_collective: whether each forward pass needs all ranks, because the model is sharded. Then all ranks
-            must stop before the same batch.
+    If the model is sharded, `is_forward_collective` is set: then all ranks must stop before the same batch.
     """
 
     def __init__(self, collectives: Collectives, liveness: Liveness) -> None:
@@ -76,12 +74,9 @@ class StopRequests:
                 self._stops_in = None
 
     def before_sharded_forward(self) -> None:
-        """Leave inside `stopping_together` if any rank was asked to stop, and wait for all ranks between phases.
+        """Raise Terminated inside `stopping_together` if any rank was asked to stop; wait for all between phases.
 
         Collective: every rank, before each forward pass of a sharded model.
-
-        Raises:
-            Terminated: a rank was asked to stop.
         """
         if self._stops_in is not None:
             self._liveness.enter_phase(self._stops_in)

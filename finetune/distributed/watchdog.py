@@ -50,8 +50,7 @@ class Watchdog:
         launcher_pid: the parent that this process must not outlive; None in a plain run, which may outlive its shell.
         step_timeout_seconds: the longest time in one timed position; None: no limit.
         broadcast: returns rank 0's value (plain JSON) on every rank. Collective.
-        last_words: called with the fault, in another thread, if the main thread does not leave. The guardian kills
-            this process if it takes too long. Its exceptions are lost.
+        last_words: called with the fault, in another thread, if the main thread does not leave. May raise.
 
     Collective: every rank makes one.
 
@@ -178,11 +177,7 @@ class Watchdog:
         self._answer()  # ready
 
     def _answer(self) -> Message:
-        """Return the guardian's next answer while it starts.
-
-        Raises:
-            LaunchError: it reports a fault or is silent.
-        """
+        """Return the guardian's next answer while it starts; LaunchError if it reports a fault or is silent."""
         stdout = self._guardian.stdout if self._guardian is not None else None
         line = b""
         if stdout is not None:
@@ -245,11 +240,7 @@ class Watchdog:
 
 
 def _start_guardian(settings: Message) -> subprocess.Popen[bytes]:
-    """Start a guardian, with pipes that do not wait.
-
-    Raises:
-        LaunchError: the process cannot be started.
-    """
+    """Start a guardian, with pipes that do not wait."""
     # If standard input, output or error is closed, a pipe could get its number, and prints would go into the pipe.
     # So open the null device until descriptors 0 to 2 are taken.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:

@@ -15,15 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """The steps after which a run validates, saves and ends. Steps count from 1.
-
-    Attributes:
-        steps_per_epoch: optimizer steps of one pass over the rows.
-        num_steps: optimizer steps of the whole run.
-        validate_every: steps between validations, or None for the end of each epoch.
-        save_every: steps between checkpoints, or None.
-        save_every_epochs: epochs between checkpoints, or None.
-    """
+    """The steps after which a run validates, saves and ends, counted from 1. None: not counted that way."""
 
     steps_per_epoch: int
     num_steps: int

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,12 +25,9 @@ if TYPE_CHECKING:
 
 
 def check_objective(config: Config) -> None:
-    """Refuse settings that the objective does not read, and a run that has not what its objective needs.
+    """Raise ConfigError for a key that the objective does not read, or for a run that lacks what it needs.
 
-    Raises:
-        ConfigError: a key is set that belongs to other objectives. Or the run trains every weight although a server
-            generates its answers. Or it trains every weight or starts from another adapter, although its reference is
-            the model with its adapter switched off.
+    A server takes only adapters. A reference is the model with its adapter switched off.
     """
     objective, is_lora = OBJECTIVES[config.training.objective], config.training.method == "lora"
     for section in SECTIONS:
@@ -75,12 +70,7 @@ def has_reference(config: Config) -> bool:
 
 
 def check_paths(config: Config) -> None:
-    """Refuse files and folders that do not exist, all in one error. Nothing is read, and the hub is not asked.
-
-    Raises:
-        DataError: rows are missing, and perhaps the model as well.
-        ModelError: a folder of the model is missing.
-    """
+    """Raise DataError or ModelError for files and folders that do not exist, all in one. The hub is not asked."""
     problems = missing_here(config.data)
     try:
         read_general_prompts(config.testing.general_prompts)
@@ -127,18 +117,16 @@ def raw_digests(splits: Any) -> dict[str, list[str]]:
 
 
 def check_fit(config: Config, model: Any, splits: Any) -> None:
-    """Refuse rows or a model that contradict the configuration, and rows longer than the model's context.
-
-    Raises:
-        ConfigError: names both sides.
-    """
+    """Raise ConfigError for rows or a model that contradict the configuration, and for rows beyond the context."""
     row_type = {"pairs": EncodedPairs, "labelled": EncodedLabelled}.get(
         OBJECTIVES[config.training.objective].rows, EncodedExamples
     )
     if not isinstance(splits.train, row_type):
+        read = {EncodedPairs: "pairs", EncodedLabelled: "labelled"}.get(type(splits.train), "answers")
+        encoded_for = " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
         raise ConfigError(
             f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but the rows "
-            f"are encoded for {_objectives_of(splits.train)}. Encode them with encode_for_objective, or set "
+            f"are encoded for {encoded_for}. Encode them with encode_for_objective, or set "
             "training.objective to the objective of these rows."
         )
     has_adapter = hasattr(model, "peft_config")
@@ -167,12 +155,6 @@ def check_fit(config: Config, model: Any, splits: Any) -> None:
             )
 
 
-def _objectives_of(rows: Any) -> str:
-    """Name the objectives for which rows were encoded."""
-    read = {EncodedPairs: "pairs", EncodedLabelled: "labelled"}.get(type(rows), "answers")
-    return " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
-
-
 def _parts_at_hub(section: ModelSection, *, needs_weights: bool) -> Iterator[tuple[Repository, Part, str]]:
     """Yield what a run reads from the hub, and the key that names it."""
     model: Part = "weights" if needs_weights and section.init != "random" else "config"
@@ -189,9 +171,6 @@ def _parts_at_hub(section: ModelSection, *, needs_weights: bool) -> Iterator[tup
 NUM_STEPS = 3
 """The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
 _MAX_SHOWN = 5
-_EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
-"""A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
-_log = logging.getLogger(__name__)
 
 
 class AdapterWatch:
@@ -217,13 +196,10 @@ class AdapterWatch:
         }
 
     def after_step(self, step: int, result: StepResult) -> None:
-        """Look for adapters that do not train, after step 3 of the run.
+        """Raise RunFailedError on all ranks, after step 3 of the run, if adapters do not train.
 
         Steps without an update do not count. Nor do steps of GRPO in which no weight has a gradient because the answers
         of each group have equal rewards.
-
-        Raises:
-            RunFailedError: on all ranks; names the layers.
         """
         if not result.is_skipped and (result.grad_norm != 0 or not self._may_lack_gradient):
             self._highest_rate = max(self._highest_rate, result.learning_rate)
@@ -239,28 +215,14 @@ class AdapterWatch:
             for name, of_layer in self._b_matrices.items()
             if not any(map(_has_changed, of_layer, self._at_start[name]))
         ]
-        idle_experts = [name for name in unchanged if self._is_idle_expert(name, unchanged)]
-        if idle_experts:
-            _log.warning(
-                "no token has reached the adapters of %s until step %d: they are not trained yet",
-                name_first(sorted(idle_experts), _MAX_SHOWN),
-                NUM_STEPS,
-            )
-        untrained = [name for name in unchanged if name not in idle_experts]
-        if untrained:
+        if unchanged:
             raise RunFailedError(
-                f"step {NUM_STEPS}: {len(untrained)} of {len(self._b_matrices)} adapters have not changed since the "
-                f"start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the model's "
+                f"step {NUM_STEPS}: {len(unchanged)} of {len(self._b_matrices)} adapters have not changed since the "
+                f"start: {name_first(unchanged, _MAX_SHOWN)}. Expected: each of them trains. Either the model's "
                 "forward does not call these layers, or it detaches their results, or a hook or a script freezes them, "
                 f"or the learning rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or "
                 "leave these layers out of lora.target_modules."
             )
-
-    def _is_idle_expert(self, name: str, unchanged: Collection[str]) -> bool:
-        """Return whether a layer belongs to an expert, and the same layer of another expert has changed."""
-        match = _EXPERT.fullmatch(name)
-        others = (_EXPERT.fullmatch(other) for other in self._b_matrices if other not in unchanged)
-        return match is not None and any(other and other.groups() == match.groups() for other in others)
 
 
 def _has_changed(matrix: torch.Tensor, at_start: torch.Tensor | None) -> bool:

@@ -37,13 +37,7 @@ class Forward:
 def choose_forward(
     section: TrainingSection, model: torch.nn.Module, prepare_attention: Callable[..., Any] | None = None
 ) -> Forward:
-    """Choose the forward of a model for this process alone, without communication and without recording a fallback.
-
-    Args:
-        section: `kernels`, `packing` and `share_prefixes`.
-        model: a transformers causal language model or a PEFT model around one, on any device.
-        prepare_attention: see `packer`.
-    """
+    """Choose the forward of a model for this process alone, without communication and without recording a fallback."""
     if section.kernels == "reference":
         return Forward(collate=pad, why_not_engine="training.kernels=reference")
     reason = unsupported_reason(model)
@@ -60,15 +54,7 @@ def choose_forward(
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:
     """Choose one forward for all ranks and record any fallback. The rows of a micro-batch depend on the choice.
 
-    Collective: every rank.
-
-    Args:
-        runtime: records the fallback.
-        section: see `choose_forward`; `fused` is applied until `launch` ends.
-        model: placed.
-
-    Raises:
-        ConfigError: the engine does not know the model, and the run is strict.
+    `fused` is applied until `launch` ends. Collective: every rank, with a placed model.
     """
     forward = choose_forward(section, model, prepared_by_the_host(runtime.device, _computed_in(runtime)))
     if section.kernels == "reference":

@@ -93,11 +93,7 @@ class Hooks:
     callbacks: Sequence[object] = ()
 
     def check(self, config: Config) -> None:
-        """Refuse hooks that the run would not use.
-
-        Raises:
-            ConfigError: names the hook.
-        """
+        """Raise ConfigError for hooks that the run would not use."""
         functions: dict[str, object] = {f"metrics[{name!r}]": metric for name, metric in self.metrics.items()}
         functions |= {"loss": self.loss, "optimizer": self.optimizer}
         for name, function in functions.items():
@@ -150,11 +146,7 @@ class Hooks:
 
 
 class Callbacks:
-    """Calls the callbacks of a script, and remembers what they ask for.
-
-    Attributes:
-        requests: "stop" or "save", asked for on any rank since the last step.
-    """
+    """Calls the callbacks of a script, and remembers the requests of any rank since the last step."""
 
     def __init__(self, runtime: Runtime, callbacks: Sequence[object]) -> None:
         self.requests: set[str] = set()
@@ -166,11 +158,7 @@ class Callbacks:
         return any(hasattr(callback, name) for callback in self._callbacks)
 
     def call(self, name: str, result: object) -> None:
-        """Call a method of all callbacks that define it. Collective if there are any.
-
-        Raises:
-            RunFailedError: a callback raised an exception, on any rank.
-        """
+        """Call a method of all callbacks that define it; RunFailedError if one fails on any rank. Collective."""
         if not self.listen_to(name):
             return
         error: Exception | None = None
@@ -198,11 +186,7 @@ class Callbacks:
 
 
 def refuse_ignored_methods(trainer: object) -> None:
-    """Refuse a subclass with a method that trainers of other libraries call and this one does not: `compute_loss`.
-
-    Raises:
-        ConfigError: names the method and what does the same.
-    """
+    """Raise ConfigError for a subclass with a method that other libraries' trainers call: `compute_loss`."""
     for name, instead in _IN_PLACE_OF.items():
         if hasattr(type(trainer), name):
             kind = type(trainer).__name__

@@ -6,7 +6,6 @@ import atexit
 import logging
 import multiprocessing
 import signal
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import (
@@ -20,9 +19,10 @@ from finetune.data.batches import (
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedPairs
+from finetune.distributed.network import allow_open_files
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
-from finetune.units import ceil_div, counted, format_bytes
+from finetune.units import counted
 
 if TYPE_CHECKING:
     import torch
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from finetune.engine.microbatch import Microbatch
 
 _log = logging.getLogger(__name__)
-_TOKENS_WORTH_A_GATHER = 4_096
-"""With P parameters in bf16, a micro-batch of n tokens computes 6·P·n operations and receives 4·P bytes: for Phi-4 and
-this n, 0.9 s at 400 TFLOPS and 1.2 s at 50 GB/s. Links between the GPUs of a node may be six times faster."""
 
 
 def global_batch_size(config: Config, world_size: int) -> int:
@@ -52,16 +49,7 @@ def plan_batches(
 ) -> BatchRule:
     """Plan how training rows become global batches and micro-batches.
 
-    Args:
-        config: the whole run.
-        rows: `EncodedExamples`, `EncodedPairs` or `EncodedLabelled`.
-        is_packed: whether the engine computes the rows, without padding. Packed rows are grouped by their shared
-            prefixes, padded rows by length.
-        boundary: see `BatchRule`.
-        global_batch_size: examples per optimizer step.
-
-    Raises:
-        ConfigError: `training.packing=false` with rows of `data.train_on=each_turn`.
+    If the engine computes them (`is_packed`), rows are grouped by their shared prefixes; padded rows by length.
     """
     training = config.training
     has_branches = isinstance(rows, EncodedExamples) and rows.has_branches
@@ -98,11 +86,7 @@ def rows_to_test(config: Config, splits: Any) -> Any:
 
 
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
-    """Refuse a split if `drop_last` leaves nothing to train on or to measure. `rule` belongs to the training split.
-
-    Raises:
-        DataError: names the split, its rows and its batch.
-    """
+    """Raise DataError if `drop_last` leaves nothing of a split. `rule` belongs to the training split."""
     if rule.steps_per_epoch == 0:
         raise DataError(
             f"the training split has {rule.num_examples} rows, fewer than one global batch of "
@@ -124,18 +108,9 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
 def build_loaders(
     runtime: Runtime, config: Config, splits: Any, *, collate: Collate, is_packed: bool, boundary: int | None
 ) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
-    """Build the loaders of this rank. Rank 0 has all test rows, and the others none, unless the model is sharded.
+    """Build the loaders of this rank; DataError as `refuse_dropping_all`.
 
-    Args:
-        runtime: this process's place in the world.
-        config: the whole run.
-        splits: `EncodedSplits` or `EncodedPairSplits`.
-        collate: makes a micro-batch of rows.
-        is_packed: see `plan_batches`.
-        boundary: see `BatchRule`.
-
-    Raises:
-        DataError: see `refuse_dropping_all`.
+    Rank 0 has all test rows, and the others none, unless the model is sharded.
     """
     device_type = runtime.device.type
     size = global_batch_size(config, runtime.environment.world_size)
@@ -174,11 +149,7 @@ def _prepare_for_workers() -> None:
     A worker hands over each tensor as an open file. Python waits at its end for processes that are left, and workers
     ignore the SIGTERM that it sends them.
     """
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    allow_open_files()
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
 
@@ -189,20 +160,6 @@ def _kill_workers() -> None:
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
-
-
-def log_cut_examples(rule: BatchRule) -> None:
-    """Log the cost of examples whose rows do not fit into one micro-batch."""
-    if rule.examples is None or rule.tokens is None or (rule.max_tokens is None and rule.boundary is None):
-        return
-    num_cut, again, total = rule.computed_again()
-    if num_cut:
-        limit = f"training.max_tokens_per_microbatch={rule.max_tokens}" if rule.max_tokens else "LongRoPE's boundary"
-        _log.info(
-            "%s of %s conversations exceed %s: their answers are cut into several micro-batches, which computes %s "
-            "tokens of an epoch again (%.1f %%)",
-            *(f"{num_cut:,}", f"{rule.num_examples:,}", limit, f"{again:,}", 100 * again / total),
-        )
 
 
 def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: int) -> None:
@@ -216,28 +173,6 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
         counted(rule.steps_per_epoch, "step"),
         num_steps,
     )
-    log_cut_examples(rule)
-
-
-def log_traffic(rule: BatchRule, *, received_bytes: int, world_size: int) -> None:
-    """Log how many bytes each process receives per step because the model is sharded, and how to reduce them.
-
-    `received_bytes` is for a micro-batch, and `world_size` counts the processes that train.
-    """
-    cuts = rule.microbatches_of_step(0, 0)
-    rounds = ceil_div(len(cuts), world_size)
-    tokens = sum(cut.num_tokens for cut in cuts) // len(cuts)
-    in_all = format_bytes(rounds * received_bytes)
-    _log.info(
-        "sharding: each process receives %s of weights and gradients for a micro-batch, and %s in a step of %d each",
-        *(format_bytes(received_bytes), in_all, rounds),
-    )
-    if rounds > 1 and tokens < _TOKENS_WORTH_A_GATHER:
-        _log.info(
-            "sharding: micro-batches of %d tokens are small for that; larger ones (training.batch_size, "
-            "training.max_tokens_per_microbatch) receive the weights less often",
-            tokens,
-        )
 
 
 def log_microbatches(

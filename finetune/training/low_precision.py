@@ -7,9 +7,11 @@ may not do without.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
@@ -17,20 +19,8 @@ from finetune.data.batches import pad
 from finetune.engine.decoder import bare_model
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import rows_of
-from finetune.errors import ConfigError
-
-if TYPE_CHECKING:
-    from finetune.distributed.runtime import Runtime
-    from finetune.runs.state import TrainerState
-
-
-import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
-
 from finetune.engine.quantized import MULTIPLE, ROUNDING
-from finetune.errors import ModelError
+from finetune.errors import ConfigError, ModelError
 from finetune.fallbacks import Fallback
 from finetune.model.quantized import round_frozen_layers, weights_from_disk
 from finetune.training.optim import trainable_parameters
@@ -38,10 +28,21 @@ from finetune.training.optim import trainable_parameters
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
+    from finetune.runs.state import TrainerState
 
-
+_log = logging.getLogger(__name__)
 _STEPS_UNTIL_GROWTH = 2000
 _LARGEST = 2**24
+GRADIENT_LIMIT = 0.5
+"""The largest accepted relative difference of the gradient.
+
+It bounds what a step loses: if ‖g_low − g‖ ≤ ‖g‖ / 2, a small step along g_low lowers the loss of the 16-bit model by
+at least half as much as a step along g, since their product is at least ‖g‖² / 2. Without any amplification by the
+model, 13 % are to be expected for 32 layers in fp8: e4m3 rounds a value by 2.4 % on average (at most 2^-4), a branch of
+a layer has two products of two factors each (4.7 %), and the residual stream sums up branches with independent errors,
+so it is off by 4.7 % · sqrt(1 + 1/2 + … + 1/32) = 9.5 % in both directions, forward and backward:
+sqrt(2) · 9.5 % = 13 %.
+"""
 
 
 class LossScale(NamedTuple):
@@ -75,16 +76,10 @@ class LossScale(NamedTuple):
 
 @torch.no_grad()
 def refuse_overflow(runtime: Runtime, model: Any, microbatch: Any, row: Any) -> None:
-    """Check that the activations of a model fit into fp16. Those of phi-2 do not. Collective, if the model is sharded.
+    """Raise ConfigError on all ranks if a model's activations do not fit into fp16. It names the first module.
 
-    Args:
-        runtime: of a run in fp16.
-        model: placed, or sharded.
-        microbatch: the first row of the training split, as the run computes it.
-        row: the row itself, or None if layers cannot be called one by one.
-
-    Raises:
-        ConfigError: on all ranks. It names the first module whose output overflows.
+    `microbatch` is the first training row as the run computes it; `row` is the row itself, or None if layers cannot be
+    called one by one. Collective, if the model is sharded.
     """
     with runtime.collectives.failing_together("trying fp16"):
         rows = rows_of(microbatch)
@@ -123,20 +118,6 @@ def _first_overflow(model: torch.nn.Module) -> Iterator[list[str]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-_log = logging.getLogger(__name__)
-
-GRADIENT_LIMIT = 0.5
-"""The largest accepted relative difference of the gradient.
-
-It bounds what a step loses: if ‖g_low − g‖ ≤ ‖g‖ / 2, a small step along g_low lowers the loss of the 16-bit model by
-at least half as much as a step along g, since their product is at least ‖g‖² / 2. Without any amplification by the
-model, 13 % are to be expected for 32 layers in fp8: e4m3 rounds a value by 2.4 % on average (at most 2^-4), a branch of
-a layer has two products of two factors each (4.7 %), and the residual stream sums up branches with independent errors,
-so it is off by 4.7 % · sqrt(1 + 1/2 + … + 1/32) = 9.5 % in both directions, forward and backward:
-sqrt(2) · 9.5 % = 13 %.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,12 +165,6 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
 
     The weights are never there twice: the rows are computed in bf16 first, and each layer is then rounded in its place.
 
-    Args:
-        runtime: records a fallback.
-        config: the whole run.
-        model: placed or sharded, with an adapter; the engine computes its steps.
-        microbatch: as the run computes it.
-
     Raises:
         ConfigError: no layer can be in fp8, or the difference is above its limit.
     """
@@ -216,14 +191,10 @@ def round_base_to_fp8(runtime: Runtime, config: Config, model: Any, microbatch: 
 def compare_nf4_with_disk(
     runtime: Runtime, config: Config, model: Any, microbatch: Any, states: Mapping[str, Any]
 ) -> LowPrecisionError | None:
-    """Compare a base in NF4 with its weights on disk, by loss and gradient of some rows.
+    """Compare a base in NF4 with its weights on disk, by loss and gradient of some rows; None if the files hold others.
 
-    Return None if the files hold other weights. Each weight is read where it is needed, so only one at a time is in 16
-    bits. For the arguments see `round_base_to_fp8` and `weights_from_disk`. Too large a difference is a fallback.
+    Each weight is read where it is needed, so only one at a time is in 16 bits. Too large a difference is a fallback.
     Collective, if the model is sharded.
-
-    Raises:
-        ConfigError: the difference is above its limit, and the run is strict.
     """
     try:
         with weights_from_disk(config.model, states):

@@ -56,16 +56,7 @@ def measure_split(
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
 
-    Of the split train, all rows are measured.
-
-    Args:
-        runtime: the world of processes.
-        config: of the run; `testing` has the batch size, the longest answer and the number of answers to keep.
-        loaded: a model that is not placed yet, and its tokenizer.
-        split: train, validation or test.
-        metrics: of generated answers, by name.
-        known: the rows that the run and others were trained on. None: nothing is known of them.
-        select: chooses among the rows that the model was not trained on.
+    Of the split train, all rows are measured. `select` chooses among the rows that are left.
 
     Raises:
         ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed

@@ -12,6 +12,8 @@ import importlib
 import inspect
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +25,6 @@ from finetune.model.adapter_start import is_half_frozen
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
 
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _TRAINED = "y"
 _OF_GROUP = ("k", "weight_sum", "lr_max")
@@ -86,11 +85,7 @@ _RATIO = "ratio_to_learning_rate"
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
-    """Build the optimizer over the model's trainable weights; vectors (biases, norms) do not decay.
-
-    Raises:
-        ConfigError: the class is not in an allowed module, does not take the arguments, or does not suit the weights.
-    """
+    """Build the optimizer over the trained weights, or raise ConfigError; vectors (biases, norms) do not decay."""
     optimizer_class: Any = section.factory or resolve_optimizer(section.optimizer)
     if "weight_decay" in section.args:  # the decay of each group would win
         raise ConfigError("optim.args sets weight_decay. Set optim.weight_decay, which spares biases and norms.")
@@ -119,11 +114,7 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
 
 
 def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any]]:
-    """Group the weights by decay and rate; with LoRA+ the matrices B are a group of their own.
-
-    Raises:
-        ConfigError: the section does not suit the weights.
-    """
+    """Group the weights by decay and rate; with LoRA+ the matrices B are a group of their own."""
     ratio, decay = section.lora_plus_ratio, section.weight_decay
     trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     second = [weight for name, weight in trained.items() if ".lora_B." in name] if ratio != 1 else []
@@ -148,11 +139,7 @@ def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any
 
 
 def resolve_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Look up an optimizer class by its dotted name. Nothing outside the allowed modules is imported.
-
-    Raises:
-        ConfigError: the name is not a supported optimizer in an allowed module.
-    """
+    """Look up an optimizer class by its dotted name, or raise ConfigError. Only allowed modules are imported."""
     if name.startswith(SCRIPT_PREFIX):
         raise ConfigError(
             f"optim.optimizer is {name}: a script made this optimizer, and only that script can train with it. Run it, "
@@ -196,17 +183,6 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
     }[section.schedule]
     # Without a minimum, the rate has the same bits as in earlier versions.
     return section.learning_rate * height + section.min_learning_rate * (1.0 - height)
-
-
-def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
-    """Warn if the warm-up takes more than all steps, so that the peak learning rate is never reached."""
-    if section.warmup_steps > num_steps:
-        _log.warning(
-            "optim.warmup_steps is %d and the run has %d steps: the learning rate never reaches %g",
-            section.warmup_steps,
-            num_steps,
-            section.learning_rate,
-        )
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

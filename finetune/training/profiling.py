@@ -53,14 +53,7 @@ class Profile(NamedTuple):
 class StepProfiler:
     """Profile the first steps of rank 0 after a start or resume, after two steps of warm-up.
 
-    As a context manager, it ends an incomplete profile on exit and writes nothing for it.
-
-    Args:
-        runtime: names its phases and collectives in the trace.
-        folder: the run's folder.
-        num_profiled: the number of steps to profile; 0: none.
-        done: the number of steps before this start.
-        num_steps: the number of steps of the whole run.
+    As a context manager, it ends an incomplete profile on exit and writes nothing for it. `done` steps came before.
 
     Raises:
         ConfigError: a profiler is running already. torch has only one, and a second one would cut its trace short.
@@ -95,11 +88,7 @@ class StepProfiler:
         self._runtime.liveness.name_ranges(record_function)
 
     def after(self, step: int) -> Profile | None:
-        """Write the profile after its last step; None after any other step, or if it could not be written.
-
-        Raises:
-            ConfigError: the profile could not be written, and the run is strict.
-        """
+        """Write the profile after its last step; None after any other step, or if it could not be written."""
         if self._recording is None or step != self._last:
             return None
         self._runtime.liveness.enter_phase("profiling", step)

@@ -9,39 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import takewhile
+from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import is_same_path, recorded_paths
 from finetune.config.schema import Config, OnResume
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import CheckpointError, ConfigError, PreemptedError
 from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
+from finetune.signals import Terminated, received_stop_signal
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.units import counted
 
 if TYPE_CHECKING:
+    from finetune.distributed.runtime import Runtime
     from finetune.runs.folder import RunFolder
     from finetune.runs.state import TrainerState
-
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from signal import Signals
-from typing import TYPE_CHECKING
-
-from finetune.errors import PreemptedError
-from finetune.signals import Terminated, received_stop_signal
-
-if TYPE_CHECKING:
-    from finetune.distributed.runtime import Runtime
 
 
 _log = logging.getLogger(__name__)
@@ -74,9 +65,6 @@ class _Difference(NamedTuple):
         change = f"{self.key}: started with {self.before}, now {self.now} ({self.origin})"
         return f"{change}: {self.effect.decides}" if self.effect.decides else change
 
-    def is_allowed(self, names: Sequence[str]) -> bool:
-        return any(self.key == name or self.key.startswith(f"{name}.") for name in names)
-
 
 def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str, Any]:
     """Make the record of a start for run.json. Its own digest reveals an edited or incomplete record."""
@@ -86,18 +74,10 @@ def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str
 
 
 def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[str, str]) -> list[dict[str, str]]:
-    """Compare a run with its start, before config.yaml and run.json are overwritten. Main process only.
+    """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
 
-    Args:
-        folder: the run's, open.
-        config: of the resumed run.
-        fingerprints: digests by name; those of `data.train`, `data.validation` and `base` are compared.
-
-    Returns:
-        The changes that change the curve and that `resume.allow` allows, for run.json. Empty if nothing is resumed.
-
-    Raises:
-        CheckpointError: lists every difference that changes the curve and is not allowed.
+    Called before config.yaml and run.json are overwritten, on the main process. Empty if nothing is resumed. A
+    CheckpointError lists every difference that changes the curve and is not allowed.
     """
     if config.resume != "auto" or not folder.checkpoint_steps():
         return []
@@ -113,7 +93,12 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     matters += _other_base(run, fingerprints) + _other_code(run, fingerprints)
     if matters and newest_valid(folder) is None:
         return []  # the run starts from its beginning
-    if refused := [difference for difference in matters if not difference.is_allowed(config.resume_allow)]:
+    allowed = config.resume_allow
+    if refused := [
+        difference
+        for difference in matters
+        if not any(difference.key == name or difference.key.startswith(f"{name}.") for name in allowed)
+    ]:
         raise CheckpointError(_refusal(folder, refused))
     if harmless := [
         str(difference)
@@ -127,13 +112,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
 
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
-    """Refuse to resume when the global batch size differs from the checkpoints, because this would change the curve.
-
-    The arguments describe the start that is about to resume.
-
-    Raises:
-        CheckpointError: names both global batch sizes and world sizes.
-    """
+    """Raise CheckpointError when a resumed run has another global batch size, because this would change the curve."""
     last = _last_state(folder) if config.resume == "auto" else None
     if last is None or last.global_batch_size == global_batch_size:
         return
@@ -273,12 +252,9 @@ def short_texts(before: object, now: object) -> tuple[str, str]:
     if max(map(len, texts)) > _MAX_SHOWN:
         same = takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False))
         start = max(0, len(list(same)) - 20)
-        texts = [("... " if start else "") + _cut(text[start:]) for text in texts]
+        texts = [("... " if start else "") + text[start:] for text in texts]
+        texts = [text if len(text) <= _MAX_SHOWN + 4 else f"{text[:_MAX_SHOWN]} ..." for text in texts]
     return texts[0], texts[1]
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[: _MAX_SHOWN - 4]} ..."
 
 
 def _sha256(values: Mapping[str, Any]) -> str:
@@ -306,10 +282,9 @@ def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
 
 @contextmanager
 def preempted_in_test(runtime: Runtime) -> Iterator[None]:
-    """Run the test phase. A signal ends it at once, or before it begins; with shards, before the next forward of all.
+    """Run the test phase, and raise PreemptedError if this process was preempted.
 
-    Raises:
-        PreemptedError: this process was preempted.
+    A signal ends it at once, or before it begins; with shards, before the next forward of all.
     """
     try:
         if (

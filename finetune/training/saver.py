@@ -54,11 +54,7 @@ class Saved:
 class Saver:
     """Write checkpoints, one at a time. Main process only; call every method from the thread that trains.
 
-    Args:
-        folder: an open run folder.
-        keys: whether to save in the background, how many checkpoints to keep, whether a failing disk ends the run.
-        fallbacks: records each checkpoint that could not be written, if training continues without it.
-        before: called right before each commit, in the thread that writes.
+    `before` is called right before each commit, in the thread that writes.
     """
 
     def __init__(
@@ -79,11 +75,7 @@ class Saver:
     def save(self, snapshot: Snapshot, *, best: int | None) -> list[Saved]:
         """Begin to write a checkpoint, after the one before is finished. The one of the step `best` is not pruned.
 
-        Returns:
-            The checkpoints that were written since the last call of a method of this class.
-
-        Raises:
-            RunFailedError: the checkpoint before this one could not be written, or this one, if not in the background.
+        Return the checkpoints that were written since the last call; RunFailedError if one could not be.
         """
         began = time.monotonic()
         saved = self.finish()
@@ -102,19 +94,11 @@ class Saver:
         return [*saved, *self.finish()]
 
     def collect(self) -> list[Saved]:
-        """Return the checkpoint that has been written since the last call, without waiting.
-
-        Raises:
-            RunFailedError: a checkpoint could not be written, and the configuration lets that end the run.
-        """
+        """Return the checkpoint that has been written since the last call, without waiting; raise like `save`."""
         return [] if self._writer is None or self._writer.is_alive() else self.finish()
 
     def finish(self, *, is_last: bool = False) -> list[Saved]:
-        """Wait for the save in progress, if there is one. If it is the last, training cannot go on without it.
-
-        Raises:
-            RunFailedError: it could not be written.
-        """
+        """Wait for the save in progress. If it is the last, training cannot go on without it. Raises like `save`."""
         writer, self._writer = self._writer, None
         if writer is None:
             return []
@@ -133,11 +117,7 @@ class Saver:
         return writer.saved
 
     def close(self, error: BaseException | None) -> list[Saved]:
-        """End the thread. A save in progress is finished, unless the run was asked to stop at once.
-
-        Returns:
-            The checkpoints that were written since the last call of a method of this class.
-        """
+        """End the thread, and return as `save`. A save in progress is finished, unless the run is to stop at once."""
         writer, self._writer = self._writer, None
         if writer is None:
             return []
@@ -224,11 +204,7 @@ def log_disk_need(
     keep: int,
     has_best: bool,
 ) -> None:
-    """Log the size of a run's checkpoints before its first step, and warn where they do not fit.
-
-    `snapshot` is of the model and the optimizer as they are now. For the last two arguments see
-    `Cadence.most_checkpoints`.
-    """
+    """Log the size of a run's checkpoints before its first step, and warn where they do not fit."""
     at_once = cadence.most_checkpoints(keep=keep, has_best=has_best)
     inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
     known = optimizer_need(inner, device_type="cpu")
@@ -252,15 +228,8 @@ def publish_best(
 ) -> int | None:
     """Publish the best checkpoint as `adapter/`, or the last where nothing was validated or the best was not saved.
 
-    A checkpoint that was saved only because the run was preempted does not count: the result would depend on it.
-
-    Args:
-        folder: an open run folder.
-        state: where training ended.
-        cadence: which steps save.
-        tokenizer: saved beside the weights.
-        keep: how many checkpoints stay.
-        has_trained: False if the run was complete when it was started, so that `adapter/` may be there already.
+    A checkpoint that was saved only because the run was preempted does not count: the result would depend on it. If the
+    run was complete when it was started, it has not trained.
 
     Returns:
         The step that `adapter/` holds; None if `adapter/` is kept, because it is intact and its checkpoint is damaged.

@@ -80,12 +80,7 @@ def set_up(
 ) -> Setup:
     """Check that all parts fit, open the run's folder, place the model, and decide on its forward and its memory.
 
-    Collective: every rank.
-
-    Raises:
-        ConfigError: model, rows and configuration do not fit each other.
-        CheckpointError: the run's folder cannot be used.
-        DataError: the rows do not suit the objective.
+    Collective: every rank. For what is raised see `Trainer`.
     """
     check_objective(config)
     hooks.check(config)
@@ -103,14 +98,18 @@ def set_up(
     set_stop_and_pad_ids(model, tokenizer)
     runtime.collectives.agree_set_up()
     runtime.collectives.refuse_differences("the data", "/".join(_digests_of_rows(splits)))
-    base = _agree_on_base(runtime, config, model)
+    has_base = config.training.method == "lora" and config.model.init == "pretrained"
+    base = fingerprint_base(model, config.lora) if has_base else None
+    runtime.collectives.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
     runtime.placement.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
     journal = None
     with runtime.collectives.failing_together("opening the run's folder"):
         if runtime.is_main_process:
             journal = _open_journal(runtime, config, model, tokenizer, splits, base, objective, hooks)
-    _read_saved_base(runtime, config, model)
+    if _saves_base(config) and config.resume == "auto":  # a resumed run keeps it, whatever its seed is now
+        with runtime.collectives.failing_together("reading the base model"):
+            load_model(without_adapter(model), RunFolder(config.output_dir).base)
     if runtime.placement.shard_size is None:
         runtime.placement.place(model)
     if config.training.neftune_alpha:
@@ -118,7 +117,11 @@ def set_up(
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collate(config, forward.collate)
     states = states_in_4_bits(model)
-    measured = _shard(runtime, model) if runtime.placement.shard_size is not None else model
+    measured = model
+    if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
+        measured = copy_without_data(model)
+        convert_weights(measured, runtime.precision)
+        runtime.placement.shard(model)
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
     setup = Setup(
         runtime=runtime,
@@ -162,21 +165,6 @@ def _choose_memory(
     longest = objective.longest_row(config, splits)
     recorded = None if journal is None else journal.recorded_memory()
     return agree_on_memory(runtime, config, measured, how, longest=longest, collate=collate, recorded=recorded)
-
-
-def _agree_on_base(runtime: Runtime, config: Config, model: Any) -> str | None:
-    """Refuse ranks with different bases. Return the digest of the base, None if there is none. Collective."""
-    has_base = config.training.method == "lora" and config.model.init == "pretrained"
-    base = fingerprint_base(model, config.lora) if has_base else None
-    runtime.collectives.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
-    return base
-
-
-def _read_saved_base(runtime: Runtime, config: Config, model: Any) -> None:
-    """Give a resumed run the random base that it began with, whatever its seed is now. Collective."""
-    if _saves_base(config) and config.resume == "auto":
-        with runtime.collectives.failing_together("reading the base model"):
-            load_model(without_adapter(model), RunFolder(config.output_dir).base)
 
 
 def _with_subsets(config: Config, splits: Any) -> Any:
@@ -227,10 +215,7 @@ def _try_precision(
 
 
 def _first_rows(rows: Any) -> list[Any]:
-    """Return the first rows that carry loss, with no more tokens than the longest row, or than 1,024.
-
-    A step needs memory for the longest row anyway.
-    """
+    """Return the first rows that carry loss, with no more tokens than the longest row, or than 1,024."""
     first = int((rows.sides[0].num_targets > 0).int().argmax())
     most = max(int(rows.lengths.max()), _TOKENS_FOR_ERROR)
     count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))
@@ -299,11 +284,3 @@ def _open_journal(
     if _saves_base(config):
         save_base(journal.folder, without_adapter(model), tokenizer)
     return journal
-
-
-def _shard(runtime: Runtime, model: Any) -> Any:
-    """Shard a model, and return a copy of the unsharded model without data."""
-    measured = copy_without_data(model)
-    convert_weights(measured, runtime.precision)
-    runtime.placement.shard(model)
-    return measured

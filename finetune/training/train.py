@@ -157,8 +157,7 @@ def build_trainer(
 ) -> Trainer:
     """Build a trainer with its model and rows. Collective: every rank.
 
-    With `rewards_answers=False`, no reward function will be called: a replay has their recorded rewards. A
-    `given_model` takes the place of the one that the configuration describes.
+    With `rewards_answers=False`, no reward function will be called: a replay has their recorded rewards.
     """
     hooks = hooks or Hooks()
     hooks.check(config)
@@ -169,13 +168,7 @@ def build_trainer(
 def checked_objective(
     config: Config, *, rewards_answers: bool = True, given: Mapping[str, Metric] = MappingProxyType({})
 ) -> TrainingObjective:
-    """Return the functions of the configuration's objective. For `rewards_answers` see `build_trainer`.
-
-    The script's own metrics are `given`.
-
-    Raises:
-        ConfigError: the configuration does not suit the objective.
-    """
+    """Return the functions of the configuration's objective; ConfigError if the configuration does not suit it."""
     check_objective(config)
     objective = training_objective(config.training.objective)
     objective.check(config, rewards_answers)

@@ -35,11 +35,11 @@ from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
 from finetune.training.cadence import Cadence, StopRules
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
-from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
+from finetune.training.loaders import build_loaders, global_batch_size, log_batches
 from finetune.training.loop import run_loop
 from finetune.training.low_precision import LossScale
 from finetune.training.objective import Loaders, TrainingObjective
-from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
+from finetune.training.optim import build_optimizer, restore_trained_weights
 from finetune.training.profiling import StepProfiler
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
@@ -217,9 +217,8 @@ class Trainer:
             self._compare_with_base(val_loader, end.state.step)
         run.callbacks.call("on_end", EndResult(end.state.step, end.reason, run.last_loss, Path(config.output_dir)))
         end_steps()
-        runtime.liveness.enter_phase(
-            "after training", end.state.step, timed=False
-        )  # the script decides what comes next
+        # The script decides what comes next, and when.
+        runtime.liveness.enter_phase("after training", end.state.step, timed=False)
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
     def _plan_steps(self, train_loader: TrainLoader) -> Cadence:
@@ -227,10 +226,6 @@ class Trainer:
         config, rule, world_size = self.config, train_loader.rule, self.runtime.world_size
         cadence = Cadence.of(config, rule.steps_per_epoch)
         log_batches(config, rule, num_steps=cadence.num_steps, world_size=world_size)
-        received_bytes = self.runtime.placement.received_bytes
-        if received_bytes:
-            log_traffic(rule, received_bytes=received_bytes, world_size=world_size)
-        warn_of_long_warmup(config.optim, cadence.num_steps)
         return cadence
 
     def _begin(
@@ -260,20 +255,17 @@ class Trainer:
             RunFailedError: the weights are sharded, and another rank has left or waits elsewhere.
         """
         is_alone = self.runtime.placement.shard_size is None
-        self.runtime.liveness.enter_phase(
-            "testing", timed=not is_alone and test_loader is not None
-        )  # alone, no rank waits for it
+        # Alone, no rank waits for it.
+        self.runtime.liveness.enter_phase("testing", timed=not is_alone and test_loader is not None)
         if test_loader is None or (is_alone and self.journal is None):
             return None
         self.runtime.collectives.synchronize("the test phase")
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
-            with (
-                nullcontext()
-                if is_alone
-                else self.runtime.collectives.failing_together("reading the published weights")
-            ):
+            if is_alone:
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
+            else:
+                self.load_published()
             evaluation = run_test_phase(
                 self.runtime,
                 self.model,
@@ -303,10 +295,10 @@ class Trainer:
             _log.info("Training and testing completed successfully!")
             return evaluation
 
-    def load_published(self) -> None:
-        """Load the weights in `adapter/`, on rank 0 and, if the model is sharded, on the others. Collective."""
+    def load_published(self, *, on_all: bool = False) -> None:
+        """Load the weights in `adapter/` on rank 0, and on all ranks if the model is sharded. Collective."""
         with self.runtime.collectives.failing_together("reading the published weights"):
-            if self.journal is not None or self.runtime.placement.shard_size is not None:
+            if on_all or self.journal is not None or self.runtime.placement.shard_size is not None:
                 load_model(self.model, RunFolder(self.config.output_dir).adapter)
 
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
@@ -316,8 +308,7 @@ class Trainer:
     def _compare_with_base(self, loader: EvaluationLoader, step: int) -> None:
         """Measure the base and the published weights on the validation rows of pairs or labels. Collective."""
         _log.info("Comparing base and tuned model on the validation rows...")
-        with self.runtime.collectives.failing_together("reading the published weights"):
-            load_model(self.model, RunFolder(self.config.output_dir).adapter)
+        self.load_published(on_all=True)
         scores: dict[ModelName, Scores] = {}
         names: list[ModelName] = ["base", "tuned"] if has_adapter(self.model) else ["tuned"]
         for name in names:

@@ -25,7 +25,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import AdapterWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
-from finetune.training.loaders import log_cut_examples, log_microbatches
+from finetune.training.loaders import log_microbatches
 from finetune.training.low_precision import LossScale
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
@@ -129,21 +129,30 @@ class TrainingRun:
 
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
-        assert self._val_loader is not None
         with averaged_weights(self._optimizer), waiting("validation"):
-            return self._validate(state, self._val_loader)
+            return self._validate(state)
 
-    def _validate(self, state: TrainerState, loader: EvaluationLoader) -> Validated | None:
+    def _validate(self, state: TrainerState) -> Validated | None:
+        assert self._val_loader is not None
         self._runtime.liveness.enter_phase("evaluation", state.step)
         setup = self._setup
-        measured = setup.objective.measure(setup, loader, setup.prompts).over_ranks(self._runtime)
+        measured = setup.objective.measure(setup, self._val_loader, setup.prompts).over_ranks(self._runtime)
         sums, metrics = measured.whole, measured.metrics
         if sums.num_cut_short:
             return None
         spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
         _log.info("Validation: loss=%.3f%s", sums.loss, spread)
         if setup.metrics:
-            of_answers = self._measure_answers(state)
+            self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
+            of_answers = measure_answers(
+                self._runtime,
+                setup.model,
+                setup.tokenizer,
+                self._sample,
+                metrics=setup.metrics,
+                max_new_tokens=self._config.validation.max_new_tokens,
+                batch_size=self._config.validation.batch_size,
+            )
             if of_answers is None:
                 return None
             metrics = {**metrics, **of_answers}
@@ -238,9 +247,7 @@ class TrainingRun:
     def _halve_microbatches(self, step: int, error: RunFailedError | None) -> list[tuple[int, Microbatch]]:
         """Halve the micro-batches of the run from this step on, and return this rank's of the step. Collective.
 
-        Raises:
-            ConfigError: the result depends on the size of micro-batches, and the run is strict.
-            RunFailedError: the rank's own error, if micro-batches cannot be smaller.
+        If they cannot be smaller, raise the rank's own error.
         """
         setup, loader = self._setup, self._train_loader
         epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
@@ -257,23 +264,8 @@ class TrainingRun:
         else:
             _log.warning("out of memory in step %d, which is tried again: %s", step, setup.memory)
         setup.record_memory()
-        log_cut_examples(loader.rule)
         self._batches = loader.steps(epoch, place)
         return next(self._batches)
-
-    def _measure_answers(self, state: TrainerState) -> dict[str, float] | None:
-        """Measure generated answers on the sample of the validation split; None if preempted. Collective."""
-        self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
-        section = self._config.validation
-        return measure_answers(
-            self._runtime,
-            self._setup.model,
-            self._setup.tokenizer,
-            self._sample,
-            metrics=self._setup.metrics,
-            max_new_tokens=section.max_new_tokens,
-            batch_size=section.batch_size,
-        )
 
     @cached_property
     def _sample(self) -> Dialogues:
@@ -283,10 +275,7 @@ class TrainingRun:
 
 
 def _halve(loader: TrainLoader, epoch: int, step: int) -> int | None:
-    """Halve the micro-batches of this and all later steps; return their limit in tokens, or None if that is impossible.
-
-    The loader's `steps` has to be called again.
-    """
+    """Halve the micro-batches of this and later steps; return their limit in tokens, None if that is impossible."""
     if (halve := getattr(loader, "halve", None)) is not None:
         limit: int | None = halve()
         return limit

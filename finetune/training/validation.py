@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 LOSS = "loss"
 """The metric that every validation has. For it and for the loss of a source, lower is better; for others, higher is."""
+_HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin", "reward")
+"""Metrics of objectives that may be a criterion."""
 
 
 class Validated(NamedTuple):
@@ -35,7 +37,7 @@ class Validated(NamedTuple):
     def merit(self, name: str) -> float | None:
         """Return a metric, negated if lower is better; None if it was not measured or is not finite."""
         value = self.loss if name == LOSS else self.metrics.get(name)
-        return _merit_of(name, value) if value is not None and math.isfinite(value) else None
+        return sign_of(name) * value if value is not None and math.isfinite(value) else None
 
 
 class Criteria(NamedTuple):
@@ -106,12 +108,7 @@ def best_merit(state: TrainerState, name: str) -> float | None:
     """Return the merit of the best weights so far; None before the first."""
     if name == LOSS:
         return None if state.best_loss is None else -state.best_loss
-    return None if state.best_value is None else _merit_of(name, state.best_value)
-
-
-def _merit_of(name: str, value: float) -> float:
-    """Return a value that is higher where the metric is better."""
-    return sign_of(name) * value
+    return None if state.best_value is None else sign_of(name) * state.best_value
 
 
 def _improves(merit: float | None, best: float | None, min_delta: float) -> bool:
@@ -125,17 +122,10 @@ def check_metrics(
     *,
     given: Mapping[str, Metric] = MappingProxyType({}),
 ) -> dict[str, Metric]:
-    """Look up the metrics of validations, and refuse criteria that are not measured.
+    """Return the metrics of validations by name; ConfigError for unknown ones, or criteria that are not measured.
 
-    Args:
-        config: the whole run.
-        measured: the names of the objective's metrics other than the loss.
-        in_subsets: the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
-            accepted if the run may have subsets.
-        given: the script's own metrics, by name.
-
-    Raises:
-        ConfigError: a metric is unknown or not allowed, or a criterion is not measured; or rows are not answers.
+    `in_subsets` is the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
+    accepted if the run may have subsets.
     """
     names = config.validation.metrics
     if config.validation.by is not None and config.training.objective != "sft":
@@ -193,11 +183,7 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
 
 
 def refuse_early_stopping(config: Config, splits: Any) -> None:
-    """Refuse to wait for validations that do not improve in a run without a validation split.
-
-    Raises:
-        ConfigError: `early_stopping.patience` is set.
-    """
+    """Raise ConfigError for `early_stopping.patience` in a run without a validation split."""
     patience = config.early_stopping.patience
     if patience is not None and splits.validation is None:
         raise ConfigError(
@@ -208,17 +194,9 @@ def refuse_early_stopping(config: Config, splits: Any) -> None:
 
 
 def refuse_rows_without_answers(config: Config, row_type: str) -> None:
-    """Refuse to measure answers on rows of plain text.
-
-    Raises:
-        DataError: the validation split has no answers.
-    """
+    """Raise DataError for metrics of answers on rows of plain text."""
     if config.validation.metrics and row_type == "text":
         raise DataError(
             f"validation.metrics is {', '.join(config.validation.metrics)}, but the validation rows are plain text, "
             "which has no answers. Remove it, or give rows with prompts and answers."
         )
-
-
-_HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin", "reward")
-"""Metrics of objectives that may be a criterion."""

@@ -1,4 +1,3 @@
-import json
 import re
 import subprocess
 import sys
@@ -8,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from finetune.distributed.accelerate_library import AccelerateCommand, read_launch_arguments
-from finetune.distributed.accelerate_settings import launch_arguments, read_accelerate_command, refused_settings
-from tests.distributed.launcher_variables import ACCELERATE, ACCELERATE_DEFAULTS, TORCHRUN
+from finetune.distributed.accelerate_settings import launch_arguments, refused_settings
+from tests.distributed.launcher_variables import ACCELERATE_DEFAULTS, TORCHRUN
 from tests.launches import REPOSITORY
 
 
@@ -18,13 +17,10 @@ from tests.launches import REPOSITORY
     [
         ("ACCELERATE_USE_FSDP=true", "set parallel.sharding=fsdp2"),
         ("ACCELERATE_USE_DEEPSPEED=true", "set parallel.sharding=fsdp2"),
-        ("ACCELERATE_USE_PARALLELISM_CONFIG=true", "does not support it"),
         ("ACCELERATE_NEWEST=3", "does not support it"),
-        ("ACCELERATE_DYNAMO_BACKEND=INDUCTOR", "does not support it"),
         ("ACCELERATE_MIXED_PRECISION=fp8", "fp32, bf16 and fp16 only"),
         ("ACCELERATE_TORCH_DEVICE=cuda:1", "training.device"),
         ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS=auto", "training.global_batch_size"),
-        ("ACCELERATE_IN_TPU_POD=1", "does not support it"),
     ],
 )
 def test_a_setting_of_accelerate_that_is_not_on_the_list_is_refused_by_name(setting, reason):
@@ -56,11 +52,9 @@ def test_every_variable_of_the_installed_accelerate_was_looked_at():
     known = {name for source in sources for name in quoted.findall(source.read_text())}
     assert "ACCELERATE_MIXED_PRECISION" in known
     refused = {setting.split("=")[0] for setting, _ in refused_settings(dict.fromkeys(known, "some"))}
-    engines = {f"ACCELERATE_USE_{name}" for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG")}
-    tpus = {"ACCELERATE_IN_TPU_POD", "ACCELERATE_DOWNCAST_BF16"}
-    values = ("DYNAMO_BACKEND", "GRADIENT_ACCUMULATION_STEPS", "MIXED_PRECISION", "TORCH_DEVICE")
-    values += ("SAGEMAKER_DISTRIBUTED_TYPE",)
-    assert refused <= {*engines, *tpus, *(f"ACCELERATE_{name}" for name in values)}
+    names = "USE_DEEPSPEED USE_FSDP USE_MEGATRON_LM USE_PARALLELISM_CONFIG IN_TPU_POD DOWNCAST_BF16 DYNAMO_BACKEND "
+    names += "GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TORCH_DEVICE SAGEMAKER_DISTRIBUTED_TYPE"
+    assert refused <= {f"ACCELERATE_{name}" for name in names.split()}
 
 
 @pytest.mark.parametrize(
@@ -80,78 +74,21 @@ def test_other_commands_and_unknown_options_are_no_launch(tmp_path):
     assert read_launch_arguments(["--no-such-option", "train.py"], tmp_path) is None
 
 
-@pytest.mark.parametrize("environ", [{}, ACCELERATE, ACCELERATE_DEFAULTS])
-def test_no_number_is_known_if_accelerate_did_not_start_only_this_process(environ):
-    # The last has the variables of a launch, but no `accelerate launch` among the ancestors: nobody can be asked.
-    assert read_accelerate_command(environ) is None
-
-
 REPORT = """
-import json, os, sys
-from finetune.config.schema import Config
-from finetune.distributed.accelerate_settings import (
-    is_cpu_requested, read_accelerate_command, refused_settings, settings_of_accelerate
-)
-from finetune.distributed.environment import read_environment
-command, refused = read_accelerate_command(os.environ), [setting for setting, why in refused_settings(os.environ)]
-world_size = read_environment(os.environ).world_size
-sharding = settings_of_accelerate(Config(), os.environ, world_size=world_size, trains=True) if not refused else {}
-report = json.dumps({
-    "world_size": world_size,
-    "refused": refused,
-    "cpu": is_cpu_requested(os.environ),
-    "asked": command and command.num_processes,
-    "engine": command and command.engine,
-    "sharding": [f"{key}={value}" for key, (value, _) in sharding.items()],
-})
-sys.stdout.write(f"REPORT {report}\\n")  # in one piece, whoever else writes, PYTHONUNBUFFERED or not
+import os, sys
+from finetune.distributed.accelerate_settings import is_cpu_requested, read_accelerate_command
+sys.stdout.write(f"{read_accelerate_command(os.environ).num_processes} {is_cpu_requested(os.environ)}")
 """
-NOTHING = {"world_size": 1, "refused": [], "cpu": False, "asked": None, "engine": None, "sharding": []}
-FSDP = """
-distributed_type: FSDP
-num_machines: 1
-num_processes: 2
-mixed_precision: bf16
-fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false, fsdp_activation_checkpointing: true}
-parallelism_config: {parallelism_config_dp_shard_size: 2}
-use_cpu: true
-"""
-PLAIN = "{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cpu: true}"
-ENGINE = {
-    **NOTHING,
-    "world_size": 2,
-    "sharding": [
-        "parallel.sharding=fsdp2",
-        "parallel.reshard_after_forward=False",
-        "training.gradient_checkpointing=True",
-        "parallel.shard_size=2",
-    ],
-}
-
-
-def reports_of_accelerate(options, config, folder, monkeypatch):
-    (folder / "report.py").write_text(REPORT)
-    if config is not None:
-        (folder / "c.yaml").write_text(config)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    script = [] if any(word.startswith("report") for word in options) else ["report.py"]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *options, *script]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line.split(" ", 1)[1]) for line in done.stdout.splitlines() if "REPORT" in line]
 
 
 @pytest.mark.slow
-def test_what_a_real_accelerate_launch_was_asked_for_is_known(tmp_path, monkeypatch):
-    options = ["--config_file", "c.yaml", "--main_process_port", "0"]
-    assert reports_of_accelerate(options, FSDP, tmp_path, monkeypatch) == [ENGINE] * 2
-
-
-@pytest.mark.slow
-def test_the_default_config_file_counts(tmp_path, monkeypatch):
+def test_the_default_config_file_of_a_real_accelerate_launch_counts(tmp_path, monkeypatch):
+    (tmp_path / "report.py").write_text(REPORT)
     default = tmp_path / "hub" / "accelerate" / "default_config.yaml"
     default.parent.mkdir(parents=True)
-    default.write_text(PLAIN)
+    default.write_text("{num_processes: 4, num_machines: 1, distributed_type: MULTI_CPU, use_cpu: true}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    (report,) = reports_of_accelerate([], None, tmp_path, monkeypatch)
-    assert (report["world_size"], report["asked"], report["cpu"]) == (1, 4, True)
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    command = [sys.executable, "-m", "accelerate.commands.launch", "report.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.stdout == "4 True", done.stderr

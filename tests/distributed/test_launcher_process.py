@@ -12,7 +12,6 @@ import pytest
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX, WORLD_VARIABLES, read_environment
 from tests.distributed.launcher_variables import (
     ACCELERATE,
-    ACCELERATE_DEFAULTS,
     HYDRA,
     MVAPICH,
     OPEN_MPI,
@@ -79,15 +78,11 @@ def reported(command, tmp_path, **variables):
 @pytest.mark.parametrize(
     ("words", "variables", "expected"),
     [
-        ([], {}, ["none", 0, None]),
         ([], SPAWNED, ["spawn", 1, None]),  # exported by hand: the parent is a shell, which nohup must outlive
         (["spawn"], SPAWNED, ["spawn", 1, True]),
         ([], {**SPAWNED, "TORCHELASTIC_RUN_ID": "none"}, ["torchrun", 1, True]),
-        ([], {**SPAWNED, "TORCHELASTIC_RUN_ID": "none", **ACCELERATE_DEFAULTS}, ["accelerate", 1, True]),
         ([], {**SPAWNED, "TORCHELASTIC_RUN_ID": f"{SPAWN_RUN_ID_PREFIX}1"}, ["spawn", 1, True]),
-        ([], ACCELERATE_DEFAULTS, ["accelerate", 0, None]),
         ([], OPEN_MPI, ["mpi", 3, None]),
-        ([], SRUN, ["slurm", 3, None]),
     ],
 )
 def test_the_parent_is_watched_where_it_is_a_launcher(words, variables, expected, tmp_path):

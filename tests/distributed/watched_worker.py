@@ -69,18 +69,6 @@ def fail(dog):
     sys.exit(2)
 
 
-def ask_for_the_reason(dog):
-    """What a rank does whose collective raises: it asks why, and leaves in its own words."""
-    dog.enter_phase("training", 12)
-    with dog.waiting("sum"):
-        end = time.monotonic() + LONG_SECONDS
-        while (fault := dog.first_fault(0.1)) is None and time.monotonic() < end:
-            pass
-    write(f"reason-{RANK}", str(fault))
-    dog.close()
-    sys.exit(3)
-
-
 def fail_at_second_hand(dog):
     """As when a peer's death breaks a connection, and this rank is the first to speak."""
     dog.enter_phase("training", 12)

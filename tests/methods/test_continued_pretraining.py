@@ -82,14 +82,5 @@ def test_every_weight_trains_and_the_model_loads_in_plain_transformers(inputs, t
         assert {event["model"] for event in events(run, "test")} == {"tuned"}
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", ["tied", "biased"])
-def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, trained, tmp_path, name):
-    refuse_to_differ_after_a_break(words_of(inputs, tmp_path, name), trained[name][0], tmp_path / "broken")
-
-
-def test_an_adapter_can_read_text_too(inputs, tmp_path):
-    train([*words_of(inputs, tmp_path / "run", "tied"), "training.method=lora", "optim.weight_decay=0"])
-    losses = [step["loss"] for step in curve(tmp_path / "run")]
-    assert losses[-1] < losses[0]
-    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()
+def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, trained, tmp_path):
+    refuse_to_differ_after_a_break(words_of(inputs, tmp_path, "biased"), trained["biased"][0], tmp_path / "broken")

@@ -9,18 +9,16 @@ from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import pad
 from finetune.distributed.launch import launch
 from finetune.engine.supported import unsupported_reason
-from finetune.model.base import add_embedding_noise, checkpoint_gradients, evaluation_mode
+from finetune.model.base import add_embedding_noise, evaluation_mode
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
-from tests.launches import run_launched
 from tests.methods.tiny_training import (
     curve,
     record,
     refuse_to_differ_after_a_break,
     train,
     words_for,
-    write_inputs,
 )
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
@@ -79,12 +77,6 @@ def test_the_noise_belongs_to_seed_step_and_micro_batch_and_to_no_rank(runtime):
     assert len({loss, *others}) == 5
 
 
-def test_gradient_checkpointing_sees_the_same_noise(runtime):
-    again = noisy_model()
-    checkpoint_gradients(again)
-    assert step(runtime, again, microbatches()) == pytest.approx(step(runtime, noisy_model(), microbatches()), rel=1e-6)
-
-
 def test_an_evaluation_sees_no_noise_and_nothing_of_it_is_saved():
     ids = torch.arange(3, 13)[None]
     noisy, plain = noisy_model(), noisy_model(alpha=0)
@@ -102,11 +94,6 @@ def test_the_engine_leaves_such_a_model_to_its_own_forward():
 WORDS = ["training.neftune_alpha=5", "lora.r=4", "optim.learning_rate=1e-2"]
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
-
-
 @pytest.mark.slow
 def test_a_run_trains_and_goes_on_exactly_after_a_break(inputs, tmp_path):
     words = [*words_for(inputs, tmp_path / "whole"), *WORDS]
@@ -115,15 +102,3 @@ def test_a_run_trains_and_goes_on_exactly_after_a_break(inputs, tmp_path):
     refuse_to_differ_after_a_break(words, tmp_path / "whole", tmp_path / "broken")
     train([*words, f"output_dir={tmp_path / 'quiet'}", "training.neftune_alpha=0"])
     assert curve(tmp_path / "quiet")[0]["loss"] != curve(tmp_path / "whole")[0]["loss"]
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_two_processes_see_the_noise_that_one_sees(inputs, tmp_path):
-    words = [*words_for(inputs, tmp_path / "one"), *WORDS]
-    train(words)
-    done = run_launched("torchrun", ["-m", "finetune", "train", *words, f"output_dir={tmp_path / 'two'}"])
-    assert done.returncode == 0, done.stdout
-    assert record(tmp_path / "two")["world_size"] == 2
-    for one, two in zip(curve(tmp_path / "one"), curve(tmp_path / "two"), strict=True):
-        assert one["loss"] == pytest.approx(two["loss"], rel=1e-6)

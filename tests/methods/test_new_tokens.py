@@ -9,10 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from finetune import load_config
 from finetune.config.schema import LoraSection
 from finetune.errors import ConfigError, ModelError
-from finetune.model.lora import add_lora, grow_embeddings, load_adapter, without_adapter
+from finetune.model.lora import add_lora, grow_embeddings, load_adapter
 from finetune.model.tokens import add_tokens
 from tests.methods.tiny_training import (
     adapter_tensors,
@@ -92,18 +91,6 @@ def test_the_tokenizer_beside_the_adapter_knows_them(trained, inputs):
     assert shown == "<order>yes</order>", "an answer must show them"
 
 
-def test_the_rows_of_the_base_stay_and_are_never_fewer(trained, inputs, kind):
-    (trainer, _, _, _), (folder, known) = trained, inputs
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
-    after = without_adapter(trainer.model).state_dict()
-    assert after.keys() == base.keys()
-    for name, weight in base.items():
-        assert torch.equal(after[name][: len(weight)], weight), name
-    assert after["model.embed_tokens.weight"].shape[0] == (known + 2 if kind == "full to the last row" else known + 9)
-
-
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path):
     words = [*words_for(inputs[0], tmp_path), *WORDS]
     refuse_to_differ_after_a_break(words, trained[1], tmp_path / "broken")
@@ -134,8 +121,6 @@ def test_a_token_that_is_there_already_is_refused():
     tokenizer = tiny_tokenizer()
     with pytest.raises(ConfigError, match=r"new_tokens: <\|end\|> is already a token of this tokenizer"):
         add_tokens(tokenizer, LoraSection(new_tokens=["<x>", "<|end|>"]))
-    with pytest.raises(ConfigError, match="a is already a token of this tokenizer"):
-        add_tokens(tokenizer, LoraSection(new_tokens=["a"]))
 
 
 def test_a_head_with_a_bias_is_refused():
@@ -144,12 +129,6 @@ def test_a_head_with_a_bias_is_refused():
     model = build_tiny(tiny_phi_config(vocab_size=400))
     with pytest.raises(ModelError, match="the head of this phi model has a bias"):
         add_lora(model, section, tokenizer)
-
-
-@pytest.mark.parametrize("tokens", ["['<a>', '<a>']", "['']"])
-def test_tokens_that_are_none_are_refused(tokens):
-    with pytest.raises(ConfigError, match="expected different tokens that are not empty"):
-        load_config(["model=phi_tiny", "data=orders", f"lora.new_tokens={tokens}"])
 
 
 def test_a_recipe_that_adds_no_tokens_says_which_one_does():

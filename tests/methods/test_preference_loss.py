@@ -81,8 +81,7 @@ def by_the_paper(model, pairs):
     return torch.stack(losses).detach(), gradients, torch.tensor(rewards, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-@pytest.mark.parametrize("way", COLLATIONS)
+@pytest.mark.parametrize(("kind", "way"), [*(("phi3", way) for way in COLLATIONS), ("phi", "shared")])
 def test_loss_and_gradient_are_those_of_the_paper_by_every_way(kind, way):
     pairs = pairs_of_ids()
     if kind == "phi":  # which likes all that are chosen
@@ -114,19 +113,6 @@ def test_an_untrained_adapter_is_its_own_reference_and_every_loss_is_log_2():
     torch.testing.assert_close(sums, expected, rtol=1e-6, atol=1e-5)
     assert model.training
     assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)
-
-
-def test_training_makes_the_chosen_answers_likelier_than_the_rejected_ones():
-    model = add_lora(build_tiny(CONFIGS["phi3"]), LoraSection(r=4)).train()
-    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-2)
-    batch = put_pairs_together(pairs_of_ids(), rows=COLLATIONS["shared"])
-    for _ in range(8):
-        summed_preferences(model, batch, loss=DPO)[0].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    outcomes = measure_preferences(model, batch, loss=DPO)
-    assert (outcomes.losses < 0.3).all()
-    assert outcomes.metrics[3].tolist() == [1, 1, 1]
 
 
 def test_a_rank_without_pairs_adds_nothing():
@@ -172,18 +158,6 @@ def test_the_sides_of_a_pair_begin_alike_and_learn_their_answers(base, tmp_path)
     assert len(splits.train.tokens(0)) == int(splits.train.chosen.lengths[0]) + own
     batch = partial(put_pairs_together, rows=COLLATIONS["padded"])([splits.train[0], splits.train[1]])
     assert batch.num_rows == 2
-
-
-def test_the_prompt_s_column_may_have_another_name(base, tmp_path):
-    rows = [{"question": "a?", "chosen": "yes", "rejected": "no"}]
-    splits, tokenizer = encode(base, tmp_path, {"train": rows}, "data.columns={prompt: question}")
-    chosen = splits.train[0].chosen
-    assert tokenizer.decode(chosen.input_ids[chosen.is_target]) == "yes<|end|>"
-
-
-def test_what_is_no_pair_is_refused(base, tmp_path):
-    with pytest.raises(DataError, match="has the columns prompt, chosen"):
-        encode(base, tmp_path, {"train": [{"prompt": "a", "chosen": "b"}]})
 
 
 def test_sides_of_different_rows_are_refused(base, tmp_path):

@@ -212,16 +212,6 @@ def test_a_rank_without_rows_adds_nothing(name):
     sums[0].backward()
 
 
-def test_the_answers_of_a_pair_and_the_prompt_that_orpo_learns_share_what_they_begin_with():
-    pairs = pairs_of_ids()
-    answers = sum(len(side.input_ids) - 20 for pair in pairs for side in pair)
-    for name in ("dpo", "orpo", "simpo"):
-        batch = collation(name, "shared")(pairs)
-        assert batch.num_computed == 3 * 20 + answers, name
-        assert batch.num_tokens == 6 * 20 + answers
-        assert (batch.num_rows, batch.num_targets) == (3, 3)
-
-
 def test_a_stranger_is_a_prompt_with_the_answer_of_the_row_before_it():
     rows = labelled()
     row = rows[3, 1]

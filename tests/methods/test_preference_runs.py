@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import shutil
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from finetune import (
     load_config,
 )
 from finetune.cli.overrides import train_from_overrides
-from finetune.errors import CheckpointError, ConfigError
+from finetune.errors import ConfigError
 from finetune.training.preferences.losses import METRICS
 from finetune.training.resume import _sha256
 from finetune.training.training_run import TrainingRun
@@ -135,16 +134,6 @@ def test_rewards_begin_at_nothing_and_the_chosen_ones_end_above_the_rejected(tra
     assert said[-1] == ", ".join(f"{name}={value:.3f}" for name, value in validated.items())
 
 
-def test_figures_do_not_depend_on_the_cut_into_micro_batches_or_on_the_forward(trainer, inputs, tmp_path):
-    other_ways = ["training.batch_size=1", "validation.batch_size=1", "training.kernels=reference"]
-    other = train([*words_for(inputs, tmp_path / "run"), *WORDS, *other_ways])
-    pairs = zip(trainer.figures, other.figures, strict=True)
-    for (loss, figures), (other_loss, other_figures) in pairs:
-        assert other_loss == pytest.approx(loss, rel=1e-5)
-        assert other_figures == pytest.approx(figures, rel=1e-4, abs=1e-5)
-    assert other.validation_metrics == pytest.approx(trainer.validation_metrics, rel=1e-4, abs=1e-5)
-
-
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, monkeypatch):
     monkeypatch.setattr(tiny_training, "train", train)
     refuse_to_differ_after_a_break([*words_for(inputs, tmp_path), *WORDS], trained[0], tmp_path / "broken")
@@ -158,43 +147,10 @@ def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, in
     assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
 
 
-@pytest.mark.slow
-def test_the_page_of_a_run_on_pairs_shows_its_rewards(trained, tmp_path):
-    done = run_finetune("report", trained[0], "--output", tmp_path / "page.html")
-    assert done.returncode == 0, done.stdout
-    assert "Reward margin" in (tmp_path / "page.html").read_text()
-
-
-def test_the_command_refuses_full_fine_tuning_on_pairs_before_it_reads_anything(tmp_path):
-    write_base(tmp_path / "nothing/base")
-    (tmp_path / "nothing/rows").mkdir()
-    words = [*words_for(tmp_path / "nothing", tmp_path / "run"), *WORDS, "training.method=full"]
-    done = run_finetune("train", *words)
-    assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == (
-        "finetune: ConfigError: training.method is full, but the reference of DPO is the base with its adapter "
-        "switched off. Set training.method=lora."
-    )
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_on_pairs_answers_with_the_system_turn_of_its_prompts(inputs, tmp_path):
-    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "please send oranges"}]
-    row = {"prompt": turns, "chosen": "yes", "rejected": "no"}
-    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
-    rows = [f"data.path={tmp_path / 'pairs.jsonl'}", "training.max_steps=1", "training.global_batch_size=1"]
-    train_from_overrides([*words_for(inputs, tmp_path / "run"), *WORDS, *rows])
-    opening = tiny_training.record(tmp_path / "run")["opening"]
-    assert (opening["system"], opening["num_rows"]) == ("Be brief.", 1)
-
-
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
     done = run_finetune("evaluate", trained[0])
     assert done.returncode == 2
-    assert done.stdout.splitlines()[-1] == (
-        f"finetune: ConfigError: {trained[0]} was trained on pairs of answers, and evaluate measures rows with one "
-        f"answer. Give such rows with data.path=FILE; `finetune report {trained[0]}` shows the rewards."
-    )
+    assert "was trained on pairs of answers, and evaluate measures rows with one answer" in done.stdout
     rows = write_rows(tmp_path / "rows")
     done = run_finetune("evaluate", trained[0], f"data.path={rows}", "--split", "validation", "--json")
     assert done.returncode == 0, done.stdout
@@ -235,13 +191,6 @@ def test_a_reference_that_is_not_the_base_is_refused(inputs, tmp_path):
         PreferenceTrainer(runtime, config, None, None, splits)
 
 
-def test_a_script_without_the_objective_trains_and_records_it(inputs, tmp_path):
-    """As scripts and task files did before there was the key."""
-    words = [word for word in [*words_for(inputs, tmp_path / "run"), *WORDS] if word != "task=finetune_preferences"]
-    train([*words, "training.max_steps=1", "checkpoint.save_every=1"])
-    assert "objective: dpo" in (tmp_path / "run/config.yaml").read_text()
-
-
 def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_bytes(trained, inputs, tmp_path):
     def forget_objective(folder):
         file = folder / "config.yaml"
@@ -265,21 +214,8 @@ def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_b
     assert contents(tmp_path / "broken/adapter") == contents(trained[0] / "adapter")
 
 
-def test_rows_without_pairs_do_not_go_on_with_a_run_on_pairs(trained, inputs, tmp_path):
-    shutil.copytree(trained[0], tmp_path / "run")
-    write_rows(tmp_path / "rows")
-    words = [*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft", "training.max_steps=5"]
-    with pytest.raises(CheckpointError, match=r"training\.objective: started with dpo, now sft \(command line\)"):
-        train_from_overrides([*words, f"data.path={tmp_path / 'rows'}"])
-
-
 def test_rows_of_another_objective_are_refused(inputs, tmp_path):
     config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, "training.objective=sft"])
     pairs = encode_preferences(config.data, build_tokenizer(config.model))
-    with launch(config) as runtime:
-        with pytest.raises(ConfigError) as caught:
-            Trainer(runtime, config, None, None, pairs)
-        assert str(caught.value) == (
-            "training.objective is sft (command line), but the rows are encoded for dpo or orpo or simpo. Encode them "
-            "with encode_for_objective, or set training.objective to the objective of these rows."
-        )
+    with launch(config) as runtime, pytest.raises(ConfigError, match="the rows are encoded for dpo or orpo or simpo"):
+        Trainer(runtime, config, None, None, pairs)

@@ -29,11 +29,8 @@ def leaves(completions, **columns): raise SystemExit(3)
 def returns_nan(completions, **columns): return [0.5, float("nan"), 1.0][: len(completions)]
 def returns_huge(completions, **columns): return [0, 10**400, 1][: len(completions)]
 def returns_word(completions, **columns): return [0, "0.5", 1][: len(completions)]
-def returns_list(completions, **columns): return [0, [1.0], 1][: len(completions)]
 def returns_fewer(completions, **columns): return [1.0] * (len(completions) - 1)
-def returns_number(completions, **columns): return 0.5
 def returns_text(completions, **columns): return "x" * len(completions)
-def returns_names(completions, **columns): return {str(place): 1.0 for place in range(len(completions))}
 def returns_nothing(completions, **columns): return None
 def takes_no_columns(completions): return [1.0] * len(completions)
 def hangs(completions, **columns):
@@ -89,14 +86,12 @@ THREE = [answer(text, number=number) for number, text in enumerate(("a", "bb", "
     ("name", "given", "reward"),
     [
         ("exact_match", answer(" yes\n", expected="yes"), 1),
-        ("exact_match", answer("yes", expected="yes", whole="<think>no</think>yes"), 1),
         ("json_equal", answer('{"a": 1, "b": 2}', expected='{"b":2,"a":1}'), 1),
         ("json_valid", answer("[1]"), 1),
         ("regex", answer(" 12\n34 "), 1),
         ("regex", answer("12 apples"), 0),
         ("regex", answer("12", whole="<think>a</think>12"), 1),
         ("format_think", answer("b", whole="<think>\na\n</think>\nb"), 1),
-        ("format_think", answer("b", whole=" <think></think>b\nc"), 1),
         ("format_think", answer("", whole="<think>a</think> \n"), 0),
         ("format_think", answer("b", whole="Well, <think>a</think>b"), 0),
         ("format_think", answer("b", whole="<think>a<think>c</think>b"), 0),
@@ -147,13 +142,6 @@ def test_a_function_gets_turns_where_rows_have_turns_and_all_columns_by_name(own
     assert rewards.metrics == {f"{own}.shorter": "reward_shorter"}
 
 
-def test_columns_do_not_hide_what_was_generated(own):
-    given = answer("a", columns={"prompts": "x", "completions": "y", "completion_ids": "z", "expected": "w"})
-    rewards_of(".shorter")([given])
-    (seen,) = sys.modules[own].seen
-    assert seen == {"prompts": ["Say it."], "completions": ["a"], "completion_ids": [[5, 6]], "expected": [""]}
-
-
 def test_none_is_no_reward_and_truth_is_a_number(own):
     found = rewards_of(".some", ".truth")(THREE)
     assert math.isnan(found[0][0])
@@ -179,11 +167,8 @@ def test_a_function_of_trl_is_called_as_trl_calls_it():
         ("returns_nan", "gave nan for the answer 'bb' to rows.jsonl:2; expected a finite number, or None"),
         ("returns_huge", "gave 10+… for the answer 'bb' to rows.jsonl:2"),
         ("returns_word", "gave '0.5' for the answer 'bb' to rows.jsonl:2"),
-        ("returns_list", r"gave \[1.0\] for the answer 'bb' to rows.jsonl:2"),
         ("returns_fewer", "returned 2 values for 3 answers; expected a list with one number, or None, for each"),
-        ("returns_number", "returned 0.5 for 3 answers"),
         ("returns_text", "returned 'xxx' for 3 answers"),
-        ("returns_names", "returned {'0': 1.0, .* for 3 answers"),
         ("returns_nothing", "returned None for 3 answers"),
     ],
 )
@@ -227,7 +212,6 @@ def test_a_function_may_not_take_longer_than_it_is_given(own):
         ),
         (["reward.functions=length,json_valid,length"], "names one twice: length, json_valid, length. Name each once"),
         (["reward.functions=length", "reward.weights=[1, 2]"], r"weights is \[1.0, 2.0\], but .* names 1: length"),
-        (["reward.functions=length,json_valid", "reward.weights=[1]"], "names 2: length, json_valid. Give one finite"),
         (["reward.functions=length", "reward.weights=[0]"], "at least one of them not 0"),
         (["reward.functions=regex"], "names regex, but reward.pattern is not set"),
         (["reward.functions=length", "reward.pattern=a+"], "reward.pattern is set, but .* does not name regex"),

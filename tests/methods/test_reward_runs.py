@@ -17,14 +17,11 @@ from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
 from finetune.training import training_run
-from finetune.training.rewards import rollouts as training_rollouts
 from finetune.training.rewards.groups import METRICS
 from finetune.training.step import StepTooLargeError
-from tests.in_process import run_finetune
 from tests.launches import run_command, run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import (
-    break_at,
     contents,
     curve,
     events,
@@ -121,31 +118,6 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, 
     assert rollouts(tmp_path / "broken") == rollouts(run)
 
 
-@pytest.mark.slow
-def test_a_run_that_broke_in_its_rollout_generates_it_again(trained, inputs, tmp_path, monkeypatch):
-    way, run = trained
-
-    def break_in(name, call):
-        """The call of a function in that order is interrupted."""
-        calls, whole = itertools.count(1), getattr(training_rollouts, name)
-
-        def breaking(*given):
-            if next(calls) == call:
-                raise RuntimeError("power cut")
-            return whole(*given)
-
-        return breaking
-
-    for name, call in (("reward_on_main", 1), ("write_rollout", 3)):
-        with monkeypatch.context() as patch:
-            patch.setattr(training_rollouts, name, break_in(name, call))
-            with pytest.raises(RuntimeError, match="power cut"):
-                train_from_overrides(words(inputs, tmp_path / "broken", *WAYS[way]))
-    train_from_overrides(words(inputs, tmp_path / "broken", *WAYS[way]))
-    assert contents(tmp_path / "broken/adapter") == contents(run / "adapter")
-    assert rollouts(tmp_path / "broken") == rollouts(run)
-
-
 KILLED = """
 import itertools, os, signal, sys
 from finetune.cli.overrides import train_from_overrides
@@ -171,16 +143,11 @@ train_from_overrides(words)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "place", "call"),
-    [
-        ("once", "_until_stop", 40),
-        ("twice", "write_rollout", 2),
-        ("twice", "train_step", 3),
-        ("once", "take_snapshot", 2),
-    ],
+    [("once", "_until_stop", 40), ("twice", "write_rollout", 2), ("twice", "train_step", 3)],
     indirect=["trained"],
 )
 def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path, place, call):
-    """While it generates answers, with a rollout that no step has learned from, in an update, and in a save."""
+    """While it generates answers, with a rollout that no step has learned from, and in an update."""
     way, run = trained
     given = words(inputs, tmp_path / "killed", *WAYS[way])
     script = tmp_path / "killed.py"  # a script: only scripts and modules start warm
@@ -190,23 +157,6 @@ def test_a_killed_run_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_
     train_from_overrides(given)
     assert contents(tmp_path / "killed/adapter") == contents(run / "adapter")
     assert rollouts(tmp_path / "killed") == rollouts(run)
-
-
-@pytest.mark.slow
-def test_a_run_that_broke_between_two_steps_on_one_rollout_learns_from_it_again(inputs, tmp_path, monkeypatch):
-    more = [*WAYS["twice"], "checkpoint.save_every=3"]
-    train_from_overrides(words(inputs, tmp_path / "whole", *more))
-    with monkeypatch.context() as patch:
-        break_at(patch, 4)
-        with pytest.raises(RuntimeError, match="power cut"):
-            train_from_overrides(words(inputs, tmp_path / "broken", *more))
-    train_from_overrides(words(inputs, tmp_path / "broken", *more))
-    assert "resumed from step=3" in (tmp_path / "broken/log.txt").read_text()
-    assert contents(tmp_path / "broken/adapter") == contents(tmp_path / "whole/adapter")
-    again = replay_losses(tmp_path / "whole", 4)
-    assert [one.step for one in again.steps] == [1, 2, 4, 5]
-    assert again.mismatches == [], "step 4 learns from the rollout of step 3, which is before its start"
-    assert rollouts(tmp_path / "broken") == rollouts(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -326,31 +276,11 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
         (["reward.functions=exact_match", "reward.pattern=null"], DataError, "12 rows have none; the first is"),
         (["data.max_length=4"], DataError, "data.max_length"),
         (["training.objective=sft"], ConfigError, "but training.objective is sft, which does not read it"),
-        (["preference.beta=0.5"], ConfigError, "does not read it: it belongs to dpo and kto and orpo and simpo"),
         (["validation.metrics=exact_match"], ConfigError, "have no expected answer"),
         (["checkpoint.best_metric=reward_margin"], ConfigError, "measures loss, reward"),
         (["grpo.beta=0.1", "training.method=full"], ConfigError, "Set training.method=lora or grpo.beta=0"),
-        (["data.train_on=each_turn"], ConfigError, "each_turn"),
     ],
 )
 def test_a_run_that_cannot_learn_from_rewards_is_refused(inputs, tmp_path, more, error, message):
     with pytest.raises(error, match=message):
         train_from_overrides(words(inputs, tmp_path / "run", *more))
-
-
-def test_one_answer_has_nothing_to_be_compared_with(inputs, tmp_path):
-    done = run_finetune("train", *words(inputs, tmp_path / "run", "rollout.num_generations=1"))
-    assert done.returncode == 2
-    assert "rollout.num_generations" in done.errors
-    assert "expected a whole number of at least 2" in done.errors
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(0)
-def test_the_quickstart_gains_20_points_of_exact_answers(tmp_path, monkeypatch):
-    """As docs/tasks/rewards.md has it, for 5 minutes or more."""
-    monkeypatch.chdir(tmp_path)
-    train_from_overrides(["quickstart", "training.max_steps=40", "output_dir=runs/orders"])
-    train_from_overrides(["grpo_quickstart", "lora.start_from=runs/orders", "output_dir=runs/rewarded"])
-    before, after = (record(tmp_path / "runs" / name)["result"]["test_tuned"] for name in ("orders", "rewarded"))
-    assert after["exact_match"] >= before["exact_match"] + 0.2, (before, after)

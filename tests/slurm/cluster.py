@@ -1,8 +1,5 @@
 """A Slurm cluster on one host: a controller and several nodes, all in one folder, without systemd.
 
-    python -m tests.slurm.cluster start     # prints the line that points srun and sbatch at it
-    python -m tests.slurm.cluster stop
-
 Every daemon is Slurm's own; their files, ports and the nodes' host names are the cluster's. Nothing outside the folder
 is written: nodes read their host names from a file that is laid over /etc/hosts for them alone.
 """
@@ -11,11 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,7 +18,6 @@ from tests.launches import wait_until
 NODES = ("n1", "n2", "n3")
 CPUS_PER_NODE = 2
 PARTITION = "tests"
-_FOLDER_OF_COMMANDS = Path(tempfile.gettempdir()) / "finetune-slurm"
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "setpriv", "unshare", "mount")
 _START_SECONDS = 30.0
 _STOP_SECONDS = 10.0
@@ -78,16 +71,10 @@ def reason_against() -> str | None:
 
 
 class Cluster:
-    """The daemons of one folder.
+    """The daemons of one folder, which is made, and removed in the end."""
 
-    Args:
-        folder: where all their files lie; it is made, and removed in the end.
-        outlives_us: whether the daemons stay when this process ends without a stop.
-    """
-
-    def __init__(self, folder: Path, *, outlives_us: bool = False) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._wrapper = [] if outlives_us else ["setpriv", "--pdeathsig", "TERM"]
         self._daemons: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -96,10 +83,7 @@ class Cluster:
         return {"SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def start(self) -> None:
-        """Start all daemons and wait until every node is idle. Does nothing where they run already."""
-        if self._are_nodes_idle():
-            return
-        self.stop()
+        """Start all daemons and wait until every node is idle."""
         (self.folder / "state").mkdir(parents=True)
         self.folder.chmod(0o755)
         self._write_files()
@@ -124,15 +108,13 @@ class Cluster:
             self._call("scancel", f"--partition={PARTITION}")
             with suppress(TimeoutError):
                 wait_until(lambda: not self._call("squeue", "--noheader"), "the end of all jobs", _STOP_SECONDS)
-        pids = [int(file.read_text()) for file in self.folder.glob("*.started")]
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            running = [pid for pid in pids if self._is_ours(pid)]
-            for pid in running:
-                os.kill(pid, number)
-            with suppress(TimeoutError):
-                wait_until(lambda: not any(map(self._is_ours, pids)), "the end of all daemons", _STOP_SECONDS)
         for daemon in self._daemons:
-            daemon.wait(_STOP_SECONDS)
+            daemon.terminate()
+        for daemon in self._daemons:
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(_STOP_SECONDS)
+            daemon.kill()
+            daemon.wait()
         shutil.rmtree(self.folder)
 
     def _write_files(self) -> None:
@@ -165,7 +147,7 @@ class Cluster:
     def _spawn(self, name: str, *command: str) -> None:
         with (self.folder / f"{name}.output").open("wb") as output:
             daemon = subprocess.Popen(
-                [*self._wrapper, *command],
+                ["setpriv", "--pdeathsig", "TERM", *command],
                 env={**os.environ, **self.variables},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -174,16 +156,6 @@ class Cluster:
                 cwd=self.folder,
             )
         self._daemons.append(daemon)
-        (self.folder / f"{name}.started").write_text(str(daemon.pid))
-
-    def _is_ours(self, pid: int) -> bool:
-        """Whether a number still is the daemon we started, which has its folder as its working folder."""
-        for daemon in self._daemons:
-            daemon.poll()  # a process that has ended and that nobody asked about still has its number
-        try:
-            return Path(f"/proc/{pid}/cwd").resolve() == self.folder.resolve()
-        except OSError:
-            return False
 
     def _call(self, *command: str) -> str:
         try:
@@ -213,22 +185,3 @@ def _free_ports(count: int) -> list[int]:
     for each in sockets:
         each.close()
     return ports
-
-
-def main(words: list[str]) -> int:
-    """Start or stop the cluster in its usual folder."""
-    reason = reason_against()
-    if reason is not None or words not in (["start"], ["stop"]):
-        sys.stderr.write(f"{reason or 'expected one word: start or stop'}\n")
-        return 2
-    cluster = Cluster(_FOLDER_OF_COMMANDS, outlives_us=True)
-    if words == ["stop"]:
-        cluster.stop()
-        return 0
-    cluster.start()
-    sys.stdout.write("".join(f"export {name}={value}\n" for name, value in cluster.variables.items()))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

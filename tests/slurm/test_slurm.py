@@ -108,15 +108,6 @@ def test_the_body_of_a_batch_script_is_one_process_and_is_told_of_srun(cluster, 
 
 
 @pytest.mark.warm
-def test_the_shell_of_salloc_is_one_process_and_is_told_of_srun(cluster, tmp_path):
-    # What salloc runs on a cluster where its shell opens on the first node: a step of Slurm's own, with a step id.
-    shell = ["srun", "--interactive", "--preserve-env", sys.executable, SCRIPT, tmp_path]
-    output = run(cluster, "salloc", "--ntasks=2", *shell)
-    assert column(reports_in(tmp_path), "world_size") == [1]
-    assert "Prefix the command with srun" in output
-
-
-@pytest.mark.warm
 def test_torchrun_under_srun_has_ranks_of_its_own(cluster, tmp_path):
     """On one node; the shipped batch file has one torchrun on each of two."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -172,21 +163,13 @@ def test_recipes_under_srun_train_like_one_process(cluster, tmp_path):
 
 
 @pytest.mark.warm
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("file", "options", "form", "launcher", "world_size"),
-    [
-        ("slurm_several_nodes", ["--nodes=3", "--ntasks-per-node=1"], "sbatch, srun on three nodes", "slurm", 3),
-        ("slurm_torchrun", ["--nodes=2"], "sbatch, torchrun on two nodes", "torchrun", 2),
-    ],
-)
-def test_the_shipped_batch_files_train_like_one_process(cluster, tmp_path, file, options, form, launcher, world_size):
-    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5"]
-    words = [LAUNCH_FILES / f"{file}.sbatch", "task=finetune_lora", *run_words(tmp_path / "run")]
-    output = submit(cluster, tmp_path, *here, *options, *words, PROCESSES_PER_NODE="1")
+def test_torchrun_from_the_shipped_batch_file_trains_like_one_process(cluster, tmp_path):
+    here = ["--partition=tests", "--gpus-per-node=2", "--cpus-per-task=1", "--time=5", "--nodes=2"]
+    words = [LAUNCH_FILES / "slurm_torchrun.sbatch", "task=finetune_lora", *run_words(tmp_path / "run")]
+    output = submit(cluster, tmp_path, *here, *words, PROCESSES_PER_NODE="1")
     trained = read_run(tmp_path / "run")
-    assert (trained.record["world_size"], trained.record["launcher"]) == (world_size, launcher), output
-    assert_one_curve(trained, curve_alone(), Case(REFERENCE_BATCH_SIZE).row(form, world_size))
+    assert (trained.record["world_size"], trained.record["launcher"]) == (2, "torchrun"), output
+    assert_one_curve(trained, curve_alone(), Case(REFERENCE_BATCH_SIZE).row("sbatch, torchrun on two nodes", 2))
 
 
 SHARDED = Case(REFERENCE_BATCH_SIZE, words=("parallel=sharded",), note="sharding=fsdp2")
@@ -195,7 +178,6 @@ SHARDED_BY_NODE = Case(REFERENCE_BATCH_SIZE, recipe=FULL, words=BY_NODE, note="s
 
 
 @pytest.mark.warm
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "file", "num_nodes", "form"),
     [

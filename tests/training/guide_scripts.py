@@ -44,18 +44,6 @@ def guide(rank, worldsize, config, folder):
     cleanup_ddp()
 
 
-def breaks(rank, worldsize, config, folder):
-    """One rank fails in the middle of training."""
-    initialize_ddp(
-        rank=rank, worldsize=worldsize, master_addr="localhost", master_port=config["parallel"]["master_port"]
-    )
-    trainer = TrainerDDP(rank, config)
-    train_loader, val_loader, _ = trainer.prepare_dataloaders()
-    if rank == 1:
-        train_loader.collate_fn = lambda rows: 1 / 0
-    trainer.run_training(train_loader, val_loader)
-
-
 def stops_early(config, folder):
     """Under torchrun: every validation but rank 0's looks better than the one before."""
     rank, worldsize = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -75,19 +63,10 @@ def comes_alone(config, folder):
     cleanup_ddp()
 
 
-def described_comes_alone(config, folder):
-    """The same where nobody calls initialize_ddp: only the section `parallel` speaks of two."""
-    train_and_test(TrainerDDP(0, {**config, "parallel.world_size": 2}), 0, folder=folder)
-
-
 def leaves_untested(config, folder):
     trainer = TrainerDDP(0, config)
     train_loader, val_loader, _ = trainer.prepare_dataloaders()
     trainer.run_training(train_loader, val_loader)
-
-
-def leaves_untrained(config, folder):
-    TrainerDDP(0, config).prepare_dataloaders()
 
 
 def breaks_before_training(config, folder):
@@ -95,21 +74,18 @@ def breaks_before_training(config, folder):
     raise ZeroDivisionError("a mistake in the script")
 
 
-SPAWNED = {"guide": guide, "breaks": breaks}
 STARTED = {
     "comes_alone": comes_alone,
-    "described_comes_alone": described_comes_alone,
     "stops_early": stops_early,
     "leaves_untested": leaves_untested,
-    "leaves_untrained": leaves_untrained,
     "breaks_before_training": breaks_before_training,
 }
 
 
 def main(name, path):
     config, folder = json.loads(Path(path).read_text()), str(Path(path).parent)
-    if name in SPAWNED:
-        context = mp.spawn(SPAWNED[name], args=(2, config, folder), nprocs=2, join=False)
+    if name == "guide":
+        context = mp.spawn(guide, args=(2, config, folder), nprocs=2, join=False)
         while not context.join(grace_period=10):
             pass
     else:

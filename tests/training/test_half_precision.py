@@ -12,16 +12,11 @@ from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
 from finetune.training import low_precision, training_run
 from finetune.training.low_precision import LossScale
-from tests.methods.tiny_training import break_at, contents, curve, record, words_for, write_inputs
+from tests.methods.tiny_training import break_at, contents, curve, record, words_for
 from tests.training.test_trainer import train
 
 TOO_LARGE = 2**34
 """The gradients of these runs overflow with it, and with its first halves."""
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def words_of(inputs, run):

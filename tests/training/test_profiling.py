@@ -13,16 +13,11 @@ from finetune.runs.folder import RunFolder
 from finetune.training import training_run
 from tests.in_process import run_finetune
 from tests.launches import run_launched
-from tests.methods.tiny_training import events, record, write_inputs
+from tests.methods.tiny_training import events, record
 
 TRACE = "trace-steps-{}-rank0.json.gz"
 
 pytestmark = pytest.mark.warm
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +90,6 @@ def test_a_profile_is_written_and_changes_no_value(words, unprofiled, tmp_path):
     assert f"P{sentence[1:]}." in ended.answer
     assert "profile/ " in ended.answer
 
-    for command in (["watch", "--once"], ["runs"], ["checkpoints"]):
-        shown = run_finetune(command[0], run, *command[1:])
-        assert shown.returncode == 0, shown.stdout
-
 
 @pytest.mark.slow
 def test_a_run_that_is_told_to_stop_leaves_no_profile_and_the_resumed_run_makes_its_own(
@@ -120,10 +111,6 @@ def test_a_run_that_is_told_to_stop_leaves_no_profile_and_the_resumed_run_makes_
     assert losses(run) == losses(unprofiled)
     assert weights(run) == weights(unprofiled)
 
-    kept = record(run)["profile"]
-    assert run_finetune(*profiled, "resume=auto").returncode == 0  # no step is left
-    assert record(run)["profile"] == kept
-
 
 @pytest.mark.slow
 def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_path, monkeypatch):
@@ -140,19 +127,6 @@ def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_pat
         "used": "none",
         "why": "File exists (EEXIST)",
     }
-
-    monkeypatch.undo()
-    during_step(monkeypatch, 1, lambda: (tmp_path / "strict" / "profile").write_text("in the way"))
-    ended = run_finetune(*words, f"output_dir={tmp_path / 'strict'}", "training.profile=1", "strict=true")
-    assert (ended.returncode, "training.profile: wanted a profile of step 3" in ended.errors) == (2, True)
-
-
-@pytest.mark.slow
-def test_a_script_that_profiles_by_itself_is_refused(words, tmp_path):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        ended = run_finetune(*words, f"output_dir={tmp_path / 'run'}", "training.profile=1", "training.max_steps=3")
-    assert ended.returncode == 2, ended.stdout
-    assert "torch has only one profiler" in ended.errors
 
 
 @pytest.mark.slow

@@ -1,16 +1,12 @@
 import io
 import logging
-import os
-import signal
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from finetune.logs import configure_logs, report_progress, waiting
-from finetune.signals import stops_after_step
 from finetune.training.reporting.progress import TrainingProgress, show_what_next
 
 
@@ -97,23 +93,6 @@ def rows_of_view(console: Console, progress: TrainingProgress) -> dict[str, str]
         line for segments in console.render_lines(progress._screen()) for line in ["".join(it.text for it in segments)]
     )
     return {line.split()[0]: line.split(maxsplit=1)[1].strip() for line in lines if line.strip()}
-
-
-def test_the_view_itself_confirms_a_ctrl_c(monkeypatch, capfd):
-    monkeypatch.setattr(logging.getLogger("finetune"), "handlers", [])
-    monkeypatch.setenv("TERM", "xterm")  # on a dumb terminal there is no view
-    screen = io.StringIO()
-    progress = TrainingProgress(20, console=Console(file=screen, force_terminal=True, width=80))
-    with stops_after_step():
-        with progress:
-            progress.write(event(1, 0, 0.5, 1000))
-            os.kill(os.getpid(), signal.SIGINT)
-            patience = time.monotonic() + 20
-            while "press Ctrl-C again to stop at once" not in screen.getvalue():
-                assert time.monotonic() < patience, screen.getvalue()
-                time.sleep(0.05)
-        assert "Ctrl-C" not in screen.getvalue().split("step")[-1], "what no longer holds does not stay"
-        assert capfd.readouterr().err == "", "text beside the view would tear it"
 
 
 @pytest.mark.parametrize(

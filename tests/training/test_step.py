@@ -130,12 +130,6 @@ def test_the_update_is_clipped_and_the_norm_before_that_is_reported(runtime):
     assert moved.item() == pytest.approx(LEARNING_RATE * free / 4, rel=1e-4)
 
 
-def test_no_gradient_is_left_for_the_next_step(runtime):
-    model = tiny_lora()
-    step(runtime, model, split([8]))
-    assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-
-
 def test_dropout_is_a_function_of_seed_step_and_micro_batch_alone(runtime):
     def loss(microbatches, number=1, seed=0, disturb=0):
         torch.manual_seed(disturb)

@@ -7,9 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from peft import AutoPeftModelForCausalLM, PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from peft import AutoPeftModelForCausalLM
 
 from finetune import (
     Trainer,
@@ -27,7 +25,7 @@ from finetune.threads import set_waiting
 from finetune.training import supervised
 from finetune.training.reporting.journal import Journal
 from tests.launches import REPOSITORY
-from tests.methods.tiny_training import break_at, contents, curve, events, record, write_inputs
+from tests.methods.tiny_training import break_at, contents, curve, events, record
 from tests.tiny_runs import random_model_words, write_rows
 
 IDS = torch.arange(5, 25).reshape(1, -1)
@@ -39,11 +37,6 @@ class Ended(NamedTuple):
     trainer: Trainer
     results: object
     comparison: object
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 def words_for(inputs, run):
@@ -144,11 +137,6 @@ def test_one_thread_computes_a_narrow_model_unless_the_user_asks_for_more(asked,
     assert ("one thread computes" in (tmp_path / "run" / "log.txt").read_text()) == (count == 1)
 
 
-def test_a_validation_at_the_end_of_an_epoch_belongs_to_it(complete):
-    run, _ = complete
-    assert [(event["step"], event["epoch"]) for event in events(run, "validation")] == [(3, 0), (5, 1)]
-
-
 def test_the_log_tells_the_run_from_its_first_line_to_its_last(complete):
     run, _ = complete
     log = (run / "log.txt").read_text()
@@ -157,14 +145,12 @@ def test_the_log_tells_the_run_from_its_first_line_to_its_last(complete):
     assert f"launcher none, device cpu, fp32, world of 1; threads: 1, {set_waiting()}" in lines[0]
     assert "global batch of 8 examples (training.global_batch_size): micro-batches of at most 3 over 1 process" in log
     assert log.index("checkpoint committed step=3") < log.index("checkpoint committed step=5")
+    assert [(event["step"], event["epoch"]) for event in events(run, "validation")] == [(3, 0), (5, 1)]
     assert "no fallbacks taken" in log
     assert all(line.startswith("[RANK 0] ") for line in lines if "INFO finetune" in line)
 
 
-@pytest.mark.parametrize(
-    ("broken_at", "goes_on_from"),
-    [pytest.param(1, None, marks=pytest.mark.slow), (4, 2), pytest.param(6, 4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("broken_at", "goes_on_from"), [pytest.param(1, None, marks=pytest.mark.slow), (4, 2)])
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, monkeypatch, broken_at, goes_on_from):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     words = [*words, "training.max_steps=6", "lora.dropout=0.3", "resume=auto"]
@@ -190,65 +176,10 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, 
     assert record(broken)["status"] == "completed"
 
 
-def test_dropout_is_in_force_in_a_run(words, complete, tmp_path):
-    # The adapter's output is zero at first, so dropout shows from the second step on.
-    train([*words, "lora.dropout=0.3"])
-    off, on = curve(complete[0]), curve(tmp_path / "run")
-    assert off[0]["loss"] == on[0]["loss"]
-    assert off[1]["loss"] != on[1]["loss"]
-
-
-def test_a_complete_run_that_is_resumed_does_nothing_more(words, complete, tmp_path):
-    shutil.copytree(complete[0], tmp_path / "run")
-    before = contents(tmp_path / "run" / "checkpoints")
-    ended = train([*words, "resume=auto"])
-    assert ended.results.state.step == 5
-    assert len(events(tmp_path / "run", "step")) == 5
-    assert contents(tmp_path / "run" / "checkpoints") == before
-
-
-def test_a_damaged_checkpoint_is_passed_over(words, tmp_path):
-    train([*words, "checkpoint.save_every=2"])
-    run = tmp_path / "run"
-    whole = contents(run / "checkpoints" / "step-000005")
-    (run / "checkpoints" / "step-000005" / "optimizer.safetensors").write_bytes(b"torn")
-    train([*words, "checkpoint.save_every=2", "resume=auto"])
-    assert contents(run / "checkpoints" / "step-000005") == whole
-    assert [event["step"] for event in events(run, "step")] == [1, 2, 3, 4, 5]
-
-
-def test_a_second_start_without_resume_is_refused_and_changes_nothing(words, complete, tmp_path):
-    shutil.copytree(complete[0], tmp_path / "run")
-    before = contents(tmp_path / "run")
-    with pytest.raises(CheckpointError, match="holds a run already"):
-        train(words)
-    assert contents(tmp_path / "run") == before
-
-
 def test_another_global_batch_cannot_go_on_with_a_run(words, complete, tmp_path):
     shutil.copytree(complete[0], tmp_path / "run")
     with pytest.raises(CheckpointError, match=r"global batch of 8 examples, this run asks for 6.*batch_size=8"):
         train([*words, "training.global_batch_size=6", "resume=auto"])
-
-
-def test_the_adapter_gives_the_same_logits_in_plain_peft(complete, inputs):
-    run, ended = complete
-    base = AutoModelForCausalLM.from_pretrained(inputs / "base").eval()
-    with torch.no_grad():
-        untuned = base(input_ids=IDS).logits
-        plain = PeftModel.from_pretrained(base, run / "adapter").eval()(input_ids=IDS).logits
-        ours = ended.trainer.model.eval()(input_ids=IDS).logits
-    assert torch.equal(plain, ours)
-    assert not torch.allclose(plain, untuned, atol=1e-4)
-    tokenizer = AutoTokenizer.from_pretrained(run / "adapter")
-    assert tokenizer.chat_template == ended.trainer.tokenizer.chat_template
-
-
-def test_every_layer_of_the_adapter_was_trained(complete):
-    tensors = load_file(complete[0] / "adapter" / "adapter_model.safetensors")
-    trained = {name: tensor for name, tensor in tensors.items() if "lora_B" in name}
-    assert len(trained) == 8
-    assert all(tensor.abs().max() > 0 for tensor in trained.values())
 
 
 def test_the_adapter_folder_holds_the_best_step(words, tmp_path, monkeypatch):
@@ -276,20 +207,6 @@ def test_a_best_step_without_a_checkpoint_is_said_and_the_last_is_published(word
     assert (published["best_step"], published["best_loss"]) == (5, 2.0)  # the loss of the weights in adapter/
 
 
-def test_early_stopping_ends_the_run_with_a_checkpoint(words, tmp_path, monkeypatch):
-    give_validation_losses(monkeypatch, [3.0, 1.0, 2.0, 2.0])
-    ended = train([*words, "validation.validate_every=1", "early_stopping.patience=2", "training.max_steps=9"])
-    assert ended.results.state.step == 4
-    assert [event["step"] for event in events(tmp_path / "run", "checkpoint")] == [3, 4]
-
-
-def test_without_other_splits_training_alone_is_done(words, tmp_path):
-    write_rows(tmp_path / "rows", validation=0, test=0)
-    ended = train([*words, f"data.path={tmp_path / 'rows' / 'train.jsonl'}"])
-    assert ended.comparison is None
-    assert {event["event"] for event in events(tmp_path / "run")} == {"step", "resources", "checkpoint"}
-
-
 def test_the_test_phase_measures_the_published_weights_and_the_base(words, tmp_path):
     ended = train([*words, "testing.metrics=[exact_match, json_valid]", "testing.num_samples=2"])
     comparison = ended.comparison
@@ -303,43 +220,8 @@ def test_the_test_phase_measures_the_published_weights_and_the_base(words, tmp_p
     assert record(tmp_path / "run")["result"]["test_rows_left_out"] == 0
 
 
-def test_a_test_loss_that_leaves_rows_out_is_recorded_as_such(words, tmp_path):
-    ended = train([*words, "testing.batch_size=3", "testing.drop_last=true", "training.max_steps=1"])
-    result = record(tmp_path / "run")["result"]
-    assert (result["test_rows"], result["test_rows_left_out"]) == (4, ended.comparison.num_left_out) == (4, 1)
-
-
-@pytest.mark.slow
-def test_gradient_checkpointing_gives_the_same_curve(words, complete, tmp_path):
-    train([*words, "training.gradient_checkpointing=true"])
-    plain, less = curve(complete[0]), curve(tmp_path / "run")
-    assert [step["loss"] for step in less] == pytest.approx([step["loss"] for step in plain], rel=1e-6)
-
-
-@pytest.mark.slow
-def test_bf16_is_near_fp32(words, complete, tmp_path):
-    train([*words, "training.precision=bf16"])
-    full, half = ([step["loss"] for step in curve(run)] for run in (complete[0], tmp_path / "run"))
-    assert half == pytest.approx(full, rel=0.01)
-    assert half != full
-
-
-def test_a_random_base_is_saved_once_and_the_adapter_names_it(words, inputs, tmp_path):
+def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inputs, tmp_path):
     words = [*words[1:], *random_model_words(inputs / "base")]
-    ended = train(words)
-    run = tmp_path / "run"
-    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(run / "base")
-    with torch.no_grad():
-        plain = AutoPeftModelForCausalLM.from_pretrained(run / "adapter").eval()(input_ids=IDS).logits
-        ours = ended.trainer.model.eval()(input_ids=IDS).logits
-    assert torch.equal(plain, ours)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inputs, tmp_path, precision):
-    words = [*words[1:], *random_model_words(inputs / "base"), f"training.precision={precision}"]
     train([*words, "training.max_steps=3"])
     before = contents(tmp_path / "run" / "base")
     ended = train([*words, "seed=5", "resume=auto", "resume.allow=seed,training.max_steps"])
@@ -347,32 +229,7 @@ def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inp
     with torch.no_grad():
         plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "adapter").eval()(input_ids=IDS).logits
         ours = ended.trainer.model.eval()(input_ids=IDS).logits
-    torch.testing.assert_close(plain, ours.float(), rtol=0, atol=1e-6 if precision == "fp32" else 0.05)
-
-
-def test_full_fine_tuning_trains_every_weight_and_loads_in_plain_transformers(words, inputs, tmp_path):
-    ended = train([*words, "training.gradient_checkpointing=true"], task="finetune_full")
-    run = tmp_path / "run"
-    before = load_file(inputs / "base" / "model.safetensors")
-    after = load_file(run / "adapter" / "model.safetensors")
-    assert before.keys() == after.keys()
-    assert not any(torch.equal(before[name], after[name]) for name in before)
-    with torch.no_grad():
-        plain = AutoModelForCausalLM.from_pretrained(run / "adapter").eval()(input_ids=IDS).logits
-        ours = ended.trainer.model.eval()(input_ids=IDS).logits
     assert torch.equal(plain, ours)
-    assert ended.comparison.base is None
-
-
-def test_full_fine_tuning_resumes_to_the_same_bytes(words, tmp_path, monkeypatch):
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    train([*words, f"output_dir={whole}"], task="finetune_full")
-    with monkeypatch.context() as patch:
-        break_at(patch, 5, RuntimeError("power cut"))
-        with pytest.raises(RuntimeError, match="power cut"):
-            train([*words, f"output_dir={broken}"], task="finetune_full")
-    train([*words, f"output_dir={broken}", "resume=auto"], task="finetune_full")
-    assert contents(broken / "checkpoints" / "step-000005") == contents(whole / "checkpoints" / "step-000005")
 
 
 def test_a_run_that_fails_says_so_and_gives_its_folder_back(words, tmp_path, monkeypatch):
@@ -416,16 +273,17 @@ def test_a_recipe_and_a_method_that_do_not_belong_together_are_refused(words):
         train(words, has_adapter=False)
 
 
-def test_dropping_the_only_batch_is_refused(words):
-    with pytest.raises(DataError, match=r"18 rows, fewer than one global batch of 40.*drop_last"):
-        train([*words, "training.global_batch_size=40", "training.drop_last=true"])
-
-
-@pytest.mark.parametrize(("section", "split"), [("validation", "validation"), ("testing", "test")])
-def test_dropping_the_only_batch_of_a_measured_split_is_refused_before_training(words, tmp_path, section, split):
-    expected = rf"the {split} split has \d rows, which fill no batch of 40 \({section}.batch_size\).*drop_last=false"
-    with pytest.raises(DataError, match=expected):
-        train([*words, f"{section}.batch_size=40", f"{section}.drop_last=true"])
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("training.global_batch_size", "18 rows, fewer than one global batch of 40"),
+        ("validation.batch_size", r"the validation split has \d rows, which fill no batch of 40 .*drop_last=false"),
+        ("testing.batch_size", r"the test split has \d rows, which fill no batch of 40 .*drop_last=false"),
+    ],
+)
+def test_dropping_the_only_batch_is_refused_before_training(words, tmp_path, key, said):
+    with pytest.raises(DataError, match=said):
+        train([*words, f"{key}=40", f"{key.partition('.')[0]}.drop_last=true"])
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
@@ -444,15 +302,14 @@ def test_a_debug_run_logs_what_passes_through(words, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hard", "code"), [(300, 1), (4096, 0)])
-def test_a_run_ends_whatever_its_workers_do_and_raises_its_limit_of_open_files(words, tmp_path, hard, code):
+def test_a_run_raises_its_limit_of_open_files(words, tmp_path):
     """A step of 60 micro-batches needs more open files than 300: the tensors of workers are open files."""
 
     def limit():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (300, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 4096))
 
     rows = write_rows(tmp_path / "many", train=60, validation=0, test=0)
     many = [f"data.path={rows}", "training.batch_size=1", "training.global_batch_size=60", "training.num_workers=1"]
     command = [sys.executable, "-m", "finetune", "train", "task=finetune_lora", *words, *many, "training.max_steps=1"]
     done = subprocess.run(command, cwd=REPOSITORY, preexec_fn=limit, timeout=120, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == 0, done.stderr

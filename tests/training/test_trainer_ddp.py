@@ -11,16 +11,11 @@ from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.file_lock import try_file_lock
 from finetune.training import training_run
 from tests.launches import free_port, run_launched
-from tests.methods.tiny_training import events, write_inputs
+from tests.methods.tiny_training import events
 
 pytestmark = pytest.mark.warm
 
 SCRIPTS = Path(__file__).with_name("guide_scripts.py")
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return write_inputs(tmp_path_factory.mktemp("inputs"))
 
 
 @pytest.fixture
@@ -107,19 +102,10 @@ def test_the_guides_log_lines_are_there_and_a_validation_has_its_standard_error(
     assert (last["loss"], last["standard_error"]) == (val_results.loss, val_results.standard_error)
 
 
-def test_full_fine_tuning_is_a_matter_of_the_config(config):
-    with TrainerDDP(0, {**config, "training.method": "full", "testing.compare_base": False}) as trainer:
-        assert not hasattr(trainer.model, "peft_config")
-        train(trainer)
-    assert record(config)["status"] == "completed"
-
-
-@pytest.mark.parametrize("as_config", [False, True])
-def test_a_config_without_a_section_parallel_is_refused(config, as_config):
+def test_a_config_without_a_section_parallel_is_refused(config):
     del config["parallel"]
-    words = [f"model.path={config['model']['path']}", f"data.path={config['data']['path']}"]
     with pytest.raises(ConfigError, match="no section `parallel`"):
-        TrainerDDP(0, load_config(words) if as_config else config)
+        TrainerDDP(0, config)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +113,6 @@ def test_a_config_without_a_section_parallel_is_refused(config, as_config):
     [
         ({"parallel": "single"}, "ddp", "configs/parallel/single.yaml"),
         ({"parallel.backend": "gloo"}, "parallel.backend", "the dict given to TrainerDDP"),
-        ({"parallel": {"timeout_minutes": 0.5}}, "parallel.timeout_minutes", "the dict given to TrainerDDP"),
         ({"parallel": {}}, "parallel.timeout_minutes", "default"),
     ],
 )
@@ -159,10 +144,9 @@ def test_all_mistakes_in_a_dict_are_told_at_once(config):
     assert not Path(config["output_dir"]).exists()
 
 
-@pytest.mark.parametrize("wrong", [None, ["parallel"], "train_ddp"])
-def test_something_that_is_no_config_is_refused_by_its_type(wrong):
-    with pytest.raises(ConfigError, match=f"config is {type(wrong).__name__}; expected a dict"):
-        TrainerDDP(0, wrong)
+def test_something_that_is_no_config_is_refused_by_its_type():
+    with pytest.raises(ConfigError, match="config is str; expected a dict"):
+        TrainerDDP(0, "train_ddp")
 
 
 def test_a_dict_of_the_guides_is_understood(config):
@@ -178,12 +162,6 @@ def test_a_dict_of_the_guides_is_understood(config):
     assert (checked.training.num_epochs, checked.training.device, checked.seed) == (2, "cuda:0", 5)
     assert (checked.parallel.master_port, checked.early_stopping.patience) == (12355, 2)
     assert checked.origin("optim.learning_rate") == "the dict given to TrainerDDP"
-
-
-def test_a_dict_may_choose_groups_by_name_as_a_run_file_does(config):
-    with TrainerDDP(0, {**config, "model": "phi_tiny", "data": "orders", "data.max_rows": 4}) as trainer:
-        assert trainer.config.origin("model.path") == "configs/model/phi_tiny.yaml:3"
-        assert len(trainer.splits.train) == 4
 
 
 def test_another_rank_than_the_world_gave_is_refused(config):
@@ -217,12 +195,11 @@ def test_the_next_trainer_closes_the_one_before(config, tmp_path):
     assert val_results == expected
 
 
-@pytest.mark.parametrize("cleans_up_first", [True, False])
-def test_closing_and_cleaning_up_in_either_order(config, cleans_up_first):
+def test_cleaning_up_before_closing(config):
     initialize_ddp(rank=0, worldsize=1, master_addr="localhost", master_port="12355")
     trainer = TrainerDDP(0, config)
     train(trainer)
-    for act in (cleanup_ddp, trainer.close) if cleans_up_first else (trainer.close, cleanup_ddp):
+    for act in (cleanup_ddp, trainer.close):
         act()
         act()
     assert record(config)["status"] == "completed"
@@ -239,7 +216,6 @@ def test_closing_before_training_is_no_completed_run(config):
     ("name", "code", "status", "error"),
     [
         ("leaves_untested", 0, "completed", None),
-        ("leaves_untrained", 0, "stopped", "SystemExit: the run was closed before its training was done"),
         ("breaks_before_training", 1, "failed", "ZeroDivisionError: a mistake in the script"),
     ],
 )
@@ -289,27 +265,9 @@ def test_where_the_world_never_came_one_goes_on_keeps_the_global_batch_and_says_
 
 
 @pytest.mark.slow
-def test_a_strict_run_whose_world_never_came_does_not_go_on(config, tmp_path):
-    config = with_port(config, timeout_minutes=0.04, master_addr="localhost") | {"strict": True}
-    done, _ = run_script("described_comes_alone", config, tmp_path)
-    assert done.returncode != 0
-    assert "LaunchError" in done.stdout
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
 def test_early_stopping_is_decided_on_rank_0_and_every_rank_leaves_at_the_same_step(config, tmp_path):
     config |= {"optim.learning_rate": 0.0, "early_stopping.patience": 1, "validation.validate_every": 1}
     done, ranks = run_script("stops_early", config, tmp_path, launcher="torchrun")
     assert_both_ranks_trained(done, ranks, config, "torchrun")
     # At a learning rate of zero the second validation cannot be better than the first.
     assert [rank["step"] for rank in ranks] == [2, 2]
-
-
-@pytest.mark.slow
-def test_where_one_rank_breaks_the_record_says_failed(config, tmp_path):
-    config = with_port(config)
-    done, ranks = run_script("breaks", config, tmp_path)
-    assert done.returncode == 1
-    assert ranks == []
-    assert record(config)["status"] == "failed"

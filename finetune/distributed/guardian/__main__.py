@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
 import sys
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from finetune.distributed.guardian.faults import found_at_start  # noqa: E402
 from finetune.distributed.guardian.guardian import Guardian  # noqa: E402
 from finetune.distributed.guardian.hub import Hub, connect  # noqa: E402
 from finetune.distributed.guardian.link import Link  # noqa: E402
+from finetune.distributed.network import allow_open_files  # noqa: E402
 
 
 def _main() -> None:
@@ -29,9 +28,7 @@ def _main() -> None:
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(name, signal.SIG_IGN)  # meant for the worker
     os.chdir("/")
-    with suppress(OSError, ValueError):
-        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the hub has a connection to each rank
+    allow_open_files()  # the hub has a connection to each rank
     settings = json.loads(sys.argv[1])
     hub = Hub(settings) if settings["rank"] == 0 else None
     if hub is not None:

@@ -62,13 +62,7 @@ def found_at_start(summary: str) -> Fault:
 
 
 def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
-    """Return the fault that is reported if a rank's guardian has ended or sends nothing any more.
-
-    Args:
-        rank: the rank.
-        position: where it was.
-        end: why the connection with its guardian has ended; empty: not known; None: it has not, but it is silent.
-    """
+    """Return the fault of a rank whose guardian has ended, for a reason or an unknown one, or is silent (None)."""
     if end is None:
         reason = f"its process, its machine or the network between is gone (nothing heard for {LOST_SECONDS:g} s)"
         return Fault(rank=rank, summary=f"rank {rank} cannot be reached during {position}: {reason}")

@@ -68,12 +68,7 @@ class Worker(Link):
         self.position.age = now - self._moved_at
 
     def find_fault(self, now: float, *, is_beat: bool) -> Fault | None:
-        """Return the fault if the worker has failed, has ended, is stopped or has lost its launcher; None otherwise.
-
-        Args:
-            now: seconds since this guardian began to watch.
-            is_beat: whether a heartbeat is due. Only then is the system asked for the worker's state.
-        """
+        """Return the fault if the worker has failed, has ended, is stopped or has lost its launcher; None otherwise."""
         if self.failure is not None:
             summary = f"failed during {self.position}"
         elif self.is_gone:  # nobody but its parent can see its exit code
@@ -124,13 +119,7 @@ def _memory_kills() -> int:
 
 
 class Guardian:
-    """The guardian of one worker. Rank 0's guardian also runs the hub.
-
-    Args:
-        settings: see `finetune.distributed.watchdog`.
-        link: the connection to the hub.
-        hub: rank 0's alone.
-    """
+    """The guardian of one worker. Rank 0's guardian also runs the hub."""
 
     def __init__(self, settings: Message, link: Peer, hub: Hub | None) -> None:
         self._worker = Worker(settings)

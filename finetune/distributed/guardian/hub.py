@@ -35,15 +35,7 @@ def hello(token: str, rank: int) -> bytes:
 
 
 def connect(place: Message, rank: int) -> Peer:
-    """Return the connection to the hub, once the hub has accepted it. Wait for that.
-
-    Args:
-        place: the addresses at which the hub may be reached, its port and its token.
-        rank: of this guardian.
-
-    Raises:
-        ConnectionError: the hub was not reached in time.
-    """
+    """Return the connection to the hub once it has accepted this rank; ConnectionError if it does not in time."""
     errors: dict[str, str] = {}
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:
@@ -68,13 +60,9 @@ def connect(place: Message, rank: int) -> Peer:
 
 
 class Hub:
-    """All guardians are connected to it, rank 0's own by a pair of sockets.
+    """All guardians are connected to it, rank 0's own by a pair of sockets. Each sends the `token` first.
 
-    Attributes:
-        token: a guardian must send it first.
-        port: where the hub listens, until all guardians are connected.
-        peers: the guardians of the ranks that have not left.
-        fault: the first fault of the world.
+    `peers` are the guardians of the ranks that have not left, and `fault` is the first fault of the world.
     """
 
     def __init__(self, settings: Message) -> None:
@@ -99,12 +87,7 @@ class Hub:
         return Peer(near)
 
     def turn(self, now: float, *, is_beat: bool) -> None:
-        """Hear all guardians, and look for faults. Once a second, send a sign of life with rank 0's position.
-
-        Args:
-            now: seconds since `start`.
-            is_beat: whether a heartbeat is due.
-        """
+        """Hear all guardians, and look for faults. On a beat, send a sign of life with rank 0's position."""
         if self._listener is not None:
             self._accept(self._listener, now)
         for rank, peer in list(self.peers.items()):

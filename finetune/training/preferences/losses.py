@@ -91,12 +91,7 @@ class Outcomes(NamedTuple):
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The loss of an objective with its settings.
-
-    Attributes:
-        name: the objective.
-        section: its settings.
-    """
+    """The loss of an objective with its settings."""
 
     name: str
     section: PreferenceSection

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Sequence
 from textwrap import indent
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from finetune.training.reporting.run_warnings import RunWarnings
 
 
+_log = logging.getLogger(__name__)
 _NOT_REPORTED = {"event", "step"}
 _FOLDER = "trackers"
 
@@ -43,11 +44,7 @@ class Trackers:
         self._step = 0
 
     def start(self, *, first_step: int) -> None:
-        """Open the trackers that the configuration names.
-
-        Raises:
-            ConfigError: one cannot be opened, for example since it needs a login.
-        """
+        """Open the trackers that the configuration names; ConfigError if one cannot be opened."""
         for name in dict.fromkeys(self._config.training.report_to):
             try:
                 tracker = open_tracker(name, self._folder.path / _FOLDER, self._folder.path.name, first_step=first_step)
@@ -106,18 +103,8 @@ def _flat(values: dict[str, Any], above: str = "") -> dict[str, Any]:
     return flat
 
 
-_log = logging.getLogger(__name__)
-
-
-class Sink(Protocol):
-    """Something that shows or passes on the events of a run."""
-
-    def write(self, event: Event) -> None:
-        """Take an event as metrics.jsonl has it."""
-
-
 class RunEvents:
-    """Write each event to metrics.jsonl and to all sinks, and log the warnings that follow from it."""
+    """Write each event to metrics.jsonl, the view and the trackers, and log the warnings that follow from it."""
 
     def __init__(self, config: Config, folder: RunFolder, fallbacks: Fallbacks, warnings: RunWarnings) -> None:
         self.metrics = MetricsWriter(folder.metrics_file, outlasts_disk=config.checkpoint.on_disk_failure == "continue")
@@ -125,14 +112,9 @@ class RunEvents:
         self._warnings = warnings
         self._trackers = Trackers(config, folder, fallbacks)
         self._progress: TrainingProgress | None = None
-        self._sinks: list[Sink] = [self._trackers]
 
     def start(self, first_step: int, num_steps: int) -> None:
-        """Remove the events after a step from metrics.jsonl, and open the trackers and the live view.
-
-        Raises:
-            ConfigError: a tracker cannot be opened.
-        """
+        """Remove the events after a step from metrics.jsonl, and open the trackers and the live view."""
         self.metrics.cut_behind(first_step)
         self._trackers.start(first_step=first_step)
         self._progress = TrainingProgress(num_steps, first_step=first_step, log_every=self._log_every)
@@ -140,13 +122,13 @@ class RunEvents:
             self._warnings.take(event)
             self._progress.recall(event)
         self._progress.__enter__()
-        self._sinks = [self._progress, self._trackers]
 
     def write(self, name: str, /, **values: Any) -> None:
         """Write one event."""
         event = self.metrics.write(name, **values)
-        for sink in self._sinks:
-            sink.write(event)
+        if self._progress is not None:
+            self._progress.write(event)
+        self._trackers.write(event)
         if warning := self._warnings.take(event):
             _log.warning("step %d: %s", event["step"], warning.text, extra={"is_on_view": True})
             self.write("warning", step=event["step"], kind=warning.name, text=warning.text)
@@ -156,7 +138,6 @@ class RunEvents:
         if self._progress is not None:
             self._progress.__exit__(None, None, None)
             self._progress = None
-            self._sinks = [self._trackers]
 
     def close(self) -> None:
         """Close everything. Later calls do nothing."""
@@ -182,13 +163,9 @@ class Interval:
         data_wait_seconds: float | None = None,
         rank_seconds: Sequence[float] = (),
     ) -> None:
-        """Add one step.
+        """Add one step, with its seconds on this rank from the end of the step before, and the tokens over all ranks.
 
-        Args:
-            seconds: the time of the step on this rank, from the end of the step before.
-            num_tokens: over all ranks.
-            data_wait_seconds: the part of `seconds` spent waiting for the data loader; None if it was not measured.
-            rank_seconds: the seconds that each rank computed on its own; empty in a world of one.
+        `rank_seconds` are the seconds that each rank computed on its own; empty in a world of one.
         """
         self._seconds += seconds
         self._num_tokens += num_tokens

@@ -43,20 +43,7 @@ _log = logging.getLogger(__name__)
 
 
 class Journal:
-    """Open the run's folder and record every event in it.
-
-    Attributes:
-        folder: the run's.
-        result: the outcome, as run.json will record it.
-        is_closed: True once nothing more is written.
-
-    Args:
-        config: the whole run.
-        fallbacks: recorded in run.json.
-        world: world_size, processes_started, launcher, backend, threads, sharding, shard_size, device and precision.
-        global_batch: the parts of the global batch size.
-        fingerprints: digests of data, template and configuration.
-        rows_read_as: for each split, a description of each source of its rows.
+    """Open the run's folder and record every event in it. `result` is the outcome, as run.json will record it.
 
     Raises:
         CheckpointError: the folder cannot be used, see `RunFolder.open`, or its run was started with another

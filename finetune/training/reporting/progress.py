@@ -50,14 +50,7 @@ class _CellView:
 
 
 class TrainingProgress:
-    """Show the progress of training: a live view on a terminal or in a notebook, elsewhere a log line now and then.
-
-    Args:
-        total_steps: optimizer steps of the whole run.
-        first_step: steps done before this start.
-        log_every: steps between two log lines. The last step always has one.
-        console: of the view; default: stderr. There is no view if this is not a terminal.
-    """
+    """Show the progress of training: a live view on a terminal or in a notebook, elsewhere a log line now and then."""
 
     def __init__(
         self, total_steps: int, *, first_step: int = 0, log_every: int = 10, console: Console | None = None
@@ -130,14 +123,7 @@ class TrainingProgress:
 
 
 def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profile: str | None = None) -> None:
-    """Print the files of a finished run and the next command to try.
-
-    Args:
-        folder: the run's folder.
-        prompt: a prompt from the data for the command; None if the data has no prompt.
-        step: the step of the weights in `adapter/`; None if it is not known.
-        profile: a sentence on the time of the profiled steps; None if no step was profiled.
-    """
+    """Print the files of a finished run and the next command to try; None: not known, or there is none."""
     shown = shown_folder(folder)
     # A row may hold characters that steer the terminal, which quotes for the shell do not stop, or that it cannot show.
     is_exact = prompt and as_written(visible(prompt), sys.stdout) == prompt

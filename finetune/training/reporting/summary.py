@@ -28,10 +28,7 @@ _LABEL_WIDTH = 8
 def show_summary(
     runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
 ) -> None:
-    """Write the lines to a terminal or a notebook. Elsewhere, the log has the same information.
-
-    `first_step` is the number of steps before this start, and `num_steps` the number of steps of the whole run.
-    """
+    """Write the lines to a terminal or a notebook. Elsewhere, the log has the same information."""
     row = OBJECTIVES[config.training.objective].example_name
     held_out = ""
     if splits.validation is not None and holds_out_by_default(config.data):

@@ -89,12 +89,7 @@ class Rewards:
 
     @classmethod
     def of(cls, config: Config) -> Rewards:
-        """Make the functions of a configuration.
-
-        Raises:
-            ConfigError: there is no function, or not as many weights; `regex` has no pattern, or one that is no regular
-                expression.
-        """
+        """Make the functions of a configuration, or raise ConfigError for settings that do not fit each other."""
         section = config.reward
         if not section.functions:
             raise ConfigError(
@@ -120,11 +115,7 @@ class Rewards:
         )
 
     def check(self) -> None:
-        """Import the user's own functions.
-
-        Raises:
-            ConfigError: a name is unknown, not allowed, or does not name a function.
-        """
+        """Import the user's own functions; ConfigError if a name is unknown, not allowed, or no function."""
         self._own  # noqa: B018  # looked up here
 
     @cached_property
@@ -154,11 +145,7 @@ class Rewards:
         return tuple(name for name in self.names if name in _NEED_EXPECTED)
 
     def __call__(self, answers: Sequence[GeneratedAnswer]) -> list[list[float]]:
-        """Reward answers: for each answer the rewards of all functions; nan where a function gives none.
-
-        Raises:
-            DataError: a function failed, took too long or returned something else than one number for each answer.
-        """
+        """Return the rewards of all functions for each answer, nan where one gives none; DataError if one fails."""
         by_function = [
             [self._scores[name](answer) for answer in answers] if name in self._scores else self._ask(name, answers)
             for name in self.names
@@ -171,7 +158,10 @@ class Rewards:
         arguments = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
         arguments |= {
             "prompts": [answer.prompt for answer in answers],
-            "completions": [_like_prompt(answer) for answer in answers],
+            "completions": [
+                answer.whole if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.whole}]
+                for answer in answers
+            ],
             "completion_ids": [list(answer.ids) for answer in answers],
             "expected": [answer.expected for answer in answers],
         }
@@ -213,10 +203,6 @@ def _refuse_bad_pattern(section: RewardSection) -> None:
         re.compile(section.pattern)
     except re.error as error:
         raise ConfigError(f"reward.pattern is {section.pattern!r}, which is no regular expression: {error}.") from None
-
-
-def _like_prompt(answer: GeneratedAnswer) -> Any:
-    return answer.whole if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.whole}]
 
 
 def _as_number(name: str, value: object, answer: GeneratedAnswer) -> float:

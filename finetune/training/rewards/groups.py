@@ -54,12 +54,7 @@ class GroupNats(NamedTuple):
 
 @dataclass(frozen=True)
 class GroupLoss:
-    """The loss with its settings.
-
-    Attributes:
-        section: its settings.
-        longest: `rollout.max_completion_length`.
-    """
+    """The loss with its settings; `longest` is `rollout.max_completion_length`."""
 
     section: GrpoSection
     longest: int
@@ -106,13 +101,9 @@ class Advantages(NamedTuple):
 
 
 def advantages_of(rewards: torch.Tensor, weights: Sequence[float], scale: str, *, num_generations: int) -> Advantages:
-    """Compare the answers of each group.
+    """Compare the answers of each group of `num_generations`; `scale` is `grpo.scale_rewards`.
 
-    Args:
-        rewards: of each function, float64, (answers, functions), group after group; nan where it gave none.
-        weights: of the functions.
-        scale: `grpo.scale_rewards`.
-        num_generations: answers of a group, at least 2.
+    `rewards` are float64, (answers, functions), group after group; nan where a function gave none.
     """
     weighted = rewards * torch.tensor(weights, dtype=rewards.dtype)
     total = weighted.nansum(1)
@@ -191,12 +182,8 @@ def summed_group_loss(
 ) -> torch.Tensor:
     """Sum the loss over a micro-batch, with a gradient, followed by the sums of its metrics; float64.
 
-    Args:
-        model: in training mode; a PEFT model if the loss has a reference.
-        microbatch: on the model's device; plain rows count as answers with an advantage of 1.
-        loss: with its settings.
-        temperature: of the sampling.
-        choices: how packed rows are computed.
+    The model is in training mode, and a PEFT model if the loss has a reference. Plain rows count as answers with an
+    advantage of 1.
     """
     answers = _as_answers(microbatch)
     reference = None

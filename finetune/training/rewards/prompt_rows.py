@@ -24,10 +24,7 @@ _NOT_COLUMNS = frozenset({"prompt", "completion", "messages", "conversations", "
 class PromptRows:
     """The prompts of a split, and what its rows tell a reward function.
 
-    Args:
-        examples: encoded rows.
-        tokenizer: the model's.
-        rows: the rows as they were read, by their origin; None if no function reads them.
+    `rows` are the rows as they were read, by their origin; None if no function reads them.
 
     Attributes:
         prompts: token ids of each prompt, with the header of the assistant's turn.
@@ -84,11 +81,7 @@ def read_rows_by_source(section: DataSection) -> dict[str, Example]:
 
 
 def check_expected(config: Config, rewards: Rewards, prompts: PromptRows) -> None:
-    """Refuse functions that compare with expected answers where rows have none.
-
-    Raises:
-        DataError: names the first row without one.
-    """
+    """Raise DataError if functions compare with expected answers and a row has none."""
     without = [row for row, expected in enumerate(prompts.expected) if not expected]
     if rewards.needing_expected and without:
         raise DataError(

@@ -55,12 +55,7 @@ class RolloutServer:
                     raise (PreemptedError(str(error)) if error.is_preempted else error) from None
 
     def sample(self, step: int, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer]:
-        """Give the adapter to the server, and return its answers to each prompt on every rank. Collective.
-
-        Raises:
-            ServerError: the server refuses the adapter or a prompt, its answer is wrong, or it is gone for too long. Or
-                the run was asked to stop meanwhile.
-        """
+        """Give the adapter to the server, and return its answers on every rank; or raise ServerError. Collective."""
         runtime, section = self._runtime, self._section
         runtime.liveness.enter_phase("rollout by the server", step, timed=False)
         answers: Any = None
@@ -87,13 +82,9 @@ class RolloutServer:
         return [SampledAnswer(*answer) for answer in answers]
 
     def compare(self, step: int, own_nats: Sequence[float], server_nats: Sequence[float]) -> dict[str, float]:
-        """Compare -log p of tokens as the run and the server compute it, both before temperature.
+        """Return the mean difference of -log p of tokens, as the run and the server compute it before temperature.
 
-        Returns:
-            The mean difference by the name of its metric; empty without tokens.
-
-        Raises:
-            RunFailedError: the mean is above `rollout.max_difference`.
+        A mean above `rollout.max_difference` is a RunFailedError.
         """
         differences = [
             abs(own_value - server_value) for own_value, server_value in zip(own_nats, server_nats, strict=True)

@@ -111,8 +111,7 @@ class RolloutLoader:
     def halve(self) -> int | None:
         """Halve the micro-batches of the last yielded step and of all later ones; `steps` has to be called again.
 
-        Returns:
-            The new limit in tokens; None if the micro-batches cannot be smaller, and then nothing changes.
+        Return the new limit in tokens; None if they cannot be smaller, and then nothing changes.
         """
         assert self._rollout is not None
         rule = self._rule_of_answers(self._rollout, self._in_loss(self._rollout))
@@ -168,11 +167,7 @@ class RolloutLoader:
         return rollout
 
     def check_sources(self) -> None:
-        """Check the reward functions, and the server if there is one, see `RolloutServer.check`. Collective.
-
-        Raises:
-            ConfigError: a reward function is unknown or not allowed.
-        """
+        """Check the reward functions, and the server if there is one, see `RolloutServer.check`. Collective."""
         self._rewards.check()
         if self._server is not None:
             self._server.check(self._prompts)
@@ -369,10 +364,7 @@ def reward_on_main(
 ) -> list[list[float]]:
     """Reward all answers on the main process, so that a function sees them together. Collective.
 
-    `rows` has the row of each answer, and `answers` the token ids of each.
-
-    Raises:
-        DataError: on all ranks, if a function failed.
+    `rows` has the row of each answer. If a function fails, its DataError is raised on all ranks.
     """
     values: list[list[float]] = []
     with setup.runtime.collectives.failing_together("rewarding answers"):

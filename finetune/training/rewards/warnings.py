@@ -19,11 +19,7 @@ _RISES_BY = 0.02
 
 
 class RewardWarnings(RunWarnings):
-    """Check the steps and validations of a run that learns from rewards. Its loss is near 0, whatever it learns.
-
-    The model may have nothing to compare, give answers without an end, repeat itself, or do better on its own prompts
-    only.
-    """
+    """Check the steps and validations of a run that learns from rewards. Its loss is near 0, whatever it learns."""
 
     def __init__(self) -> None:
         super().__init__()
