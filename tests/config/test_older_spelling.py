@@ -149,15 +149,6 @@ def test_our_own_spelling_warns_of_nothing(tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_words_have_the_older_spelling_too(caplog):
-    config = compose(["training.optimizer_kwargs.lr=0.5", "training.path=x"], complete=False)
-    assert (config.optim.learning_rate, config.output_dir) == (0.5, "x")
-    assert caplog.messages == [
-        "command line: training.optimizer_kwargs.lr is an older spelling of optim.learning_rate, "
-        "training.path of output_dir"
-    ]
-
-
 def renamed_values(config: Config) -> list[object]:
     return [
         config.lora.target_modules,
@@ -216,11 +207,6 @@ def test_a_key_in_both_spellings_names_both(tmp_path):
     assert f"{file}:5: num_epochs: means the same as training.epochs ({file}:4)" in str(caught.value)
 
 
-def test_another_spelling_in_another_place_overrides(tmp_path):
-    assert composed(tmp_path, "training: {seed: 1}", "seed=2").seed == 2
-    assert composed(tmp_path, "seed: 1", "training.seed=2").seed == 2
-
-
 def test_problems_name_the_key_as_it_was_written(tmp_path):
     with pytest.raises(ConfigError) as caught:
         composed(
@@ -231,11 +217,6 @@ def test_problems_name_the_key_as_it_was_written(tmp_path):
     assert f"{file}:2: checkpoint.save_every_epochs (written training.checkpoint_at): expected" in str(caught.value)
     assert f"{file}:3: optim.optimizer (written training.optimizer_type): os.system is not" in str(caught.value)
     assert f"{file}:4: optim.learning_rate (written training.optimizer_args): expected a number" in str(caught.value)
-
-
-def test_origins_are_those_of_the_older_keys(tmp_path):
-    config = composed(tmp_path, "training:\n  optimizer_kwargs:\n    lr: 0.5\n")
-    assert config.origin("optim.learning_rate") == f"{tmp_path}/old.yaml:3"
 
 
 def test_a_run_from_before_the_rule_of_splits_holds_out_rows_by_position(tmp_path):

@@ -58,8 +58,6 @@ def test_each_name_is_answered():
     ("override", "answer"),
     [
         ("dataset=x", "Did you mean data.path?"),
-        ("micro_batch_size=2", "Did you mean training.batch_size?"),
-        ("load_in_4bit=false", "Did you mean lora.quantize?"),
         ("bf16=false", "Did you mean training.precision?"),
         ("train_on_inputs=true", "Only answers carry loss. data.train_on=last leaves out all but the last"),
     ],
@@ -67,10 +65,3 @@ def test_each_name_is_answered():
 def test_an_answer_suits_every_value(override, answer):
     with pytest.raises(ConfigError, match=answer):
         compose([override], complete=False)
-
-
-def test_several_unknown_keys_list_the_sections_once():
-    with pytest.raises(ConfigError) as caught:
-        compose(["foo=1", "bar_of_gold=2", "zzz=3"], complete=False)
-    assert str(caught.value).count("There is: ddp") == 1
-    assert str(caught.value).count("there is no such key.") == 3

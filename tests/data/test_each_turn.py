@@ -11,7 +11,6 @@ import torch
 from finetune.config.compose import load_config
 from finetune.data.batches import TrainLoader, packer
 from finetune.data.encoded import EncodedExamples
-from finetune.data.labelled import encode_labelled
 from finetune.data.preferences import encode_preferences
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
@@ -77,14 +76,6 @@ def test_a_conversation_is_one_example_in_shares_weights_and_steps(encode):
     assert (rule.num_examples, rule.steps_per_epoch) == (3, 2)
     seen = [row for step in range(2) for cut in rule.microbatches_of_step(0, step) for row in cut.rows]
     assert sorted(seen) == list(range(len(most)))
-
-
-def test_a_row_without_thinking_shares_everything_with_the_answer_before(encode):
-    row = conversation(6, seed=3, thinking=0)
-    (cut,) = rule_of(encode([row])).microbatches_of_step(0, 0)
-    whole = encode([row], train_on="all")
-    assert cut.rows == list(range(6))
-    assert cut.num_tokens <= len(whole[0].input_ids) + 6  # the end of the text behind each answer
 
 
 def losses_of(model: torch.nn.Module, examples: EncodedExamples, rule: Any) -> tuple[float, torch.Tensor]:
@@ -181,7 +172,6 @@ def test_the_answers_of_a_conversation_are_packed_or_refused(encode):
 @pytest.mark.parametrize(
     ("encode_rows", "answers"),
     [
-        (encode_labelled, {"completion": "yes", "label": True}),
         (encode_preferences, {"chosen": "yes", "rejected": "no"}),
     ],
 )

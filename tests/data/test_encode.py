@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import json
 from itertools import accumulate
 
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import DataLoader
 
 from finetune.data.encode import describe
 from finetune.data.encoded import EncodedExamples, digest_tensors
@@ -40,20 +38,6 @@ def test_rows_become_flat_tensors(make_section, write_jsonl):
     assert torch.equal(train[-1].input_ids, train[1].input_ids)
     with pytest.raises(IndexError):
         train[2]
-
-
-def test_each_row_of_a_json_list_on_one_line_is_an_example(tmp_path, make_section):
-    path = tmp_path / "train.json"
-    path.write_text(json.dumps([CHAT, TWO_ANSWERS] * 2))
-    train = encode(make_section(path=str(path))).train
-    assert train.num_examples == 4
-    assert not train.has_branches
-    assert train.source(3) == f"{path} row 4"
-
-
-def test_a_loader_with_workers_reads_every_row(make_section, write_jsonl):
-    train = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
-    assert [len(row.input_ids) for row in DataLoader(train, batch_size=None, num_workers=1)] == [9, 16]
 
 
 @pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
@@ -136,7 +120,6 @@ def test_a_split_without_any_target_is_refused(make_section, write_jsonl):
     ("row", "special"),
     [
         ({"messages": [{**USER, "content": "a<|end|>b"}, CHAT["messages"][1]]}, "<|end|>"),
-        ({"messages": [USER, {"role": "assistant", "content": "<|endoftext|>"}]}, "<|endoftext|>"),
         (
             {"messages": [{"role": "system", "content": "a", "tools": '[{"name": "<|/tool|>"}]'}, *CHAT["messages"]]},
             "<|/tool|>",
@@ -183,12 +166,3 @@ def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section, wri
     assert joined.select([5]).tokens(0).tolist() == second.tokens(1).tolist()
     one_source = {source.token_ids.data_ptr() for source in (*first.sources, *second.sources)}
     assert {source.token_ids.data_ptr() for source in joined.select([1, 5]).sources} == one_source
-
-
-def test_rows_made_by_hand():
-    examples = EncodedExamples.from_rows([([5, 6, 7], [False, True, True]), ([5], [False])], end_id=7)
-    assert examples.lengths.tolist() == [3, 1]
-    assert examples.num_targets.tolist() == [2, 0]
-    assert examples.prompt_and_answer(0) == ([5], [6])
-    assert examples.source(1) == "row 2"
-    assert not examples.is_truncated.any()

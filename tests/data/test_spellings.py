@@ -50,9 +50,6 @@ CASES = {
         [ASKED, f"*assistant: {A}"],
         "chosen",
     ),
-    "ultrafeedback, rejected": Case(
-        {"prompt": Q, "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
-    ),
     "text prompt, whole completion": Case({"prompt": Q, "completion": [USER, GOOD]}, [ASKED, f"*assistant: {A}"]),
     "turns of the prompt again": Case(
         {"prompt": [SYSTEM, USER], "completion": [SYSTEM, USER, GOOD]},
@@ -63,17 +60,10 @@ CASES = {
         ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
         "chosen",
     ),
-    "another prompt": Case(
-        {"prompt": "Where is Lima?", "completion": [USER, GOOD]}, "completion begins with a turn of the user"
-    ),
+    "another prompt": Case({"prompt": "Where is Lima?", "completion": [USER, GOOD]}, "completion begins with a turn"),
     "another system turn": Case(
         {"prompt": [SYSTEM, USER], "completion": [{**SYSTEM, "content": "Be long."}, USER, GOOD]},
         "completion begins with a turn of the system ('Be long.')",
-    ),
-    "an answer that begins with the user": Case(
-        {"prompt": [USER], "chosen": [{"role": "user", "content": "And?"}, GOOD], "rejected": [BAD]},
-        "chosen begins with a turn of the user ('And?')",
-        "chosen",
     ),
     "prompts that differ": Case(
         {"prompt": Q, "chosen": [*EARLIER, USER, GOOD], "rejected": [USER, BAD]},
@@ -84,16 +74,8 @@ CASES = {
     "TRL, texts without a prompt": Case(
         {"chosen": "The sky is blue.", "rejected": "The sky is black."}, ["text: The sky is| blue."], "chosen"
     ),
-    "TRL, texts without a prompt, rejected": Case(
-        {"chosen": "The sky is blue.", "rejected": "The sky is black."}, ["text: The sky is| black."], "rejected"
-    ),
     "one text begins with the other": Case(
         {"chosen": "So it is", "rejected": "So it is not"}, ["text: So it| is"], "chosen"
-    ),
-    "texts without a prompt, with a system turn": Case(
-        {"system": "Be brief.", "chosen": "The sky is blue.", "rejected": "The sky is black."},
-        ["system: Be brief.", "user: The sky is", "*assistant:  blue."],
-        "chosen",
     ),
     "texts without a prompt that begin differently": Case(
         {"chosen": "Blue.", "rejected": "Black."}, "the texts chosen and rejected begin differently", "chosen"
@@ -101,18 +83,12 @@ CASES = {
     "TRL, implicit prompt": Case(
         {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
     ),
-    "argilla, dpo-mix": Case(
-        {"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD], "chosen_rating": 5.0},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "chosen",
-    ),
     "nothing in common": Case(
         {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "Hi"}, BAD]},
         "begin with turns that differ",
         "chosen",
     ),
     "equal sides": Case({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, [ASKED, f"*assistant: {A}"], "chosen"),
-    "equal texts": Case({"prompt": Q, "chosen": A, "rejected": A}, [f"text: {Q}|{A}"], "chosen"),
     "one side ends with the prompt": Case(
         {"chosen": [USER, GOOD], "rejected": [USER]}, "rejected has nothing after the prompt", "chosen"
     ),
@@ -124,11 +100,6 @@ CASES = {
     ),
     "hh-rlhf with a prompt": Case(
         {"prompt": transcript(Q, ""), "chosen": A, "rejected": B}, [ASKED, f"*assistant: {B}"], "rejected"
-    ),
-    "hh-rlhf, labelled": Case(
-        {"completion": transcript("Hi", "Hello.", Q, A), "label": True},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "labelled",
     ),
     # preference formats of others
     "OpenAI, preference": Case(
@@ -145,16 +116,6 @@ CASES = {
         [ASKED, f"assistant: {A}", ASKED, f"*assistant: {B}"],
         "rejected",
     ),
-    "LLaMA-Factory, Alpaca pairs": Case(
-        {"instruction": "Where is it?", "input": "Porto", "chosen": A, "rejected": B, "system": "Be brief."},
-        ["system: Be brief.", "user: Where is it?\n\nPorto", f"*assistant: {A}"],
-        "chosen",
-    ),
-    "axolotl, chat_template.default": Case(
-        {"messages": [SYSTEM, USER], "chosen": GOOD, "rejected": BAD},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-        "chosen",
-    ),
     "an answer in the context and in a column": Case(
         {"messages": [USER, GOOD], "chosen": A, "rejected": B}, "messages ends with a turn of the assistant", "chosen"
     ),
@@ -162,12 +123,6 @@ CASES = {
         {"system": "Be brief.", "instruction": Q, "chosen_response": A, "rejected_response": B},
         ["system: Be brief.", ASKED, f"*assistant: {B}"],
         "rejected",
-    ),
-    "axolotl, chatml.intel": Case(
-        {"system": "Be brief.", "question": Q, "chosen": A, "rejected": B},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-        "chosen",
-        {"prompt": "question"},
     ),
     "ms-swift, rejected_response": Case(
         {"messages": [SYSTEM, *EARLIER, USER, GOOD], "rejected_response": B},
@@ -184,19 +139,6 @@ CASES = {
         ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
         "labelled",
     ),
-    "LLaMA-Factory, Alpaca with kto_tag": Case(
-        {"instruction": Q, "input": "", "output": A, "kto_tag": False}, [ASKED, f"*assistant: {A}"], "labelled"
-    ),
-    "ms-swift, KTO": Case({"messages": [USER, BAD], "label": False}, [ASKED, f"*assistant: {B}"], "labelled"),
-    "axolotl, KTO argilla": Case(
-        {"system": "Be brief.", "instruction": Q, "completion": A, "label": True},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-        "labelled",
-        {"prompt": "instruction"},
-    ),
-    "axolotl, KTO argilla_chat": Case(
-        {"completion": [USER, GOOD], "label": True}, [ASKED, f"*assistant: {A}"], "labelled"
-    ),
     # columns of the prompt
     "ms-swift, query and response": Case(
         {"system": "Be brief.", "history": [["Hi", "Hello."]], "query": Q, "response": A},
@@ -205,9 +147,6 @@ CASES = {
     "ms-swift, exchanges": Case(
         {"system": "Be brief.", "conversation": [{"human": "Hi", "assistant": "Hello."}, {"human": Q, "assistant": A}]},
         ["system: Be brief.", "user: Hi", "*assistant: Hello.", ASKED, f"*assistant: {A}"],
-    ),
-    "Claude, system beside messages": Case(
-        {"system": "Be brief.", "messages": [USER, GOOD]}, ["system: Be brief.", ASKED, f"*assistant: {A}"]
     ),
     "OpenOrca": Case(
         {"system_prompt": "Be brief.", "question": Q, "response": A, "id": "1"},
@@ -228,11 +167,9 @@ CASES = {
         "answers",
         {"prompt": "question", "input": "context", "completion": "answer"},
     ),
-    "Alpaca without system": Case({"instruction": Q, "input": "", "output": A}, [ASKED, f"*assistant: {A}"]),
     "Alpaca with the text of its prompt": Case(
         {"instruction": Q, "output": A, "prompt": f"Below is ... {Q}"}, [ASKED, f"*assistant: {A}"]
     ),
-    "prompt and completion": Case({"prompt": Q, "completion": A, "system": ""}, [f"text: {Q}|{A}"]),
     # roles, tools, parts
     "Vertex AI": Case(
         {"messages": [{"role": "user", "content": Q}, {"role": "model", "content": A}]}, [ASKED, f"*assistant: {A}"]
@@ -243,7 +180,6 @@ CASES = {
     "human in role": Case(
         {"messages": [{"role": "human", "content": Q}, {"role": "gpt", "content": A}]}, [ASKED, f"*assistant: {A}"]
     ),
-    "an unknown role": Case({"messages": [{"role": "bot", "content": Q}, GOOD]}, "messages[0].role is 'bot'"),
     "OpenAI, Responses": Case(
         {
             "messages": [
@@ -252,9 +188,6 @@ CASES = {
             ]
         },
         [ASKED, f"*assistant: {A}"],
-    ),
-    "an image": Case(
-        {"messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}, GOOD]}, "part of text"
     ),
     "LLaMA-Factory, function_call": Case(
         {
@@ -313,19 +246,9 @@ CASES = {
         "messages[1] has train_detail, which masks parts of its text; expected turns that carry loss as a whole, or "
         "weight: 0",
     ),
-    "masks that differ": Case(
-        {"messages": [USER, {**GOOD, "weight": 1, "loss": False}]}, "weight and loss that differ"
-    ),
-    "a trained question": Case(
-        {"messages": [{**USER, "train": True}, GOOD]}, "messages[0].train is true, but its role is"
-    ),
+    "masks that differ": Case({"messages": [USER, {**GOOD, "weight": 1, "loss": False}]}, "weight and loss that"),
     # rows for another objective
-    "pairs in supervised training": Case(
-        {"prompt": Q, "chosen": A, "rejected": B}, "Set training.objective=dpo (or orpo, simpo)"
-    ),
-    "ShareGPT pairs in supervised training": Case(
-        {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "Set training.objective=dpo"
-    ),
+    "pairs in supervised training": Case({"prompt": Q, "chosen": A, "rejected": B}, "Set training.objective=dpo (or"),
     "OpenAI's pairs in supervised training": Case(
         {"input": {"messages": [USER]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
         "has preferred_output and non_preferred_output",
@@ -433,22 +356,12 @@ def test_columns_that_are_not_used_are_named_every_time(make_section, write_json
         assert sum(named in line for line in logged()) >= times
 
 
-def test_texts_with_and_without_a_system_turn_stand_in_one_file(make_section, write_jsonl):
-    rows = [{"prompt": Q, "completion": A}, {"prompt": Q, "completion": A, "system": "Be brief."}]
-    examples = encode_train(make_section(path=write_jsonl(rows)))
-    texts = [tiny_tokenizer().decode(examples[row].input_ids) for row in (0, 1)]
-    assert texts[1] == f"<|system|>Be brief.<|end|>{texts[0]}"
-
-
 @pytest.mark.parametrize(
     ("names", "proposal"),
     [
         (["question", "answer"], "data.columns.prompt=question data.columns.completion=answer"),
         (["id", "problem", "solution"], "data.columns.prompt=problem data.columns.completion=solution"),
-        (
-            ["context", "question", "answer"],
-            "data.columns.input=context data.columns.prompt=question data.columns.completion=answer",
-        ),
+        (["context", "question"], "data.columns.input=context data.columns.prompt=question"),
         (["question", "instruction", "answer"], ""),
         (["a", "b"], ""),
     ],

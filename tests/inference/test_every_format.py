@@ -103,18 +103,6 @@ def test_preview_shows_what_is_learnt(run: Run) -> None:
     assert run.name == "quickstart" or "send three nails" in shown
 
 
-def test_gates_refuse_rows_to_measure_on_that_are_training_rows(run: Run, tmp_path: Path) -> None:
-    doubled = tmp_path / "doubled.jsonl"
-    doubled.write_text(run.test_file.read_text().splitlines()[0] + "\n")
-    words = [*run.words, f"data.test={doubled}", f"data.validation={doubled}", f"output_dir={tmp_path / 'run'}"]
-    train = [f"data.path={doubled}"] if run.name != "quickstart" else [f"data.path={doubled}", "data.max_rows=1"]
-    done = run_finetune("train", *words, *train)
-    assert done.returncode == 2, done.stdout
-    assert f"test: 1 of 1 rows are training rows too: {doubled}:1 is {doubled}:1" in done.stdout
-    assert "data.on_overlap=drop" in done.stdout
-    assert not (tmp_path / "run").exists()
-
-
 def test_generate_answers_the_rows_of_a_file(run: Run, tmp_path: Path) -> None:
     asked = tmp_path / "asked.jsonl"
     asked.write_text("".join(json.dumps(row) + "\n" for row in as_they_stand(run)[:2]))

@@ -71,7 +71,7 @@ def test_rows_of_a_file_name_their_line(tmp_path):
         read_json_lines(io.StringIO(""), "standard input")
 
 
-@pytest.mark.parametrize("bad", [[USER, "x"], [{"role": "user"}, ANSWER], [{"role": "boss", "content": "a"}], [ANSWER]])
+@pytest.mark.parametrize("bad", [[USER, "x"], [{"role": "user"}, ANSWER], [ANSWER]])
 def test_turns_that_are_none_are_refused(bad):
     with pytest.raises(DataError, match=r"1 of 1 rows"):
         read_json_lines(lines({"messages": bad}), "asked")
@@ -102,32 +102,12 @@ def test_the_tools_of_a_row_are_offered(answered):
     ("prompt", "style", "why"),
     [
         (Prompt(source="row 1", messages=({"role": "user", "content": "a<|end|>b"},)), "phi4_mini", "special token"),
-        (
-            Prompt(source="row 1", messages=(USER, ANSWER, USER)),
-            "none",
-            "no chat template, .* Set data.chat_template=plain",
-        ),
         (Prompt(source="row 1", text=""), "phi4_mini", "empty"),
     ],
 )
 def test_what_cannot_be_asked_says_why(prompt, style, why):
     with pytest.raises(DataError, match=f"row 1.*{why}"):
         text_of(prompt, style=style)
-
-
-def test_a_template_that_refuses_the_turns_is_told():
-    tokenizer = tiny_tokenizer()
-    tokens = AnswerTokens(tokenizer)
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match="row: the chat template refuses the row: roles must alternate"):
-        encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
-
-
-def test_a_line_that_is_not_json_is_told_as_in_a_file_of_rows():
-    with pytest.raises(DataError, match=r"asked:2: not JSON: .+ at column 2; expected one JSON object per line"):
-        read_json_lines(['{"prompt": "a"}', '{"prompt'], "asked")
-    with pytest.raises(DataError, match="asked:1: the line is not UTF-8 text"):
-        read_json_lines(['"\udcff"'], "asked")
 
 
 def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog):
