@@ -98,21 +98,6 @@ def test_a_file_is_written_where_it_is_named_and_never_over_another():
     assert "no/folder/mine.yaml cannot be written: No such file or directory." in nowhere.errors
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["quickstart"], "init takes no run file, got quickstart."),
-        (["data=gone.jsonl"], "no file or folder of this name"),
-        (["lora.r=x"], "lora.r: expected a whole number above 0, got 'x'"),
-    ],
-)
-def test_a_wrong_word_writes_nothing(words, message):
-    done = run_finetune("init", *words, "--file", "mine.yaml")
-    assert done.returncode == 2
-    assert message in done.errors
-    assert not Path("mine.yaml").exists()
-
-
 @pytest.mark.process
 def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
     (tmp_path / "taken.yaml").write_text("mine\n")

@@ -114,11 +114,6 @@ def test_the_train_loader_gives_the_planned_rows_with_their_place_in_the_global_
                 assert ids == pad([examples[row] for row in part.rows]).input_ids.tolist()
 
 
-def test_a_rank_may_have_nothing_to_do_in_a_step():
-    steps = loaded(train_loader(rank=2, world_size=3))
-    assert [len(step) for step in steps] == [1, 1, 0]
-
-
 def test_worker_processes_give_the_same_micro_batches():
     assert loaded(train_loader(num_workers=2, prefetch_factor=2), first_step=1) == loaded(train_loader(), first_step=1)
 

@@ -67,12 +67,6 @@ def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, name):
         list(rows.rows())
 
 
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "backports.zstd", None)
-    with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'phi-finetune\[zstd\]'`"):
-        list(file_rows(tmp_path / "a.jsonl.zst", zstd.compress(LINES)).rows())
-
-
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, suffix, name):

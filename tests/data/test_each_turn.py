@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import encode_preferences
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError
 from finetune.training.loaders import log_batches, plan_batches
 from tests.data.conftest import encode_train
 from tests.launches import REPOSITORY
@@ -142,24 +141,6 @@ def test_answers_stay_together_until_they_are_too_many_and_the_log_says_what_tha
     (line,) = [line for line in logged() if "exceed" in line]
     assert line.startswith(f"1 of 2 conversations exceed training.max_tokens_per_microbatch={most}: ")
     assert f"computes {shared:,} tokens of an epoch again" in line
-
-
-def test_padded_rows_and_a_boundary_keep_all_answers(encode):
-    examples = encode([conversation(4, seed=7), conversation(2, seed=8)], max_length=8192)
-    padded = rule_of(examples, is_packed=False, global_batch_size=2, batch_size=2)
-    assert padded.tokens is None
-    assert sorted(row for cut in padded.microbatches_of_step(0, 0) for row in cut.rows) == list(range(6))
-    boundary = int(examples.lengths[1])
-    cuts = replace(rule_of(examples, global_batch_size=2), boundary=boundary).microbatches_of_step(0, 0)
-    assert sorted(row for cut in cuts for row in cut.rows) == list(range(6))
-    assert all(len({bool(examples.lengths[row] > boundary) for row in cut.rows}) == 1 for cut in cuts)
-
-
-def test_a_bad_conversation_counts_once(encode):
-    rows = [conversation(3, seed=1), conversation(1, seed=2)]
-    rows[0]["messages"][0]["content"] = "<|end|>"
-    with pytest.raises(DataError, match="1 of 2 rows cannot be used"):
-        encode(rows)
 
 
 def test_the_answers_of_a_conversation_are_packed_or_refused(encode):

@@ -105,12 +105,6 @@ def test_long_rows_are_cut_on_the_right_and_counted(make_section, write_jsonl, l
         train.prompt_and_answer(2)
 
 
-def test_an_answer_that_is_cut_keeps_all_its_tokens(make_section, write_jsonl):
-    section = make_section(path=write_jsonl([CHAT]), max_length=7, on_truncated_answer="warn", on_untrained_end="warn")
-    train = encode(section).train
-    assert tiny_tokenizer().decode(train.prompt_and_answer(0).answer) == "yes"
-
-
 def test_a_split_without_any_target_is_refused(make_section, write_jsonl):
     with pytest.raises(DataError, match=r"none of its 2 rows has a target token within data.max_length=5; the longest"):
         encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]), max_length=5))

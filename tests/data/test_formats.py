@@ -120,14 +120,6 @@ def test_columns_can_be_called_anything(make_section, write_jsonl, logged):
     ) in logged()
 
 
-def test_renamed_columns_and_an_explicit_format_are_looked_for_under_their_names(make_section, write_jsonl):
-    path = write_jsonl([{"dialog": ONE_TURN["conversations"]["conversations"], "text": "other"}])
-    section = make_section(path=path, format="conversations", columns={"conversations": "dialog"})
-    assert shown(encode_train(section))[1] == "yes<|end|>"
-    with pytest.raises(DataError, match="no column talk; it has dialog, text"):
-        encode_train(section.model_copy(update={"columns": {"conversations": "talk"}}))
-
-
 @pytest.mark.parametrize("column", ["messages", "talk"])
 def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column):
     path = tmp_path / "rows.csv"

@@ -20,7 +20,7 @@ from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
 
@@ -66,23 +66,6 @@ def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(section):
         files.append(cached_bytes(own))
     assert files[0] == files[1]
     assert encoding_below(psutil.Process()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_rows_that_cannot_be_used_are_named_all_the_same(make_section, write_jsonl):
-    rows = list(map(row, range(NUM_ROWS)))
-    for bad in (3, NUM_ROWS - 1):
-        rows[bad]["messages"][1]["content"] = "a<|end|>"
-    section = make_section(path=write_jsonl(rows))
-    messages = []
-    for count in (1, 2):
-        with pytest.raises(DataError) as caught:
-            encode(section, num_processes=count)
-        messages.append(str(caught.value))
-    assert f"2 of {NUM_ROWS} rows cannot be used" in messages[0]
-    assert f"train.jsonl:{NUM_ROWS}: " in messages[0]
-    assert messages[0] == messages[1]
 
 
 @pytest.fixture

@@ -115,13 +115,6 @@ def test_an_example_keeps_the_whole_row_for_reward_functions(make_section, write
     assert other.train[0].columns is None
 
 
-def test_the_columns_of_a_prompt_may_have_other_names(make_section, write_jsonl):
-    row = {"question": "Hi", "reply": "yes", "id": 3}
-    columns = {"prompt": "question", "completion": "reply"}
-    (example,) = read(make_section(path=write_jsonl([row]), columns=columns))
-    assert (example.prompt, example.completion, example.columns) == ("Hi", "yes", row)
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [

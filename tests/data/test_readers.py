@@ -108,8 +108,3 @@ def test_the_digest_of_a_data_set_is_of_its_content(tmp_path):
     assert in_memory.digest() != other.digest()
     assert [row.value for row in on_disk.rows()] == ROWS
     assert on_disk.place(2) == "a row 2"
-
-
-def test_a_file_that_is_gone_is_a_data_error(tmp_path):
-    with pytest.raises(DataError, match=r"a\.jsonl cannot be read: No such file or directory \(ENOENT\)"):
-        file_rows(tmp_path / "a.jsonl").digest()

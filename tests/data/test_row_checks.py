@@ -52,14 +52,6 @@ def test_rows_can_be_left_out_or_kept(make_section, write_jsonl, logged):
     assert any("or set data.on_truncated_answer=drop" in line for line in logged())
 
 
-def test_where_only_what_comes_after_the_last_end_is_cut_no_answer_is(make_section, write_jsonl, logged):
-    # Without its last token a row has lost the eos alone; at 10 the second question is cut, and its answer with it.
-    for rows, max_length in (([SHORT], 8), ([TWO_TURNS], 10)):
-        train = encode(make_section(path=write_jsonl(rows), max_length=max_length)).train
-        assert int(train.is_truncated.sum()) == 1
-    assert sum("1 of 1 rows are longer than data.max_length=" in line for line in logged()) == 2
-
-
 @pytest.mark.parametrize(("action", "rows"), [("warn", 2), ("drop", 1)])
 def test_long_rows_are_the_users_business(make_section, write_jsonl, logged, action, rows):
     section = make_section(path=write_jsonl([TWO_TURNS, TWO_TURNS | {"messages": TWO_TURNS["messages"][:2]}]))
@@ -118,14 +110,6 @@ def test_rows_in_training_and_test(make_section, write_jsonl):
     assert (len(left.train), len(left.test or ())) == (29, 11)
     assert all("Hi 0<" not in str(tiny_tokenizer().decode(row.input_ids)) for row in left.train)
     assert len(encode(section, on_overlap="warn").train) == 32
-
-
-def test_equal_rows_are_found_among_many_and_no_others(make_section, write_jsonl):
-    train = write_jsonl([{"text": f"the {number} or {number % 7}"} for number in range(6000)])
-    section = make_section(path=train, validation=write_jsonl([{"text": "the 5999 or 0"}, {"text": "no"}], "v.jsonl"))
-    assert f"validation: 1 of 2 rows are training rows too: {section.validation}:1 is {train}:6000" in refusal(section)
-    section = section.model_copy(update={"validation": write_jsonl([{"text": "the 5999 or 1"}], "v.jsonl")})
-    assert encode(section).validation is not None
 
 
 def test_all_refusals_come_at_once(make_section, write_jsonl):

@@ -361,7 +361,10 @@ def test_columns_that_are_not_used_are_named_every_time(make_section, write_json
     [
         (["question", "answer"], "data.columns.prompt=question data.columns.completion=answer"),
         (["id", "problem", "solution"], "data.columns.prompt=problem data.columns.completion=solution"),
-        (["context", "question"], "data.columns.input=context data.columns.prompt=question"),
+        (
+            ["context", "question", "answer"],
+            "data.columns.input=context data.columns.prompt=question data.columns.completion=answer",
+        ),
         (["question", "instruction", "answer"], ""),
         (["a", "b"], ""),
     ],

@@ -15,9 +15,9 @@ from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
 from finetune.config.shipped_files import resolve_shipped
 from finetune.data.held_out import digest_row
-from finetune.errors import ConfigError, DataError, ModelError, RequirementError
+from finetune.errors import ConfigError, DataError, RequirementError
 from finetune.inference.finished_run import FinishedRun
-from finetune.inference.scores import AnsweredRow, Evaluation, RowValues, Scores, worse_first
+from finetune.inference.scores import Evaluation, RowValues, Scores
 from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun
@@ -198,20 +198,6 @@ def test_a_run_of_an_earlier_version_keeps_its_rows_also_when_it_resumes(figures
     assert json.loads((run / "run.json").read_text())["fingerprints"]["data.test"] == before["data.test"]
     assert load_config([], run=str(run / "config.yaml")).data.split_rule == "position"
     assert changes_told(figures(run, "strict=true")) == [6, 0, 0, 0]
-
-
-def test_a_base_that_is_gone_is_named_and_not_looked_for_at_the_hub(held_out_run):
-    run, file, _ = held_out_run
-    base = file.parent / "models"
-    base.rename(file.parent / "gone")
-    try:
-        with pytest.raises(ModelError) as caught:
-            evaluate(run, [])
-        assert f"model.path is {base / 'base'}, but there is no such folder" in str(caught.value)
-        assert "moved or deleted since" in str(caught.value)
-        assert "hf download" not in str(caught.value)
-    finally:
-        (file.parent / "gone").rename(base)
 
 
 @pytest.mark.slow
@@ -460,12 +446,3 @@ def test_losses_over_other_tokens_are_not_compared():
         against.exceeded({"loss": 0.0})
     with pytest.raises(ConfigError, match="RUN2 cannot be compared on these rows"):
         one.against(replace(one, row_digests=["a", "c"]), "RUN2")
-
-
-def test_rows_that_got_worse_come_first():
-    def row(source, base, tuned):
-        metrics = {"base": {"exact_match": base}, "tuned": {"exact_match": tuned}}
-        return AnsweredRow(source=source, prompt="", expected="", answers={}, metrics=metrics)
-
-    rows = [row("same", 1.0, 1.0), row("better", 0.0, 1.0), row("worse", 1.0, 0.0)]
-    assert [each.source for each in worse_first(rows)] == ["worse", "same", "better"]

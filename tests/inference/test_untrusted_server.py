@@ -133,13 +133,10 @@ def test_a_malformed_completion_ends_in_one_sentence(server, name):
         ("/v1/models", http({"data": []}), "lists no model without an adapter"),
         ("/v1/models", http({"data": [{"id": "a", "parent": "b"}]}), "lists no model without an adapter"),
         ("/v1/models", http({"data": [{"id": 5}]}), r"data\.0\.id"),
-        ("/v1/models", http({"data": [{"id": "a" * 5000}]}), r"data\.0\.id"),
         ("/v1/models", http({"data": [{"id": "a", "max_model_len": 0}]}), "max_model_len"),
-        ("/v1/models", http({"object": "list"}), "data: Field required"),
-        ("/tokenize", http({"tokens": "5"}), "tokens: Input should be a valid array"),
         ("/tokenize", http({"count": 1}), "tokens: Field required"),
     ],
-    ids=["no model", "only adapters", "id 5", "long id", "no room", "no list", "text", "no tokens"],
+    ids=["no model", "only adapters", "id 5", "no room", "no tokens"],
 )
 def test_a_malformed_answer_of_the_first_check_ends_in_one_sentence(server, path, answer, message):
     server.answers[path] = answer
@@ -148,7 +145,7 @@ def test_a_malformed_answer_of_the_first_check_ends_in_one_sentence(server, path
         asked.check(None, "text", most_tokens=10)
 
 
-@pytest.mark.parametrize("version", [5, None, "", "1\x1b[2J", "9" * 500], ids=["5", "null", "empty", "escape", "long"])
+@pytest.mark.parametrize("version", [5, "1\x1b[2J", "9" * 500], ids=["5", "escape", "long"])
 def test_a_malformed_version_ends_in_one_sentence(server, version):
     server.answers["/version"] = http({"version": version})
     assert "version" in refused(server, lambda: served(server))
@@ -158,15 +155,11 @@ def test_a_malformed_version_ends_in_one_sentence(server, version):
     ("likely", "message"),
     [
         (None, "fewer than 2,048 tokens at the first position"),
-        ([], "fewer than 2,048 tokens"),
         ([{"token_id:1": -1.0}], "fewer than 2,048 tokens"),
         ([{"token_id:9999999": -1.0}], "log p of 'token_id:9999999' is -1.0"),
-        ([{"token_id:1": "-1"}], "log p of 'token_id:1' is '-1'"),
-        ([{"token_id:1": 5}], "log p of 'token_id:1' is 5"),
         ([[1]], r"log p of a position is \[1\]"),
-        ([7], "log p of a position is 7"),
     ],
-    ids=["null", "empty", "one", "above all vocabularies", "text", "positive", "list", "number"],
+    ids=["null", "one", "above all vocabularies", "list"],
 )
 def test_malformed_likely_tokens_end_in_one_sentence(server, likely, message):
     one = choice([1], logprobs={"token_logprobs": [-0.5], "top_logprobs": likely})
