@@ -28,6 +28,9 @@ EARLIER = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "
 CALL = {"name": "track", "arguments": {"parcel": "A1"}}
 CALLED = "assistant call track"
 ASKED = f"user: {Q}"
+ANSWER, BAD_ANSWER = [ASKED, f"*assistant: {A}"], [ASKED, f"*assistant: {B}"]
+BRIEFLY = ["system: Be brief.", *ANSWER]
+LATER = ["user: Hi", "assistant: Hello.", *ANSWER]
 CONTEXT_THEN_LOSS = [ASKED, f"assistant: {B}", ASKED, f"*assistant: {A}"]
 
 
@@ -47,17 +50,14 @@ CASES = {
     # prompts that stand twice (TRL's maybe_extract_prompt)
     "ultrafeedback_binarized": Case(
         {"prompt": Q, "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},
-        [ASKED, f"*assistant: {A}"],
+        ANSWER,
         "chosen",
     ),
-    "text prompt, whole completion": Case({"prompt": Q, "completion": [USER, GOOD]}, [ASKED, f"*assistant: {A}"]),
-    "turns of the prompt again": Case(
-        {"prompt": [SYSTEM, USER], "completion": [SYSTEM, USER, GOOD]},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-    ),
+    "text prompt, whole completion": Case({"prompt": Q, "completion": [USER, GOOD]}, ANSWER),
+    "turns of the prompt again": Case({"prompt": [SYSTEM, USER], "completion": [SYSTEM, USER, GOOD]}, BRIEFLY),
     "the last question of a conversation": Case(
         {"prompt": Q, "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
+        LATER,
         "chosen",
     ),
     "another prompt": Case({"prompt": "Where is Lima?", "completion": [USER, GOOD]}, "completion begins with a turn"),
@@ -80,27 +80,23 @@ CASES = {
     "texts without a prompt that begin differently": Case(
         {"chosen": "Blue.", "rejected": "Black."}, "the texts chosen and rejected begin differently", "chosen"
     ),
-    "TRL, implicit prompt": Case(
-        {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
-    ),
+    "TRL, implicit prompt": Case({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, BAD_ANSWER, "rejected"),
     "nothing in common": Case(
         {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "Hi"}, BAD]},
         "begin with turns that differ",
         "chosen",
     ),
-    "equal sides": Case({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, [ASKED, f"*assistant: {A}"], "chosen"),
+    "equal sides": Case({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, ANSWER, "chosen"),
     "one side ends with the prompt": Case(
         {"chosen": [USER, GOOD], "rejected": [USER]}, "rejected has nothing after the prompt", "chosen"
     ),
     # Anthropic's texts
     "hh-rlhf": Case(
         {"chosen": transcript("Hi", "Hello.", Q, A), "rejected": transcript("Hi", "Hello.", Q, B)},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
+        LATER,
         "chosen",
     ),
-    "hh-rlhf with a prompt": Case(
-        {"prompt": transcript(Q, ""), "chosen": A, "rejected": B}, [ASKED, f"*assistant: {B}"], "rejected"
-    ),
+    "hh-rlhf with a prompt": Case({"prompt": transcript(Q, ""), "chosen": A, "rejected": B}, BAD_ANSWER, "rejected"),
     # preference formats of others
     "OpenAI, preference": Case(
         {
@@ -108,7 +104,7 @@ CASES = {
             "preferred_output": [GOOD],
             "non_preferred_output": [BAD],
         },
-        [ASKED, f"*assistant: {A}"],
+        ANSWER,
         "chosen",
     ),
     "LLaMA-Factory, ShareGPT pairs": Case(
@@ -130,15 +126,11 @@ CASES = {
         "rejected",
     ),
     "ms-swift, rejected_messages": Case(
-        {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
+        {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]}, BAD_ANSWER, "rejected"
     ),
     # labels
-    "TRL, KTO": Case({"prompt": [USER], "completion": [BAD], "label": False}, [ASKED, f"*assistant: {B}"], "labelled"),
-    "LLaMA-Factory, kto_tag": Case(
-        {"messages": [*EARLIER, USER, GOOD], "kto_tag": True},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "labelled",
-    ),
+    "TRL, KTO": Case({"prompt": [USER], "completion": [BAD], "label": False}, BAD_ANSWER, "labelled"),
+    "LLaMA-Factory, kto_tag": Case({"messages": [*EARLIER, USER, GOOD], "kto_tag": True}, LATER, "labelled"),
     # columns of the prompt
     "ms-swift, query and response": Case(
         {"system": "Be brief.", "history": [["Hi", "Hello."]], "query": Q, "response": A},
@@ -150,13 +142,11 @@ CASES = {
     ),
     "OpenOrca": Case(
         {"system_prompt": "Be brief.", "question": Q, "response": A, "id": "1"},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
+        BRIEFLY,
         "answers",
         {"prompt": "question"},
     ),
-    "the same system turn twice": Case(
-        {"system": "Be brief.", "messages": [SYSTEM, USER, GOOD]}, ["system: Be brief.", ASKED, f"*assistant: {A}"]
-    ),
+    "the same system turn twice": Case({"system": "Be brief.", "messages": [SYSTEM, USER, GOOD]}, BRIEFLY),
     "Dolly": Case(
         {"instruction": "Where is it?", "context": "Porto", "response": A, "category": "open_qa"},
         ["user: Where is it?\n\nPorto", f"*assistant: {A}"],
@@ -167,19 +157,13 @@ CASES = {
         "answers",
         {"prompt": "question", "input": "context", "completion": "answer"},
     ),
-    "Alpaca with the text of its prompt": Case(
-        {"instruction": Q, "output": A, "prompt": f"Below is ... {Q}"}, [ASKED, f"*assistant: {A}"]
-    ),
+    "Alpaca with the text of its prompt": Case({"instruction": Q, "output": A, "prompt": f"Below is ... {Q}"}, ANSWER),
     # roles, tools, parts
-    "Vertex AI": Case(
-        {"messages": [{"role": "user", "content": Q}, {"role": "model", "content": A}]}, [ASKED, f"*assistant: {A}"]
-    ),
+    "Vertex AI": Case({"messages": [{"role": "user", "content": Q}, {"role": "model", "content": A}]}, ANSWER),
     "roles in capitals": Case(
-        {"messages": [{"role": "User", "content": Q}, {"role": "Assistant", "content": A}]}, [ASKED, f"*assistant: {A}"]
+        {"messages": [{"role": "User", "content": Q}, {"role": "Assistant", "content": A}]}, ANSWER
     ),
-    "human in role": Case(
-        {"messages": [{"role": "human", "content": Q}, {"role": "gpt", "content": A}]}, [ASKED, f"*assistant: {A}"]
-    ),
+    "human in role": Case({"messages": [{"role": "human", "content": Q}, {"role": "gpt", "content": A}]}, ANSWER),
     "OpenAI, Responses": Case(
         {
             "messages": [
@@ -187,7 +171,7 @@ CASES = {
                 {"role": "assistant", "content": [{"type": "output_text", "text": A}]},
             ]
         },
-        [ASKED, f"*assistant: {A}"],
+        ANSWER,
     ),
     "LLaMA-Factory, function_call": Case(
         {
