@@ -22,7 +22,7 @@ FOLDER = REPOSITORY / "recipes" / "launch"
 LIMIT_SECONDS = 240
 
 SKYPILOT_TASK = {
-    *("name", "workdir", "num_nodes", "resources", "file_mounts", "volumes", "envs", "secrets", "setup", "run"),
+    *("name", "workdir", "num_nodes", "resources", "file_mounts", "volumes", "envs", "secrets", "setup", "run")
 }
 SKYPILOT_RESOURCES = {
     *("infra", "accelerators", "cpus", "memory", "instance_type", "use_spot", "disk_size", "disk_tier"),

@@ -103,13 +103,6 @@ def test_mappings_merge_lists_are_replaced_and_braces_empty(write):
 # --- choosing files -----------------------------------------------------------------------------------------------
 
 
-def test_files_are_chosen_by_path_too(write):
-    write("lab/my.yaml", "seed: 5\n")
-    write("lab/run.yml", "parallel: lab/my.yaml\nddp: true\n")
-    config = compose(["run=lab/run.yml"], complete=False)
-    assert (config.seed, config.ddp) == (5, True)
-
-
 def test_a_run_file_may_set_single_keys_of_a_section_whose_group_it_chooses(write):
     write("r.yaml", "model: phi_tiny\nmodel.revision: 12e7\ndata: orders\ndata.max_length: 99\n")
     config = load_config(run="r.yaml")
@@ -171,11 +164,6 @@ def test_a_key_of_text_takes_the_word_as_it_is(text):
     assert compose([f"data.path={text}"], complete=False).data.path == text.strip("'")
 
 
-@pytest.mark.parametrize(("word", "device"), [("0", "cuda:0"), ("'1'", "cuda:1"), ("CPU", "cpu"), ("null", "auto")])
-def test_devices_are_normalised(word, device):
-    assert compose([f"training.device={word}"], complete=False).training.device == device
-
-
 # --- problems -----------------------------------------------------------------------------------------------------
 
 
@@ -193,16 +181,6 @@ def test_devices_are_normalised(word, device):
 )
 def test_values_of_another_kind(word, problem):
     assert one_problem(word).startswith(f"command line: {problem}")
-
-
-@pytest.mark.parametrize(
-    ("word", "part"),
-    [
-        ("optim.optimizer=torch.nn.Linear", "torch.nn.Linear is not directly in a module that a config may name"),
-    ],
-)
-def test_values_that_are_refused_with_a_reason(word, part):
-    assert part in one_problem(word)
 
 
 @pytest.mark.parametrize(

@@ -103,12 +103,6 @@ def test_the_data_is_chosen_once(write):
     assert "command line: a.jsonl and data=orders: choose the data once" in problem_of("data=orders", "a.jsonl")
 
 
-def test_a_password_in_a_path_is_refused_and_not_repeated():
-    problem = problem_of("data=https://someone:hunter2@host/rows.jsonl")
-    assert "data.path: https://…@host/rows.jsonl contains a user name, a password or a token" in problem
-    assert "hunter2" not in problem
-
-
 def test_a_signed_address_is_refused_like_a_password():
     signed = "https://host/rows.jsonl?X-Amz-Date=1&X-Amz-Signature=5ecret"
     problem = problem_of(f"data.path={signed}")

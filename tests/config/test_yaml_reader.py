@@ -107,14 +107,6 @@ def test_what_is_no_file(tmp_path):
     assert "none.yaml: cannot be read (No such file or directory)" in problems[1]
 
 
-def test_nothing_runs(tmp_path):
-    trace = tmp_path / "trace"
-    for tag in ("!!python/object/apply:os.system", "!!python/object/new:os.system", "!pyobject"):
-        _, problems = read(tmp_path, f"seed: {tag} ['touch {trace}']\n")
-        assert problems
-    assert not trace.exists()
-
-
 def value_of(text: str, *, as_text: bool = False) -> tuple[object, list[str]]:
     problems: list[str] = []
     settings = read_value(("a", "b"), text, problems, as_text=as_text)

@@ -150,13 +150,7 @@ def test_the_answers_of_a_conversation_are_packed_or_refused(encode):
     assert rule_of(encode([conversation(1, seed=0)]), packing="false").num_examples == 1
 
 
-@pytest.mark.parametrize(
-    ("encode_rows", "answers"),
-    [
-        (encode_preferences, {"chosen": "yes", "rejected": "no"}),
-    ],
-)
-def test_rows_of_preferences_have_no_turns(make_section, write_jsonl, encode_rows, answers):
-    path = write_jsonl([{"prompt": f"{number}?", **answers} for number in range(3)])
+def test_rows_of_preferences_have_no_turns(make_section, write_jsonl):
+    path = write_jsonl([{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(3)])
     with pytest.raises(ConfigError, match=r"data.train_on is each_turn, but a row of preferences has one answer"):
-        encode_rows(make_section(path=path, train_on="each_turn"), tiny_tokenizer())
+        encode_preferences(make_section(path=path, train_on="each_turn"), tiny_tokenizer())

@@ -94,29 +94,6 @@ def test_of_0_and_1_the_log_says_that_they_are_not_read(make_section, logged, tm
     assert any(NOTE in line and "encoded before" in line for line in logged())
 
 
-def test_a_label_may_have_another_name(make_section, write_jsonl):
-    content = [{"prompt": "p", "completion": "yes", "wanted": False}]
-    path = write_jsonl(content)
-    assert len(encode_train(make_section(path=path))) == 1
-    with pytest.raises(DataError, match="the column wanted is true in 0 of 1 rows and false in 1"):
-        encode_train(make_section(path=path, columns={"label": "wanted"}))
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-        {"instruction": "a", "output": "b"},
-        {"text": "a"},
-    ],
-    ids=lambda row: next(iter(row)),
-)
-def test_every_format_refuses_labels(make_section, write_jsonl, row):
-    with pytest.raises(DataError, match="the column label is true in 0 of 1 rows"):
-        encode_train(make_section(path=write_jsonl([row | {"label": False}])))
-
-
 def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(make_section, write_jsonl):
     pair = {"prompt": "p", "chosen": "yes", "rejected": "no", "label": False}
     path = write_jsonl([pair, json.dumps(pair | {"prompt": "q"})])

@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 
 from finetune.config.schema import DataSection
-from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example
@@ -64,18 +63,6 @@ def test_generation_starts_after_the_prompt_and_the_last_answer_is_the_expected_
         path = str(tmp_path / "rows.parquet")
         Dataset.from_list([row]).to_parquet(path)
     assert prompts_of(encode(make_section(path=path))) == [expected]
-
-
-@pytest.mark.parametrize(("row", "expected"), [({"prompt": "Hi"}, ""), (ONE_TURN["prompt_completion"], "yes")], ids=str)
-def test_a_prompt_of_text_begins_as_a_row_of_text_does(make_section, write_jsonl, row, expected):
-    ((text, answer),) = prompts_of(encode(make_section(path=write_jsonl([row]))))
-    whole = encode_examples(
-        load_examples(section := make_section(path=write_jsonl([ONE_TURN["prompt_completion"]], "whole.jsonl"))),
-        tiny_tokenizer(),
-        section,
-    ).train
-    assert (text, answer) == (prompts_of(whole)[0][0], expected)
-    assert "Hi" in text
 
 
 @pytest.mark.parametrize(

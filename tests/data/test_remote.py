@@ -113,13 +113,6 @@ def test_a_copy_that_ends_early_is_refused(memory, tmp_path, monkeypatch):
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] in ([], [".lock"])
 
 
-def test_a_cache_that_cannot_be_written_is_named(memory, tmp_path):
-    memory("/rows/train.jsonl", lines(3))
-    (tmp_path / "cache").touch()
-    with pytest.raises(DataError, match=r"data\.cache_dir is .+cache, where memory://rows/train\.jsonl is copied to"):
-        RemoteRows("data.path", "memory://rows/train.jsonl", str(tmp_path / "cache")).digest()
-
-
 SLOW = {
     "nothing": drip(b"", byte=b""),
     "headers": drip(b"HTTP/1.1 200 OK\r\nX: "),

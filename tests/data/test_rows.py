@@ -55,13 +55,6 @@ def test_only_the_first_rows_are_read(write_jsonl):
     assert len(read(write_jsonl([CHAT, CHAT, "not json"]), max_rows=2)) == 2
 
 
-@pytest.mark.parametrize(("written", "tools"), [('[{"name":"f"}]', '[{"name":"f"}]'), ("[]", "")])
-def test_tools_of_the_system_turn_are_those_of_the_row(write_jsonl, written, tools):
-    system = {"role": "system", "content": "Be brief."}
-    row = read(write_jsonl([chat({**system, "tools": written}, USER, ASSISTANT)]))[0]
-    assert (row.messages[0], row.tools) == (system, tools)
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [

@@ -56,9 +56,7 @@ CASES = {
     "text prompt, whole completion": Case({"prompt": Q, "completion": [USER, GOOD]}, ANSWER),
     "turns of the prompt again": Case({"prompt": [SYSTEM, USER], "completion": [SYSTEM, USER, GOOD]}, BRIEFLY),
     "the last question of a conversation": Case(
-        {"prompt": Q, "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]},
-        LATER,
-        "chosen",
+        {"prompt": Q, "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}, LATER, "chosen"
     ),
     "another prompt": Case({"prompt": "Where is Lima?", "completion": [USER, GOOD]}, "completion begins with a turn"),
     "another system turn": Case(
@@ -92,9 +90,7 @@ CASES = {
     ),
     # Anthropic's texts
     "hh-rlhf": Case(
-        {"chosen": transcript("Hi", "Hello.", Q, A), "rejected": transcript("Hi", "Hello.", Q, B)},
-        LATER,
-        "chosen",
+        {"chosen": transcript("Hi", "Hello.", Q, A), "rejected": transcript("Hi", "Hello.", Q, B)}, LATER, "chosen"
     ),
     "hh-rlhf with a prompt": Case({"prompt": transcript(Q, ""), "chosen": A, "rejected": B}, BAD_ANSWER, "rejected"),
     # preference formats of others

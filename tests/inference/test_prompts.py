@@ -147,25 +147,16 @@ def test_the_usual_opening_of_a_mixture_is_found_whatever_its_sources_put_aside(
     assert usual_opening(DataSection(mixture=[source]))[:2] == ("Be brief.", "")
 
 
-def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_path, caplog, monkeypatch):
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    path, file = tmp_path / "rows.jsonl", tmp_path / "tools.json"
-    path.write_text("\n".join(lines({"messages": [SYSTEM, USER, ANSWER], "tools": tools})))
-    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
-    caplog.set_level(logging.INFO, "finetune")
-    opening = usual_opening(DataSection(path=str(path)))
-    assert (opening.system, json.loads(opening.tools)) == ("Be brief.", tools)
-    assert f"system turn, as in 1 of the first 1 training rows in {path}: 'Be brief.'" in caplog.text
+def test_the_tools_of_a_file_are_offered(tmp_path):
+    tools, file = [{"type": "function", "function": {"name": "weather"}}], tmp_path / "tools.json"
     file.write_text(json.dumps(tools))
     assert json.loads(read_tools(file)) == tools
-    prompt = user_prompt("three crates", "prompt 1")
     tokens = AnswerTokens(tiny_tokenizer())
-    offered = tokens.tokenizer.decode(encode_prompt(tokens, prompt, tools=read_tools(file)))
-    assert offered.startswith("<|system|><|tool|>[{")
-    for text, why in (("{", "expected a list of objects"), ("[1]", "expected a list of objects")):
-        file.write_text(text)
-        with pytest.raises(DataError, match=why):
-            read_tools(file)
+    offered = encode_prompt(tokens, user_prompt("three crates", "prompt 1"), tools=read_tools(file))
+    assert tokens.tokenizer.decode(offered).startswith("<|system|><|tool|>[{")
+    file.write_text("[1]")
+    with pytest.raises(DataError, match="expected a list of objects"):
+        read_tools(file)
     with pytest.raises(DataError, match=r"--tools is .* which cannot be read"):
         read_tools(tmp_path / "gone.json")
 

@@ -36,11 +36,6 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
     assert 'tuned {"a": 1}' in rows
 
 
-def test_rows_that_the_loss_leaves_out_are_counted(render):
-    text = render({"tuned": Scores(loss=0.25)}, num_rows=1200, num_left_out=3)
-    assert "Test split, 1,200 rows; the loss is over 1,197 of them (drop_last)" in text
-
-
 def test_an_answer_cannot_steer_the_terminal(render):
     answer = answered("p\x1b[2J", "e\u202e", base="\x9b1m", tuned="\x1b]0;title\x07")
     text = render({"tuned": Scores(loss=0.25)}, [answer])
