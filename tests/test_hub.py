@@ -117,6 +117,16 @@ def test_a_hub_that_never_answers_is_left_after_the_limit(point_to, monkeypatch)
         assert time.monotonic() - started < 3.5
 
 
+def test_a_question_that_may_wait_longer_is_asked_again(point_to, monkeypatch):
+    monkeypatch.setattr(hub, "LIMIT_BESIDE_CACHE_SECONDS", 0.2)
+    monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.4)
+    one, other = Repository("someone/tiny", None, "model"), Repository("someone/rows", None, "dataset")
+    with black_hole() as address:
+        point_to(address)
+        texts = [str(find_fault(it, is_cached=cached)) for it in (one, other) for cached in (True, False)]
+    assert ["within 0.2 s" in texts[0], *("within 0.4 s" in text for text in texts[1:])] == [True] * 4
+
+
 @pytest.mark.slow
 def test_a_wait_that_the_user_wants_is_kept(point_to, monkeypatch):
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "1")
