@@ -3,7 +3,7 @@
 import pytest
 
 from finetune.config import shipped_files
-from finetune.config.shipped_files import resolve_shipped, shipped_folder
+from finetune.config.config_files import resolve_shipped, shipped_folder
 from finetune.errors import ConfigError
 
 
