@@ -9,7 +9,6 @@ from itertools import chain
 
 import pytest
 from datasets import Dataset
-from finetune.data.splits import SplitSize, digest_row, parse_split_size, rows_of_split, shuffled
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import has_validation, holds_out_by_default, load_examples
