@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from finetune.config.config_files import GROUPS, MADE_FOR, list_model_families, other_models
-from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes_mapping, takes_text
+from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes, takes_text
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import AUTO_VALIDATION, Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
@@ -167,8 +167,8 @@ def _key_problem(setting: Setting) -> str:
     for depth in range(len(setting.key) - 1, 0, -1):
         above = ".".join(setting.key[:depth])
         if above in fields():
-            takes = f"{above} has no keys of its own: it takes {expected(above)}."
-            return "" if takes_mapping(above) else takes
+            takes_only = f"{above} has no keys of its own: it takes {expected(above)}."
+            return "" if takes(above, dict) else takes_only
     section = section_class(dotted)
     if section:
         keys = ", ".join(f"{dotted}.{key}" for key in list(section.model_fields)[:3])

@@ -35,16 +35,14 @@ def split_names(section: DataSection, path: str) -> list[str]:
     """
     import datasets
 
-    def ask() -> list[str]:
-        return list(datasets.get_dataset_split_names(path, section.name, revision=section.revision))
-
     fault = _hub_fault(section, path)
     if fault is not None and (cached_files := _kept_rows(section, path)):
         _log.warning("%s: %s; the rows that were read before are used", path, fault.text)
         splits = (file.stem.split("-", 2)[2].rpartition("-")[0] for file in cached_files)  # of hub-DIGEST-SPLIT-COMMIT
         return list(dict.fromkeys(splits))
+    name, revision = section.name, section.revision
     with quiet_datasets():
-        return _ask(section, path, ask)
+        return _ask(section, path, lambda: list(datasets.get_dataset_split_names(path, name, revision=revision)))
 
 
 def open_split(section: DataSection, path: str, split: str) -> FileRows | DatasetRows:
@@ -158,14 +156,7 @@ def _ask(section: DataSection, path: str, question: Callable[[], _Answer]) -> _A
             state = "is not a file or folder here and was not prepared here before"
             repository = Repository(path, section.revision, "dataset")
             raise DataError(explain_hub_fault(fault, repository, "data.path", state)) from error
-        raise DataError(_explain_hub_error(path, error)) from error
-
-
-def _explain_hub_error(hub_id: str, error: Exception) -> str:
-    from datasets.exceptions import DatasetNotFoundError
-
-    problem, advice = f"the hub's data set cannot be read ({type(error).__name__}: {error})", "See the data set's page."
-    if isinstance(error, DatasetNotFoundError):
-        problem = f"the hub has no data set of that name that you may read ({error})"
-        advice = "Correct the path; for a private or gated data set run `hf auth login`."
-    return f"data.path is {hub_id}: there is no such file or folder here, and {problem}. {advice}"
+        raise DataError(
+            f"data.path is {path}: there is no such file or folder here, and the hub's data set cannot be read "
+            f"({type(error).__name__}: {error}). See the data set's page."
+        ) from error

@@ -48,7 +48,7 @@ class EncodedPairs(Dataset[EncodedPair]):
         lengths: tokens of the longer side of each pair, int64, shape (pairs,).
 
     Raises:
-        DataError: the sides have different rows, or one has no target left.
+        DataError: a side has no target left.
     """
 
     row_type = "preference"
@@ -57,8 +57,6 @@ class EncodedPairs(Dataset[EncodedPair]):
         self.chosen, self.rejected = chosen, rejected
         self.sides = chosen, rejected
         self.label = label
-        if chosen.numbers.tolist() != rejected.numbers.tolist():
-            raise DataError(f"{label}: {len(chosen)} rows have a chosen answer and {len(rejected)} a rejected one.")
         empty = ((chosen.num_targets == 0) | (rejected.num_targets == 0)).nonzero()[:, 0].tolist()
         if empty:
             raise DataError(

@@ -33,13 +33,7 @@ Turn = dict[str, Any]
 
 _OTHER_ROLES = {
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"},
-    **{
-        "observation": "tool",
-        "function": "tool",
-        "tool_response": "tool",
-        "function_response": "tool",
-        "ipython": "tool",
-    },
+    **dict.fromkeys(("observation", "function", "tool_response", "function_response", "ipython"), "tool"),
 }
 """Our role for the roles of other files: ShareGPT's, Vertex AI's, OpenAI's older ones, ms-swift's and Llama 3's."""
 _CALL_ROLES = ("function_call", "tool_call")
@@ -100,7 +94,9 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
         turns = _turns_of_transcript(turns)
     if isinstance(turns, Mapping):
         turns = [turns]
-    keys = _turn_keys(turns)
+    first = turns[0] if isinstance(turns, list) and turns else None
+    has_from = isinstance(first, Mapping) and first.get("from") is not None
+    keys = _FROM_AND_VALUE if has_from else _ROLE_AND_CONTENT
     if not isinstance(turns, list):
         raise BadRowError(f"{column} is {quote(value)}; expected a list of objects with {keys.role} and {keys.content}")
     if not turns:
@@ -140,11 +136,6 @@ def parse_tools(tools: object, where: str = "tools") -> str:
     return parse_text(text, where) if listed else ""
 
 
-def _turn_keys(turns: object) -> _TurnKeys:
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return _FROM_AND_VALUE if isinstance(first, Mapping) and first.get("from") is not None else _ROLE_AND_CONTENT
-
-
 def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     """Read a turn. Its `weight` and `tools` stand in it until the caller takes them out."""
     if not isinstance(turn, Mapping):
@@ -158,7 +149,10 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
         *others, last = keys.roles
         raise BadRowError(f"{where}.{keys.role} is {quote(written)}; expected {', '.join(others)} or {last}")
     thinking = _only_reasoning(present, where)
-    calls = _parse_calls(_take_calls(present, keys, lower, where), f"{where}.tool_calls")
+    written_calls = _take_calls(present, keys, lower, where) or []
+    if not isinstance(written_calls, list):
+        raise BadRowError(f"{where}.tool_calls is {quote(written_calls)}; expected a list of calls")
+    calls = [_parse_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(written_calls)]
     weight = _take_weight(present, role, where)
     says_more = role == "assistant" and bool(thinking or calls)
     content = _parse_content(turn, present.pop(keys.content, None), f"{where}.{keys.content}", keys, says_more)
@@ -210,16 +204,8 @@ def _parse_content(turn: Mapping[Any, Any], content: object, where: str, keys: _
     return "".join(parse_text(part["text"], f"{where}[{number}].text") for number, part in enumerate(parts))  # type: ignore[index]
 
 
-def _parse_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """Read tool calls. Their arguments are objects afterwards, also where they are JSON text, as in OpenAI's files."""
-    if calls is None or calls == []:
-        return []
-    if not isinstance(calls, list):
-        raise BadRowError(f"{where} is {quote(calls)}; expected a list of calls")
-    return [_parse_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
-
-
 def _parse_call(call: object, where: str) -> dict[str, Any]:
+    """Read a tool call. Its arguments are an object afterwards, also where they are JSON text, as in OpenAI's files."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise BadRowError(

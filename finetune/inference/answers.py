@@ -227,26 +227,20 @@ SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
 """Metrics that are shares of the rows, shown as percentages."""
 
 
-def resolve_metrics(
-    names: Sequence[str], allowed_modules: Sequence[str] = (), *, asked_by: str = "--metric"
-) -> dict[str, Metric]:
-    """Look up metrics by name. Imports a module only if it is allowed.
+def resolve_functions(
+    names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
+) -> dict[str, Function]:
+    """Look up functions by name. Imports a module only if it is allowed.
 
     Args:
-        names: names in `METRICS`, or dotted names like `my_package.scores.bleu`.
+        names: names in `known`, or dotted names like `my_package.scores.bleu`.
+        known: the built-in functions.
         allowed_modules: the modules that dotted names may refer to; from the command line only.
-        asked_by: the option or key that names the metrics; `…s-from` or `…_from` allows modules.
+        asked_by: the option or key that names the functions; `…s-from` or `…_from` allows modules.
 
     Raises:
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
     """
-    return resolve_functions(names, METRICS, allowed_modules, asked_by=asked_by)
-
-
-def resolve_functions(
-    names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
-) -> dict[str, Function]:
-    """Look up functions by name, as `resolve_metrics` looks up metrics; `known` has the built-in ones."""
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
     return {name: _resolve(name, known, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
 

@@ -2,7 +2,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.inference.scores import AnsweredRow, Evaluation, Scores, show_evaluation, show_test_result
+from finetune.inference.scores import AnsweredRow, Evaluation, Scores, show_evaluation
 
 
 @pytest.fixture
@@ -10,7 +10,7 @@ def render(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
     def shown(scores, answers=(), **counts):
-        show_test_result(Evaluation(scores=scores, answers=answers, **{"num_rows": 3, **counts}))
+        show_evaluation("test", Evaluation(scores=scores, answers=answers, **{"num_rows": 3, **counts}))
         return capsys.readouterr().out
 
     return shown
