@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from finetune.engine.quantized import _state_tensors, holds_nf4, widened
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
