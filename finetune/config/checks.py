@@ -55,8 +55,8 @@ def build_config(
 ) -> Config:
     """Set keys one after the other, check the result against the schema, and freeze it.
 
-    The later of two settings for one key counts. `problems` were found while the settings were read. See
-    `compose` for the other arguments.
+    The later of two settings for one key counts. `problems` were found while the settings were read. For the other
+    arguments see `compose`.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -268,10 +268,8 @@ _log = logging.getLogger(__name__)
 def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = COMMAND_LINE) -> Config:
     """Refuse the keys marked with `RunsCode` that a file sets. Return the configuration with unneeded keys reset.
 
-    Args:
-        config: a configuration with the origin of each value.
-        needed_by: the `needed_by` of the keys that this command follows. It ignores the others.
-        trusted: the origin of keys that count beside the command line: a recipe's own code.
+    `needed_by` says which of these keys this command follows. `trusted` is the origin of keys that count beside the
+    command line: a recipe's own code.
 
     Raises:
         ConfigError: names the key, its place and the argument to add.

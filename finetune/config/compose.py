@@ -247,16 +247,11 @@ class _Asked:
 
 
 def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) -> list[str]:
-    """Write flags as overrides: `--optim.learning-rate 1e-4` and `--optim.learning_rate=1e-4` both become
-    `optim.learning_rate=1e-4`.
+    """Write flags as overrides: `--optim.learning-rate 1e-4` becomes `optim.learning_rate=1e-4`.
 
-    A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
-    value, the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses. `--no-KEY`
-    means false, and `--config FILE` names the run file.
-
-    Args:
-        arguments: as typed.
-        own_options: the options of the command itself, which stay as they are. So does what looks like a misspelt one.
+    A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a value,
+    the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses. `--no-KEY` means false,
+    and `--config FILE` names the run file. `own_options`, and what looks like a misspelt one of them, stay as they are.
     """
     overrides: list[str] = []
     rest = list(arguments)

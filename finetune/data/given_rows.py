@@ -19,15 +19,10 @@ from finetune.runs.file_lock import file_lock
 
 
 def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
-    """Write rows to files. Every process may call this at the same time.
+    """Write rows to files, and return the keys that name them: `data.path` for one split, otherwise `data.train` and so on.
 
-    Args:
-        data: dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split,
-            for example a `datasets.DatasetDict`.
-        cache_dir: `data.cache_dir`.
-
-    Returns:
-        The keys of the configuration that name the files: `data.path` for one split, otherwise `data.train` and so on.
+    `data` are dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split, for
+    example a `datasets.DatasetDict`. Every process may call this at the same time.
 
     Raises:
         DataError: a row is no dict or holds values that JSON does not have, or a file cannot be written.
