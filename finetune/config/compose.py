@@ -249,9 +249,10 @@ class _Asked:
 def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) -> list[str]:
     """Write flags as overrides: `--optim.learning-rate 1e-4` becomes `optim.learning_rate=1e-4`.
 
-    A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a value,
-    the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses. `--no-KEY` means false,
-    and `--config FILE` names the run file. `own_options`, and what looks like a misspelt one of them, stay as they are.
+    A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
+    value, the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses. `--no-KEY`
+    means false, and `--config FILE` names the run file. `own_options`, and what looks like a misspelt one of them, stay
+    as they are.
     """
     overrides: list[str] = []
     rest = list(arguments)

@@ -19,10 +19,10 @@ from finetune.runs.file_lock import file_lock
 
 
 def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
-    """Write rows to files, and return the keys that name them: `data.path` for one split, otherwise `data.train` and so on.
+    """Write rows to files, and return the keys that name them: `data.path`, or `data.train` and so on for several splits.
 
-    `data` are dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split, for
-    example a `datasets.DatasetDict`. Every process may call this at the same time.
+    `data` are dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split,
+    for example a `datasets.DatasetDict`. Every process may call this at the same time.
 
     Raises:
         DataError: a row is no dict or holds values that JSON does not have, or a file cannot be written.

@@ -82,8 +82,9 @@ def generate_answers(
 ) -> list[list[int]]:
     """Continue each prompt, token by token, up to a stop id, which is not part of the answer.
 
-    Prompts of similar lengths are decoded together, `batch_size` at once. `is_to_stop` is called before each batch; True
-    leaves the answers of this rank's other prompts empty. Returns token ids in the order of the prompts, on every rank.
+    Prompts of similar lengths are decoded together, `batch_size` at once. `is_to_stop` is called before each batch;
+    True leaves the answers of this rank's other prompts empty. Returns token ids in the order of the prompts, on every
+    rank.
 
     Collective with a runtime: every rank, with the same prompts.
 

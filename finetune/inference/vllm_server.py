@@ -148,9 +148,9 @@ class VllmServer:
     ) -> list[SampledAnswer]:
         """Sample answers to each prompt, prompt after prompt. If the server is lost meanwhile, wait for it and go on.
 
-        The server reads the folder of the adapter, by the same path, for the time of this call. Answers keep their stop ids.
-        There is a seed for each prompt, and `at_once` prompts are asked at the same time. `vocabulary` is the number of tokens
-        that the run's model has.
+        The server reads the folder of the adapter, by the same path, for the time of this call. Answers keep their stop
+        ids. There is a seed for each prompt, and `at_once` prompts are asked at the same time. `vocabulary` is the
+        number of tokens that the run's model has.
 
         Raises:
             ServerError: the server refuses the adapter or a prompt, its answer is wrong, or it is gone for too long.
