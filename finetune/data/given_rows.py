@@ -19,7 +19,7 @@ from finetune.runs.file_lock import file_lock
 
 
 def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
-    """Write rows to files, and return the keys that name them: `data.path`, or `data.train` and so on for several splits.
+    """Write rows to files. Return the keys that name them: `data.path`, or for several splits `data.train` and so on.
 
     `data` are dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split,
     for example a `datasets.DatasetDict`. Every process may call this at the same time.

@@ -1,8 +1,6 @@
 """Precedence, choices, origins, and every problem said at once in plain words."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -101,13 +99,6 @@ def test_mappings_merge_lists_are_replaced_and_braces_empty(write):
 
 
 # --- choosing files -----------------------------------------------------------------------------------------------
-
-
-def test_a_run_file_may_set_single_keys_of_a_section_whose_group_it_chooses(write):
-    write("r.yaml", "model: phi_tiny\nmodel.revision: 12e7\ndata: orders\ndata.max_length: 99\n")
-    config = load_config(run="r.yaml")
-    assert (config.model.path, config.model.revision) == ("shipped:phi_tiny", "12e7")
-    assert (config.data.path, config.data.max_length) == ("shipped:orders", 99)
 
 
 @pytest.mark.parametrize(
@@ -275,15 +266,3 @@ def test_where_each_value_came_from(write):
 def test_the_folder_of_a_run_that_was_not_told_one(write, words, folder):
     write("some/where.yaml", "seed: 1\n")
     assert compose(words, complete=False).output_dir == folder
-
-
-@pytest.mark.process
-def test_a_config_error_answers_without_torch():
-    code = (
-        "import sys\nfrom finetune.config import load_config\nfrom finetune.errors import ConfigError\n"
-        "try:\n    load_config(['run=quickstart', 'lora.r=x'])\nexcept ConfigError as error:\n    print(error)\n"
-        "print([name for name in ('torch', 'transformers', 'accelerate', 'datasets') if name in sys.modules])\n"
-    )
-    root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
-    assert re.search(r"lora.r: expected a whole number above 0, got 'x'\n\[\]\n", done.stdout), done.stdout

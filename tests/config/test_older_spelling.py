@@ -207,18 +207,6 @@ def test_a_key_in_both_spellings_names_both(tmp_path):
     assert f"{file}:5: num_epochs: means the same as training.epochs ({file}:4)" in str(caught.value)
 
 
-def test_problems_name_the_key_as_it_was_written(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        composed(
-            tmp_path,
-            "training:\n  checkpoint_at: [1, 2]\n  optimizer_type: !pyobject os.system\n  optimizer_args: [1, 2]\n",
-        )
-    file = f"{tmp_path}/old.yaml"
-    assert f"{file}:2: checkpoint.save_every_epochs (written training.checkpoint_at): expected" in str(caught.value)
-    assert f"{file}:3: optim.optimizer (written training.optimizer_type): os.system is not" in str(caught.value)
-    assert f"{file}:4: optim.learning_rate (written training.optimizer_args): expected a number" in str(caught.value)
-
-
 def test_a_run_from_before_the_rule_of_splits_holds_out_rows_by_position(tmp_path):
     assert ADDED == {"data.split_rule": "position"}
     file, again = tmp_path / "config.yaml", {"model": "phi_tiny", "data": "orders", "output_dir": str(tmp_path)}

@@ -4,7 +4,6 @@ from itertools import accumulate
 
 import pytest
 import torch
-from datasets import Dataset
 
 from finetune.data.encode import describe
 from finetune.data.encoded import EncodedExamples, digest_tensors
@@ -71,18 +70,6 @@ def test_plain_text_is_all_target_but_its_first_token(make_section, write_jsonl)
     assert not train[0].is_target[0]
     assert train[0].is_target[1:].all()
     assert train[1].input_ids.tolist().count(special[1]) == 1
-
-
-@pytest.mark.parametrize("ending", ["csv", "parquet", "directory"])
-def test_tables_give_the_same_tokens_as_json_lines(make_section, write_jsonl, tmp_path, ending):
-    rows = [{"prompt": "Hi", "completion": "yes"}, {"prompt": "And?", "completion": "null"}]
-    path = tmp_path / f"table.{ending}"
-    table = Dataset.from_list(rows)
-    {"csv": table.to_csv, "parquet": table.to_parquet, "directory": table.save_to_disk}[ending](path)
-    found = encode(make_section(path=str(path))).train
-    expected = encode(make_section(path=write_jsonl(rows))).train
-    assert found.fingerprint == expected.fingerprint
-    assert found.source(1).endswith(" row 2")
 
 
 def test_long_rows_are_cut_on_the_right_and_counted(make_section, write_jsonl, logged):

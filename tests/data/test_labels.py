@@ -10,7 +10,6 @@ from typing import Any
 import datasets
 import pytest
 
-from finetune.data.examples import load_examples
 from finetune.data.preferences import encode_preferences
 from finetune.errors import ConfigError, DataError
 from tests.data.conftest import encode_train, write_lines
@@ -101,19 +100,6 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(make_s
         encode_preferences(make_section(path=path), tiny_tokenizer())
     pairs = encode_preferences(make_section(path=path, columns={"label": "none"}), tiny_tokenizer())
     assert len(pairs.train) == 2
-
-
-def test_the_format_and_columns_of_a_source_do_not_undo_those_of_pairs(make_section, write_jsonl):
-    path = write_jsonl([json.dumps({"question": "p", "chosen": "yes", "rejected": "no", "completion": "other"})])
-    source = {
-        "path": path,
-        "format": "prompt_completion",
-        "columns": {"prompt": "question", "completion": "completion"},
-    }
-    section = make_section(mixture=[source])
-    for side, answer in (("chosen", "yes"), ("rejected", "no")):
-        (row,) = load_examples(section, side).train
-        assert (row.prompt, row.completion) == ("p", answer)
 
 
 def test_a_check_cannot_leave_out_one_side_of_a_pair(make_section, write_jsonl):

@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
 
 from finetune.config.compose import compose, config_from_dict
 from finetune.data.encoded import EncodedExamples
@@ -43,22 +42,6 @@ def test_a_weight_says_how_often_each_row_comes(make_section, files, weight, eac
     assert sum(found[f"chats.jsonl:{line}"] == each + 1 for line in range(1, 11)) == more
     assert sum(found[f"chats.jsonl:{line}"] == each for line in range(1, 11)) == 10 - more
     assert all(found[f"texts.jsonl:{line}"] == 1 for line in range(1, 5))
-
-
-def test_rows_keep_their_tokens_and_targets(make_section, files):
-    mixed = encode(make_section(mixture=[{"path": files[1]}, {"path": files[0], "weight": 1.5}])).train
-    apart = {
-        examples.source(row): examples[row]
-        for examples in (encode(make_section(path=path)).train for path in files)
-        for row in range(len(examples))
-    }
-    assert mixed.row_type == "several"
-    assert len(mixed) == 4 + 15
-    for row in range(len(mixed)):
-        expected = apart[mixed.source(row)]
-        assert torch.equal(mixed[row].input_ids, expected.input_ids)
-        assert torch.equal(mixed[row].is_target, expected.is_target)
-    assert mixed.prompt_and_answer(18).answer == tiny_tokenizer()("yes")["input_ids"]
 
 
 def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(make_section, files):

@@ -14,7 +14,7 @@ from finetune import build_tokenizer, load_config
 from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
-from finetune.data.preferences import EncodedPair, EncodedPairs, encode_preferences
+from finetune.data.preferences import EncodedPair, encode_preferences
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import DataError
 from finetune.model.lora import add_lora
@@ -184,9 +184,3 @@ def test_the_prompt_s_column_may_have_another_name(base, tmp_path):
 def test_what_is_no_pair_is_refused(base, tmp_path):
     with pytest.raises(DataError, match="has the columns prompt, chosen"):
         encode(base, tmp_path, {"train": [{"prompt": "a", "chosen": "b"}]})
-
-
-def test_sides_of_different_rows_are_refused(base, tmp_path):
-    splits, _ = encode(base, tmp_path, {"train": [row(1), row(2)], "validation": [row(3)]})
-    with pytest.raises(DataError, match="2 rows have a chosen answer and 1 a rejected one"):
-        EncodedPairs(splits.train.chosen, splits.validation.rejected, "here")
