@@ -105,7 +105,7 @@ def test_an_answer_of_weight_0_is_context(make_section, write_jsonl):
         ({"tool_calls": [{"name": "f"}]}, "messages[1].tool_calls[0] is {'name': 'f'}; expected"),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "messages[1].tool_calls[0].function.arguments is '{', which is not JSON: Expecting property name",
+            "messages[1].tool_calls[0].function.arguments is '{'; expected an object",
         ),
         ({"content": "\ud800", "tool_calls": [CALL]}, "messages[1].content has half a surrogate pair"),
     ],
