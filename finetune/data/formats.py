@@ -345,8 +345,7 @@ def _parse_prompts(cells: Cells) -> Example:
         return _until_last_answer(known.parse(cells))
     column = known.name if known is not None and known.name != "text" else "prompt"
     if column not in cells:
-        columns = ", ".join(map(str, cells.row)) or "none"
-        raise BadRowError(f"no column prompt or messages; it has {columns}. data.columns can name them")
+        raise BadRowError(f"no column prompt or messages; it has {', '.join(map(str, cells.row)) or 'none'}")
     if column == "prompt":
         prompt = _prompt(cells, column)
         if isinstance(prompt, str):
