@@ -292,7 +292,9 @@ def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
 
     (tmp_path / "file").touch()
     point_to(served.address)
-    with pytest.raises(DataError, match=r"where the first rows of someone/chats are kept, .* Not a directory"):
+    with pytest.raises(
+        DataError, match=r"someone/chats train cannot be written to .* Not a directory"
+    ):
         load_examples(section.model_copy(update={"cache_dir": str(tmp_path / "file" / "cache")}))
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
 from finetune.errors import DataError
-from finetune.runs.durable import describe_os_error, replacing
-from finetune.runs.file_lock import file_lock
+from finetune.runs.durable import replacing
 
 
 def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
@@ -53,18 +53,10 @@ def _write(name: str, rows: object, folder: Path) -> str:
     if not count:
         raise DataError(f"{name} has no rows.")
     file = folder / f"{digest.hexdigest()[:32]}.jsonl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(file.with_suffix(".lock"), waiting_for=f"the rows of {name}"):
-            if not file.exists():
-                with replacing(file) as stream:
-                    for line in _lines(name, repeatable):
-                        stream.write(line)
-    except OSError as error:
-        raise DataError(
-            f"the rows of {name} cannot be written to {folder}: {describe_os_error(error)}. Set data.cache_dir to "
-            "another folder, or make room."
-        ) from error
+    with in_cache(file.with_suffix(".lock"), f"the rows of {name}"):
+        if not file.exists():
+            with replacing(file) as stream:
+                stream.writelines(_lines(name, repeatable))
     return str(file)
 
 

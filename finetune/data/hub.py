@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from finetune.config.hub import HubFault, Repository, cache_only, explain_hub_fault, fault_of, find_fault
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows, quiet_datasets
+from finetune.data.remote import in_cache
 from finetune.errors import DataError
-from finetune.runs.durable import describe_os_error, replace_file
-from finetune.runs.file_lock import file_lock
+from finetune.runs.durable import replace_file
 
 _log = logging.getLogger(__name__)
 
@@ -77,21 +77,14 @@ def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
     is_reachable = _hub_fault(section, hub_id) is None
     commit = _ask(section, hub_id, newest) if is_reachable else "offline"
     prefix = f"hub-{_digest(section, hub_id)}-{split}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / f"{prefix}.lock", waiting_for=f"the first rows of {hub_id} {split}"):
-            cached_files = _kept_rows(section, hub_id, split, commit if is_reachable else "*")
-            if cached_files:
-                _log.info("%s %s: the first rows were read before, to %s", hub_id, split, cached_files[-1])
-                return cached_files[-1]
-            file = folder / f"{prefix}-{commit}.jsonl"
-            replace_file(file, _read_first_rows(section, hub_id, split, commit if is_reachable else section.revision))
-            return file
-    except OSError as error:
-        raise DataError(
-            f"data.cache_dir is {section.cache_dir}, where the first rows of {hub_id} are kept, and it cannot be "
-            f"written: {describe_os_error(error)}. Give another folder, or make room."
-        ) from error
+    with in_cache(folder / f"{prefix}.lock", f"the first rows of {hub_id} {split}"):
+        cached_files = _kept_rows(section, hub_id, split, commit if is_reachable else "*")
+        if cached_files:
+            _log.info("%s %s: the first rows were read before, to %s", hub_id, split, cached_files[-1])
+            return cached_files[-1]
+        file = folder / f"{prefix}-{commit}.jsonl"
+        replace_file(file, _read_first_rows(section, hub_id, split, commit if is_reachable else section.revision))
+        return file
 
 
 def _read_first_rows(section: DataSection, hub_id: str, split: str, revision: str | None) -> bytes:
