@@ -105,6 +105,14 @@ def test_a_hub_that_refuses_connections_ends_with_what_to_do(point_to, tmp_path)
     )
 
 
+def test_a_hub_that_is_named_by_hand_is_to_be_checked_first(point_to, monkeypatch):
+    point_to("http://me:secret@127.0.0.1:1")
+    monkeypatch.setenv("HF_ENDPOINT", "http://me:secret@127.0.0.1:1")
+    with pytest.raises(ModelError, match=r"\)\. Check HF_ENDPOINT; or run `hf download") as caught:
+        read_model_config(MODEL)
+    assert "secret" not in str(caught.value)
+
+
 def test_a_hub_that_never_answers_is_left_after_the_limit(point_to, monkeypatch):
     monkeypatch.setattr(hub, "LIMIT_SECONDS", 1.0)
     with black_hole() as address:
@@ -292,9 +300,7 @@ def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
 
     (tmp_path / "file").touch()
     point_to(served.address)
-    with pytest.raises(
-        DataError, match=r"someone/chats train cannot be written to .* Not a directory"
-    ):
+    with pytest.raises(DataError, match=r"someone/chats train cannot be written to .* Not a directory"):
         load_examples(section.model_copy(update={"cache_dir": str(tmp_path / "file" / "cache")}))
 
 

@@ -199,11 +199,8 @@ def _named_files(group: str) -> dict[str, Path]:
 
 
 def _description(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            line = file.readline(200)
-    except (OSError, UnicodeDecodeError):
-        return ""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline(200)
     return line.lstrip("# ").rstrip() if line.startswith("#") else ""
 
 

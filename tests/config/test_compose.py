@@ -101,6 +101,12 @@ def test_mappings_merge_lists_are_replaced_and_braces_empty(write):
 # --- choosing files -----------------------------------------------------------------------------------------------
 
 
+def test_a_section_with_nothing_in_it_changes_nothing(write):
+    write("r.yaml", "optim: {learning_rate: 1.0}\n")
+    write("configs/task/t.yaml", "optim:\ndata: {}\n")
+    assert compose(["task=t"], run="r.yaml", complete=False).optim.learning_rate == 1.0
+
+
 @pytest.mark.parametrize(
     ("word", "parts"),
     [
@@ -124,6 +130,11 @@ def test_a_folder_in_place_of_a_run_file(write):
     assert "is not a file" in one_problem("run=folder.yaml")
 
 
+def test_two_run_files_are_one_too_many():
+    assert "the run file is already quickstart" in one_problem("run=other", run="quickstart")
+    assert compose(["run=quickstart"], run="quickstart") == compose([], run="quickstart")
+
+
 def test_a_group_file_chooses_no_other(write):
     write("configs/task/t.yaml", "model: phi4\ntask: debug\n")
     problems = problems_of("task=t")
@@ -142,6 +153,7 @@ def test_a_group_file_chooses_no_other(write):
         ("--seed", "seed: has no value. Write seed=VALUE. It takes a whole number"),
         ("seed=", "seed: has no value. Write seed=VALUE. It takes a whole number of at least 0"),
         ("optim.args=[1", "not valid YAML"),
+        ("-seed=3", "there is no such option. A key is set by seed=VALUE or --seed VALUE"),
     ],
 )
 def test_words_that_are_none(word, part):
@@ -168,6 +180,7 @@ def test_a_key_of_text_takes_the_word_as_it_is(text):
         ("testing.metrics=[bleu]", "testing.metrics: expected a list ([a, b]), each one of exact_match, json_valid"),
         ("training.device=xpu:0", "training.device: finetune does not compute on xpu. Use cuda (NVIDIA, or AMD with"),
         ("training.prefetch_factor=2", "training.prefetch_factor: 2 needs num_workers of at least 1 in the same"),
+        ("training.device=gpu", "training.device: expected auto, cpu, cuda, cuda:N, mps or a whole number, got 'gpu'"),
     ],
 )
 def test_values_of_another_kind(word, problem):

@@ -210,6 +210,7 @@ def _signed(path: Path, **changes: Any) -> None:
 
 
 LIES = {
+    "rows of no type": {"facts": {"row_type": "pickles"}},
     "offsets that point outside": {"offsets": torch.tensor([0, 5, 10**12, 10**15])},
     "tokens of another type": {"token_ids": torch.zeros(3, dtype=torch.int64)},
     "tokens that no vocabulary has": {"token_ids": torch.full((4,), -7, dtype=torch.int32)},

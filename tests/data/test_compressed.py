@@ -50,6 +50,12 @@ def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(tmp_path
         list(rows.rows())
 
 
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "backports.zstd", None)
+    with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'phi-finetune\[zstd\]'`"):
+        list(file_rows(tmp_path / "a.jsonl.zst", zstd.compress(LINES)).rows())
+
+
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, suffix, name):

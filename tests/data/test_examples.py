@@ -6,7 +6,7 @@ import sys
 import pytest
 from datasets import Dataset, DatasetDict
 
-from finetune.data.examples import load_examples
+from finetune.data.examples import load_examples, missing_here
 from finetune.errors import ConfigError, DataError
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "yes"}]}
@@ -108,3 +108,12 @@ def test_finding_json_lines_imports_nothing_heavy():
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert found.stdout.splitlines() == ["2000", "[]"]
+
+
+def test_a_path_that_cannot_be_looked_at_is_not_called_missing(make_section):
+    section = make_section(path="a" * 300 + ".jsonl", validation="b" * 300)
+    assert missing_here(section) == []
+    with pytest.raises(DataError):
+        load_examples(section)
+    with pytest.raises(DataError, match="neither a file nor a split"):
+        load_examples(make_section(path="shipped:orders", validation="b" * 300))

@@ -148,6 +148,13 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column)
             {"conversations": [{"from": "human", "value": "Hi", "content": "Bye"}, {"from": "gpt", "value": "yes"}]},
             "conversations[0] has from, value and content too; expected one pair of keys",
         ),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list with a question"),
+        ({"prompt": [USER], "completion": [{**ANSWER, "tools": [{}]}], "tools": TOOLS}, "prompt and completion offer"),
+        (
+            {"messages": [{**SYSTEM, "tools": "[{}]"}, USER, ANSWER], "tools": "[{}]"},
+            "there is a column tools and a turn",
+        ),
+        ({"messages": [USER, ANSWER], "tools": "{"}, "tools is '{'; expected a list of objects"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(make_section, write_jsonl, row, problem):

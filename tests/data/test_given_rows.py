@@ -42,6 +42,7 @@ def test_splits_are_named_as_usual(tmp_path):
         (5, "data is int; expected"),
         ({"prompt": ["a"], "completion": ["b"]}, "expected the names of splits"),
         ({"train": ROWS, "test": []}, r'data\["test"\] has no rows'),
+        (["text"], "row 0 of data is str; expected a dict"),
     ],
 )
 def test_what_is_no_row_is_refused_with_its_place(tmp_path, data, message):

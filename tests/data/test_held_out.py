@@ -45,6 +45,14 @@ def test_auto_is_5_percent_between_8_and_200_rows(num_rows, size):
     assert SplitSize("auto").of(num_rows) == size
 
 
+@pytest.mark.parametrize(("copies", "size"), [(2, 8), (5, 10), (30, 60), (400, 200)])
+def test_auto_keeps_equal_rows_together_up_to_200_rows(copies, size):
+    digests = [digest_row(number) for number in range(30)] * copies
+    sizes = {"validation": SplitSize("auto")}
+    held_out = rows_of_split(digests, split="validation", sizes=sizes, rule="content", seed=0, label="rows")
+    assert len(held_out) == size
+
+
 def test_auto_holds_rows_out_of_one_file_and_keeps_the_test_rows(make_section, write_jsonl, logged):
     path = write_jsonl(ROWS)
     section = make_section(path=path, validation="auto")

@@ -108,3 +108,10 @@ def test_the_digest_of_a_data_set_is_of_its_content(tmp_path):
     assert in_memory.digest() != other.digest()
     assert [row.value for row in on_disk.rows()] == ROWS
     assert on_disk.place(2) == "a row 2"
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_file_that_is_gone_is_a_data_error(tmp_path, name):
+    for read in (FileRows.digest, lambda rows: list(rows.rows())):
+        with pytest.raises(DataError, match=rf"{name} cannot be read: No such file or directory \(ENOENT\)"):
+            read(file_rows(tmp_path / name))

@@ -64,6 +64,7 @@ def test_only_the_first_rows_are_read(write_jsonl):
         (chat(USER), "no assistant turn (roles: user), so nothing to learn"),
         (chat(USER, {"role": "bot", "content": "a"}), "messages[1].role is 'bot'; expected system, developer, user"),
         (chat(USER, {"role": "assistant", "content": " \n"}), "messages[1].content (the assistant's) is blank ('"),
+        ("[1]", "got [1]; expected an object with messages"),
     ],
 )
 def test_a_row_that_cannot_be_used_names_its_line_and_says_why(write_jsonl, row, problem):
@@ -90,6 +91,10 @@ def test_five_bad_rows_are_shown_and_all_are_counted(write_jsonl):
     assert message.startswith("train.jsonl: 7 of 8 rows cannot be used:")
     assert [f"train.jsonl:{line}:" in message for line in range(1, 9)] == [False] + [True] * 5 + [False] * 2
     assert "  and 2 more\n" in message
+
+
+def test_a_file_of_which_no_row_can_be_read_shows_why(write_jsonl):
+    assert "train.jsonl: 2 of 2 rows cannot be used:\n  train.jsonl:1: not JSON" in error_of(write_jsonl(["a", "b"]))
 
 
 @pytest.mark.parametrize("lines", [[], ["", "  "]])

@@ -127,6 +127,7 @@ CASES = {
     # labels
     "TRL, KTO": Case({"prompt": [USER], "completion": [BAD], "label": False}, BAD_ANSWER, "labelled"),
     "LLaMA-Factory, kto_tag": Case({"messages": [*EARLIER, USER, GOOD], "kto_tag": True}, LATER, "labelled"),
+    "axolotl, KTO argilla_chat": Case({"completion": [USER, GOOD], "label": True}, ANSWER, "labelled"),
     # columns of the prompt
     "ms-swift, query and response": Case(
         {"system": "Be brief.", "history": [["Hi", "Hello."]], "query": Q, "response": A},
@@ -334,6 +335,13 @@ def test_columns_that_are_not_used_are_named_every_time(make_section, write_json
         named = "columns not used: id, source, reviewed (true or false; data.columns.label=reviewed makes it the label)"
         assert read_as.endswith(named)
         assert sum(named in line for line in logged()) >= times
+
+
+def test_texts_with_and_without_a_system_turn_stand_in_one_file(make_section, write_jsonl):
+    rows = [{"prompt": Q, "completion": A}, {"prompt": Q, "completion": A, "system": "Be brief."}]
+    examples = encode_train(make_section(path=write_jsonl(rows)))
+    texts = [tiny_tokenizer().decode(examples[row].input_ids) for row in (0, 1)]
+    assert texts[1] == f"<|system|>Be brief.<|end|>{texts[0]}"
 
 
 @pytest.mark.parametrize(

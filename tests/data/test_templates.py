@@ -170,6 +170,13 @@ def test_a_template_without_an_end_is_refused():
         end_of_turn_id(tokenizer)
 
 
+def test_a_tokenizer_without_template_and_eos_is_refused():
+    tokenizer = tiny_tokenizer("none")
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match="no chat template and no eos token"):
+        end_of_turn_id(tokenizer)
+
+
 @pytest.mark.parametrize(
     ("of_a_turn", "header"),
     [

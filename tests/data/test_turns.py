@@ -108,6 +108,8 @@ def test_an_answer_of_weight_0_is_context(make_section, write_jsonl):
             "messages[1].tool_calls[0].function.arguments is '{'; expected an object",
         ),
         ({"content": "\ud800", "tool_calls": [CALL]}, "messages[1].content has half a surrogate pair"),
+        ({"content": "a", "weight": 2}, "messages[1].weight is 2; expected 0 (context without loss) or 1"),
+        ({"content": "a", "extra": {"b": "\ud800"}}, "messages[1].extra has half a surrogate pair"),
     ],
 )
 def test_a_turn_that_cannot_be_used_says_why(make_section, write_jsonl, turn, problem):
@@ -137,6 +139,12 @@ def test_a_key_that_the_template_does_not_render_is_refused_or_named(make_sectio
         )
     assert len(encode_train(section.model_copy(update={"on_ignored_key": "warn"}))) == 3
     assert any("does not render name (role user) (rows that have it: 2" in line for line in logged())
+
+
+def test_an_answer_of_which_the_template_renders_nothing_is_refused(make_section, write_jsonl):
+    path = write_jsonl([{"messages": [QUESTION, *TURNS[2:]]}])
+    with pytest.raises(DataError, match=r"does not render reasoning_content .*, and messages\[1\] has no other text"):
+        encode_train(make_section(path=path))
 
 
 def test_a_role_that_is_no_token_is_refused(make_section, write_jsonl):

@@ -68,6 +68,13 @@ def test_thinking_that_never_ends_leaves_nothing_to_score():
     assert read(tokens, "yes or no").text == "yes or no"
 
 
+@pytest.mark.parametrize("text", ["<tool_call>\nnot JSON\n</tool_call>", "<tool_call>\n[1]", '{"name": "a"}'])
+def test_what_only_looks_like_a_call_is_text(text):
+    found = read(tokens_with(HERMES), text)
+    assert found.calls == ()
+    assert found.content == found.text
+
+
 def test_rows_are_scored_after_the_thinking():
     tokens = tokens_with("phi4_mini")
     answers = [{"content": "yes", "thinking": "It is."}, {"tool_calls": [{"function": CALL}]}]

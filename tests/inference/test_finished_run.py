@@ -83,6 +83,11 @@ def test_what_is_damaged_is_refused(own_copy):
     assert find_run(own_copy, checkpoint="latest").weights_name == "checkpoints/step-000002"
 
 
+def test_a_folder_without_a_run_is_told_as_such(tmp_path):
+    with pytest.raises(CheckpointError, match=r"not the folder of a run: it has no config.yaml"):
+        find_run(tmp_path)
+
+
 def test_a_base_that_moved_is_named_on_the_command_line(own_copy, tmp_path):
     moved = shutil.copytree(resolve_shipped("shipped:phi_tiny"), tmp_path / "moved")
     lost = "model.path=/nowhere/base"

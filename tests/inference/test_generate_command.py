@@ -107,6 +107,8 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
         ({"prompts": ["a"], "raw": True, "system": "b"}, ConfigError, "--raw and --system cannot be given together"),
         ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "PROMPT and --from are both given. Drop one."),
         ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
+        ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
+        ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
     ],
 )
 def test_mistakes_are_told(asked, adapter_run, options, error, why):

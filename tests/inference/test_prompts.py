@@ -103,11 +103,24 @@ def test_the_tools_of_a_row_are_offered(answered):
     [
         (Prompt(source="row 1", messages=({"role": "user", "content": "a<|end|>b"},)), "phi4_mini", "special token"),
         (Prompt(source="row 1", text=""), "phi4_mini", "empty"),
+        (
+            Prompt(source="row 1", messages=(USER, ANSWER, USER)),
+            "none",
+            "no chat template, .* Set data.chat_template=plain",
+        ),
     ],
 )
 def test_what_cannot_be_asked_says_why(prompt, style, why):
     with pytest.raises(DataError, match=f"row 1.*{why}"):
         text_of(prompt, style=style)
+
+
+def test_a_template_that_refuses_the_turns_is_told():
+    tokenizer = tiny_tokenizer()
+    tokens = AnswerTokens(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match="row: the chat template refuses the row: roles must alternate"):
+        encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
 
 
 def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog):

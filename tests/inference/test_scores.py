@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 
 import pytest
@@ -36,6 +37,11 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
     assert 'tuned {"a": 1}' in rows
 
 
+def test_rows_that_the_loss_leaves_out_are_counted(render):
+    text = render({"tuned": Scores(loss=0.25)}, num_rows=1200, num_left_out=3)
+    assert "Test split, 1,200 rows; the loss is over 1,197 of them (drop_last)" in text
+
+
 def test_an_answer_cannot_steer_the_terminal(render):
     answer = answered("p\x1b[2J", "e\u202e", base="\x9b1m", tuned="\x1b]0;title\x07")
     text = render({"tuned": Scores(loss=0.25)}, [answer])
@@ -64,6 +70,11 @@ def test_evaluate_prints_the_same_table_with_perplexity_and_metrics_of_the_users
         "perplexity 1.000",
     ]
     assert rows[-3:] == ["prompt p<U+001B>[2J", "expected e", "tuned t"]
+
+
+@pytest.mark.parametrize(("loss", "perplexity"), [(0.0, 1.0), (1000.0, math.inf), (math.nan, math.nan)])
+def test_perplexity_of_a_loss(loss, perplexity):
+    assert Scores(loss=loss).perplexity == pytest.approx(perplexity, nan_ok=True)
 
 
 def test_context_is_above_the_prompt_and_an_empty_answer_is_said_to_be_empty(render):
