@@ -46,12 +46,7 @@ _THERE = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config
 
 
 def build_config(
-    settings: Iterable[Setting],
-    problems: list[str],
-    *,
-    complete: bool = True,
-    needs_data: bool = True,
-    typed: str = "",
+    settings: Iterable[Setting], problems: list[str], *, complete: bool = True, needs_data: bool = True, typed: str = ""
 ) -> Config:
     """Set keys one after the other, check the result against the schema, and freeze it.
 

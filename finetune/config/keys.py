@@ -126,12 +126,7 @@ def _describe(schema: Mapping[str, Any]) -> str:
         return ("a whole number" if kind == "integer" else "a number") + _limits(schema)
     if kind == "array":
         return f"a list ([a, b]), each {_describe(schema['items'])}"
-    words = {
-        "string": "text",
-        "boolean": "true or false",
-        "null": "null",
-        "object": "keys with values ({a: 1})",
-    }
+    words = {"string": "text", "boolean": "true or false", "null": "null", "object": "keys with values ({a: 1})"}
     return words[str(kind)]
 
 
