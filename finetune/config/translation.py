@@ -296,8 +296,6 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             return {}, OFF
         case "lora_alpha" if value is None:  # the default of LLaMA-Factory
             return {"lora.alpha": 2 * source.values["lora_rank"]}, ""
-        case "target_modules" | "lora_target_modules" | "lora_target" if value in ("all", "all-linear"):
-            return {"lora.target_modules": "auto"}, ""
         case "stage" if value == "pt":
             return {"data.format": "text"}, ""
         case "stage" if value == "dpo" and source.first("pref_loss"):
