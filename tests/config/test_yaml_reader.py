@@ -113,19 +113,6 @@ def value_of(text: str, *, as_text: bool = False) -> tuple[object, list[str]]:
     return ({s.dotted: s.value for s in settings}, problems)
 
 
-@pytest.mark.parametrize(
-    ("text", "settings"),
-    [
-        ("1e-4", {"a.b": 1e-4}),
-        ("[x, y]", {"a.b": ["x", "y"]}),
-        ("null", {"a.b": None}),
-        ("{c: 1, d.e: 2}", {"a.b.c": 1, "a.b.d.e": 2}),
-    ],
-)
-def test_words_are_read_like_files(text, settings):
-    assert value_of(text) == (settings, [])
-
-
 @pytest.mark.parametrize("text", ["*.jsonl", "{{ x }}", "{% if a %}", "a: b", "# a", "@x", "%y", "[draft", "{a: b}"])
 def test_a_key_of_text_takes_what_is_no_yaml(text):
     assert value_of(text, as_text=True) == ({"a.b": text}, [])

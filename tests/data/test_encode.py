@@ -115,14 +115,6 @@ def test_special_tokens_in_a_content_are_refused(make_section, write_jsonl, row,
     assert f" contains {special}, a special token of the tokenizer" in str(caught.value)
 
 
-def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section, write_jsonl):
-    first = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
-    moved = encode(make_section(path=write_jsonl(["", CHAT, TWO_ANSWERS], "moved.jsonl"))).train
-    other = encode(make_section(path=write_jsonl([TWO_ANSWERS, CHAT], "other.jsonl"))).train
-    assert first.fingerprint == moved.fingerprint
-    assert first.fingerprint != other.fingerprint
-
-
 def flat_fingerprint(examples: EncodedExamples) -> str:
     """The definition: a digest of the rows as tensors that lie end to end."""
     rows = [examples[row] for row in range(len(examples))]

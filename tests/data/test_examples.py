@@ -52,12 +52,6 @@ def test_a_datasets_directory_with_and_without_splits(make_section, tmp_path):
     assert one.validation is None
 
 
-def test_the_shipped_rows(make_section):
-    splits = load_examples(make_section(path="shipped:orders", max_rows=3))
-    assert [len(splits.train), len(splits.validation), len(splits.test)] == [3, 3, 3]
-    assert splits.train[2].source == "shipped:orders/train.jsonl:3"
-
-
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

@@ -83,16 +83,6 @@ def test_a_template_that_knows_no_tools_refuses_rows_that_have_some(make_section
     assert len(unread) == 1
 
 
-def test_an_instruction_with_input_system_and_history(make_section, write_jsonl):
-    row = {"instruction": "the", "input": "or", "output": "no", "system": "Be brief.", "history": [["Hi", "yes"]]}
-    text, learnt = shown(encode_train(make_section(path=write_jsonl([row]))))
-    assert text == (
-        "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>yes<|end|><|user|>the\n\nor<|end|>"
-        "<|assistant|>no<|end|><|endoftext|>"
-    )
-    assert learnt == "yes<|end|>no<|end|>"
-
-
 def test_answers_within_a_prompt_of_turns_carry_no_loss(make_section, write_jsonl):
     row = {"prompt": [SYSTEM, USER, ANSWER, MORE[0]], "completion": [MORE[1]]}
     text, learnt = shown(encode_train(make_section(path=write_jsonl([row]))))
