@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from glob import iglob
 from pathlib import Path
 from typing import Literal
@@ -199,9 +200,10 @@ def _named_files(group: str) -> dict[str, Path]:
 
 
 def _description(path: Path) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
         line = file.readline(200)
-    return line.lstrip("# ").rstrip() if line.startswith("#") else ""
+        return line.lstrip("# ").rstrip() if line.startswith("#") else ""
+    return ""
 
 
 def local_path(path: str) -> Path:
