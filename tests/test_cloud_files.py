@@ -1,7 +1,6 @@
 """The files in recipes/launch/ for clusters and clouds: their fields, and their commands as two nodes on one host.
 
 No cloud runs them here. The shell text of each file runs as it is, with the variables that the platform would set.
-FINETUNE_AZUREML is the Python of an environment with azure-ai-ml, which does not fit the tested packages.
 """
 
 import os
@@ -23,7 +22,7 @@ FOLDER = REPOSITORY / "recipes" / "launch"
 LIMIT_SECONDS = 240
 
 SKYPILOT_TASK = {
-    *("name", "workdir", "num_nodes", "resources", "file_mounts", "volumes", "envs", "secrets", "setup", "run"),
+    *("name", "workdir", "num_nodes", "resources", "file_mounts", "volumes", "envs", "secrets", "setup", "run")
 }
 SKYPILOT_RESOURCES = {
     *("infra", "accelerators", "cpus", "memory", "instance_type", "use_spot", "disk_size", "disk_tier"),
@@ -235,17 +234,15 @@ def test_two_nodes_train_like_one_process(tmp_path, command_of):
 
 @pytest.mark.slow
 @pytest.mark.warm
-@pytest.mark.sampled(1)
-@FILES
-def test_when_one_node_is_preempted_both_exit_with_75_and_go_on(tmp_path, command_of):
+def test_when_one_node_is_preempted_both_exit_with_75_and_go_on(tmp_path):
     words = ["task=finetune_lora", *run_words(tmp_path / "run", "training.max_steps=100000")]
     metrics = tmp_path / "run" / "metrics.jsonl"
-    with TwoNodes(command_of, words, tmp_path) as nodes:
+    with TwoNodes(pod_command, words, tmp_path) as nodes:
         nodes.wait_until(lambda: metrics.exists() and '"step": 2,' in metrics.read_text())
         nodes.processes[1].send_signal(signal.SIGTERM)
         assert nodes.exit_codes() == [75, 75], nodes.text()
         assert "as asked by SIGTERM on rank 1; checkpoint committed" in nodes.text()
-    with TwoNodes(command_of, words, tmp_path) as nodes:
+    with TwoNodes(pod_command, words, tmp_path) as nodes:
         nodes.wait_until(lambda: "resumed from step=" in nodes.text())
         nodes.processes[0].send_signal(signal.SIGTERM)
         assert nodes.exit_codes() == [75, 75], nodes.text()
@@ -253,8 +250,7 @@ def test_when_one_node_is_preempted_both_exit_with_75_and_go_on(tmp_path, comman
 
 @pytest.mark.slow
 @pytest.mark.warm
-@FILES
-def test_a_mistake_of_the_user_keeps_its_exit_code(tmp_path, command_of):
-    with TwoNodes(command_of, ["task=finetune_lora", "no.such_key=1"], tmp_path) as nodes:
+def test_a_mistake_of_the_user_keeps_its_exit_code(tmp_path):
+    with TwoNodes(pod_command, ["task=finetune_lora", "no.such_key=1"], tmp_path) as nodes:
         assert nodes.exit_codes() == [2, 2], nodes.text()
     assert "no.such_key" in nodes.text()

@@ -83,12 +83,6 @@ def test_the_file_names_the_validation_rows_only_where_one_file_would_give_them(
     assert "\n#data.validation: null\n" in printed("chats.jsonl", "task=finetune_grpo", "reward.functions=length")
 
 
-def test_the_printed_default_trains_as_it_is():
-    config = loaded(printed())
-    assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "shipped:orders")
-    assert config.output_dir == "runs/orders-phi_tiny"
-
-
 def test_a_file_is_written_where_it_is_named_and_never_over_another():
     assert run_finetune("init", "chats.jsonl", "--file", "mine.yaml").returncode == 0
     first = Path("mine.yaml").read_bytes()
@@ -102,22 +96,6 @@ def test_a_file_is_written_where_it_is_named_and_never_over_another():
     nowhere = run_finetune("init", "--file", "no/folder/mine.yaml")
     assert nowhere.returncode == 2
     assert "no/folder/mine.yaml cannot be written: No such file or directory." in nowhere.errors
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["quickstart"], "init takes no run file, got quickstart."),
-        (["model=phi4", "run=quickstart"], "init takes no run file, got quickstart."),
-        (["data=gone.jsonl"], "no file or folder of this name"),
-        (["lora.r=x"], "lora.r: expected a whole number above 0, got 'x'"),
-    ],
-)
-def test_a_wrong_word_writes_nothing(words, message):
-    done = run_finetune("init", *words, "--file", "mine.yaml")
-    assert done.returncode == 2
-    assert message in done.errors
-    assert not Path("mine.yaml").exists()
 
 
 @pytest.mark.process
@@ -149,18 +127,6 @@ def test_on_a_terminal_it_asks_checks_and_writes(tmp_path):
     assert config.output_dir == "runs/chats-phi_tiny"
     assert (config.model.path, config.data.path) == ("shipped:phi_tiny", "chats.jsonl")
     assert config.data.validation == "6"
-
-
-@pytest.mark.process
-def test_on_a_terminal_it_asks_only_what_is_open_and_may_be_stopped(tmp_path):
-    with Screen([*FINETUNE, "init", "model=microsoft/phi-4"], tmp_path) as screen:
-        screen.wait_for("which is shipped [chats.jsonl]: ")
-        assert "Model:" not in screen.text
-        screen.press(b"someone/chats\n")
-        screen.wait_for("someone/chats is not a folder here: it is read from the Hugging Face Hub.")
-        screen.press(b"\x03")
-        assert screen.wait() == 130
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl"]
 
 
 def test_the_file_trains():

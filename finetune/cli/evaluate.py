@@ -80,7 +80,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a finished run on its test split, base against tuned. OVERRIDES change its config."""
-    from finetune.inference.answers import resolve_metrics
+    from finetune.inference.answers import METRICS, resolve_functions
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
 
@@ -119,7 +119,8 @@ def evaluate(
             _write(output, record)
         return
     _refuse_rows_without_one_answer(run)
-    metrics = resolve_metrics([*run.config.testing.metrics, *(metric or [])], metrics_from or [])
+    names = [*run.config.testing.metrics, *(metric or [])]
+    metrics = resolve_functions(names, METRICS, metrics_from or [], asked_by="--metric")
     limits = _read_limits(fail_if_worse or [], metrics)
     is_sharded = run.config.parallel.sharding != "none"
     if against is not None and is_sharded:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from finetune.config.config_files import GROUPS, MADE_FOR, list_model_families, other_models
-from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes_mapping, takes_text
+from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes, takes_text
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import AUTO_VALIDATION, Config, is_allowed_object, refused_object
 from finetune.config.yaml_reader import DottedName, Setting
@@ -46,17 +46,12 @@ _THERE = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config
 
 
 def build_config(
-    settings: Iterable[Setting],
-    problems: list[str],
-    *,
-    complete: bool = True,
-    needs_data: bool = True,
-    typed: str = "",
+    settings: Iterable[Setting], problems: list[str], *, complete: bool = True, needs_data: bool = True, typed: str = ""
 ) -> Config:
     """Set keys one after the other, check the result against the schema, and freeze it.
 
-    The later of two settings for one key counts. `problems` were found while the settings were read. See
-    `compose` for the other arguments.
+    The later of two settings for one key counts. `problems` were found while the settings were read. For the other
+    arguments see `compose`.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -167,8 +162,8 @@ def _key_problem(setting: Setting) -> str:
     for depth in range(len(setting.key) - 1, 0, -1):
         above = ".".join(setting.key[:depth])
         if above in fields():
-            takes = f"{above} has no keys of its own: it takes {expected(above)}."
-            return "" if takes_mapping(above) else takes
+            takes_only = f"{above} has no keys of its own: it takes {expected(above)}."
+            return "" if takes(above, dict) else takes_only
     section = section_class(dotted)
     if section:
         keys = ", ".join(f"{dotted}.{key}" for key in list(section.model_fields)[:3])
@@ -268,10 +263,8 @@ _log = logging.getLogger(__name__)
 def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = COMMAND_LINE) -> Config:
     """Refuse the keys marked with `RunsCode` that a file sets. Return the configuration with unneeded keys reset.
 
-    Args:
-        config: a configuration with the origin of each value.
-        needed_by: the `needed_by` of the keys that this command follows. It ignores the others.
-        trusted: the origin of keys that count beside the command line: a recipe's own code.
+    `needed_by` says which of these keys this command follows. `trusted` is the origin of keys that count beside the
+    command line: a recipe's own code.
 
     Raises:
         ConfigError: names the key, its place and the argument to add.

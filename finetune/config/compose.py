@@ -44,8 +44,7 @@ from finetune.config.keys import (
     expected,
     fields,
     section_class,
-    takes_boolean,
-    takes_list,
+    takes,
     takes_text,
     values,
 )
@@ -170,10 +169,7 @@ def _default_name(config: Config, groups: Mapping[str, _Choice]) -> str:
 def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model: bool = True) -> Config:
     """Compose the configuration in the folder of a run, which others may have made, for a command on that folder.
 
-    Args:
-        folder: the run's folder.
-        overrides: change its configuration, as `key=value`.
-        loads_model: whether the command loads the run's model. If not, the keys that let code run are ignored.
+    `overrides` change it. If the command does not load the run's model, the keys that let code run are ignored.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -189,12 +185,9 @@ def overrides_of(values: Mapping[str, object]) -> list[str]:
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
-    """Build a configuration from a dict, which may hold all that a run file may.
+    """Build a configuration from a dict, which may hold all that a run file may: sections, dotted keys and older ones.
 
-    Args:
-        values: sections as mappings, or dotted keys (`"optim.learning_rate": 1e-4`). Groups may be chosen by name
-            (`model: phi_tiny`), and older keys are read.
-        origin: names the dict in messages.
+    Groups may be chosen by name (`model: phi_tiny`). `origin` names the dict in messages.
 
     Raises:
         ConfigError: with every problem found, one per line.
@@ -254,16 +247,12 @@ class _Asked:
 
 
 def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) -> list[str]:
-    """Write flags as overrides: `--optim.learning-rate 1e-4` and `--optim.learning_rate=1e-4` both become
-    `optim.learning_rate=1e-4`.
+    """Write flags as overrides: `--optim.learning-rate 1e-4` becomes `optim.learning_rate=1e-4`.
 
     A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
     value, the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses. `--no-KEY`
-    means false, and `--config FILE` names the run file.
-
-    Args:
-        arguments: as typed.
-        own_options: the options of the command itself, which stay as they are. So does what looks like a misspelt one.
+    means false, and `--config FILE` names the run file. `own_options`, and what looks like a misspelt one of them, stay
+    as they are.
     """
     overrides: list[str] = []
     rest = list(arguments)
@@ -280,9 +269,9 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
             overrides.append(f"{dashed}{equals}{value}")
         elif equals:
             overrides.append(f"{key}={value}")
-        elif key.startswith("no_") and takes_boolean(key.removeprefix("no_")):
+        elif key.startswith("no_") and takes(key.removeprefix("no_"), bool):
             overrides.append(f"{key.removeprefix('no_')}=false")
-        elif takes_boolean(key):
+        elif takes(key, bool):
             overrides.append(f"{key}={rest.pop(0) if rest and _BOOLEAN.fullmatch(rest[0]) else 'true'}")
         else:
             has_value = bool(rest) and not rest[0].startswith("--") and rest[0] not in own_options
@@ -314,7 +303,10 @@ def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[st
         if not equals or not key or key.startswith("-"):
             problems.append(f"{COMMAND_LINE}: {override}: {_how_to_write(override, before)}")
         elif not value.strip():
-            problems.append(f"{COMMAND_LINE}: {key}: has no value. {_describe_values(key)}".rstrip())
+            hint = f"Write {key}=VALUE.{f' It takes {expected(key)}.' if key in fields() else ''}"
+            if not _chooses_or_sets(key):
+                hint = f"There is no such key. {did_you_mean_key(key)}"
+            problems.append(f"{COMMAND_LINE}: {key}: has no value. {hint}".rstrip())
         elif key == "run" and asked.run and asked.run.name != value:
             problems.append(f"{COMMAND_LINE}: run={value}: the run file is already {asked.run.name}. Keep one.")
         elif key == "run":
@@ -340,19 +332,12 @@ def _with_keys(overrides: Sequence[str], problems: list[str]) -> list[str]:
     return [f"data={data}", *(override for override in overrides if override not in files)]
 
 
-def _describe_values(key: str) -> str:
-    """Complete a message about a key without a value."""
-    if not _chooses_or_sets(key):
-        return f"There is no such key. {did_you_mean_key(key)}"
-    return f"Write {key}=VALUE." + (f" It takes {expected(key)}." if key in fields() else "")
-
-
 def _how_to_write(override: str, before: str) -> str:
     """Complete a message about an override without a key. `before` is the override before it."""
     if override.startswith("-"):
         name = override.lstrip("-").partition("=")[0]
         return f"there is no such option. A key is set by {name}=VALUE or --{name} VALUE."
-    if takes_list(before.partition("=")[0]):
+    if takes(before.partition("=")[0], list):
         return f"expected key=value. Write a list with commas: {before},{override}."
     return "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
 
@@ -423,12 +408,10 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
-    return _dotted_name(value) if isinstance(value, type) else value
-
-
-def _dotted_name(kind: type) -> DottedName:
-    """Name a class by the allowed module that exports it: ``torch.optim.AdamW``."""
-    for module in ALLOWED_OBJECT_MODULES:
-        if getattr(sys.modules.get(module), kind.__name__, None) is kind:  # nothing is imported for this
+    if not isinstance(value, type):
+        return value
+    kind: type = value
+    for module in ALLOWED_OBJECT_MODULES:  # the one that exports the class: torch.optim.AdamW. Nothing is imported.
+        if getattr(sys.modules.get(module), kind.__name__, None) is kind:
             return DottedName(f"{module}.{kind.__name__}")
     return DottedName(f"{kind.__module__}.{kind.__qualname__}")

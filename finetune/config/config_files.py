@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from glob import iglob
 from pathlib import Path
 from typing import Literal
@@ -132,12 +133,14 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         return saved
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
-    hints = [did_you_mean(name, [*files, *here]), _hint(group, name)]
+    hint = PATH_INSTEAD.get(group, "")
+    if group == RUN_FILES and path_exists(name):
+        hint = f"For rows write data={name}, for a model model={name}."
     there = f"There is: {', '.join(sorted(files))}." if files else ""
     message = f"{choice}: there is no {folder}/{name}.yaml, neither here nor shipped"
     if group in (*PATH_INSTEAD, RUN_FILES) and not path_exists(name):
         message += f", and no file or folder of this name (looked in {Path.cwd()})"
-    problems.append(" ".join(part for part in (f"{message}.", there, *hints) if part))
+    problems.append(" ".join(filter(None, (f"{message}.", there, did_you_mean(name, [*files, *here]), hint))))
     return None
 
 
@@ -189,12 +192,6 @@ def path_exists(path: str, *, is_file: bool = False) -> bool:
         return False
 
 
-def _hint(group: str, name: str) -> str:
-    if group == RUN_FILES and path_exists(name):
-        return f"For rows write data={name}, for a model model={name}."
-    return PATH_INSTEAD.get(group, "")
-
-
 def _named_files(group: str) -> dict[str, Path]:
     """Map names to files; a file in ./configs wins over a shipped one."""
     below = "" if group == RUN_FILES else group
@@ -203,12 +200,10 @@ def _named_files(group: str) -> dict[str, Path]:
 
 
 def _description(path: Path) -> str:
-    try:
-        with path.open(encoding="utf-8") as file:
-            line = file.readline(200)
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return line.lstrip("# ").rstrip() if line.startswith("#") else ""
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        line = file.readline(200)
+        return line.lstrip("# ").rstrip() if line.startswith("#") else ""
+    return ""
 
 
 def local_path(path: str) -> Path:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from functools import cache
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -61,23 +61,11 @@ def takes_text(dotted: str) -> bool:
     return field is not None and _is_text(field.annotation)
 
 
-def takes_boolean(dotted: str) -> bool:
-    """Return whether a key takes true and false, perhaps among other values."""
+def takes(dotted: str, kind: type) -> bool:
+    """Return whether a key takes values of a type, perhaps among others: bool, list, or dict for free keys."""
     field = fields().get(dotted)
-    return field is not None and bool in (field.annotation, *get_args(field.annotation))
-
-
-def takes_list(dotted: str) -> bool:
-    """Return whether a key takes a list, perhaps among other values."""
-    field = fields().get(dotted)
-    kinds = (field.annotation, *get_args(field.annotation)) if field else ()
-    return any(get_origin(kind) is list for kind in kinds)
-
-
-def takes_mapping(dotted: str) -> bool:
-    """Return whether a key takes free keys and values of its own, as optim.args does."""
-    field = fields().get(dotted)
-    return field is not None and any(get_origin(kind) is dict for kind in _alternatives(field.annotation))
+    alternatives = get_args(field.annotation) if field and get_origin(field.annotation) in (Union, UnionType) else ()
+    return field is not None and any(kind in (each, get_origin(each)) for each in alternatives or (field.annotation,))
 
 
 def expected(dotted: str) -> str:
@@ -138,12 +126,7 @@ def _describe(schema: Mapping[str, Any]) -> str:
         return ("a whole number" if kind == "integer" else "a number") + _limits(schema)
     if kind == "array":
         return f"a list ([a, b]), each {_describe(schema['items'])}"
-    words = {
-        "string": "text",
-        "boolean": "true or false",
-        "null": "null",
-        "object": "keys with values ({a: 1})",
-    }
+    words = {"string": "text", "boolean": "true or false", "null": "null", "object": "keys with values ({a: 1})"}
     return words[str(kind)]
 
 

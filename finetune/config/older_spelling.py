@@ -53,10 +53,6 @@ _NOT_CAUSAL = (
 _CAUSAL_LM_NAME = re.compile(r"(?i)causal_?lm|\w*forcausallm|phi|phi[-_]?[0-9][\w.-]*|phi[-_]?(tiny|moe)")
 
 
-def _is_nothing(value: object) -> bool:
-    return value in (None, [], {})
-
-
 def _is_causal_lm(value: object) -> bool:
     # The last part of `microsoft/phi-4` or `transformers.Phi3ForCausalLM`, but not of `phi-3.5`.
     name = re.split(r"/|\.(?=[A-Za-z_])", str(value))[-1]
@@ -81,7 +77,7 @@ def _share(value: object) -> object:
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-_EMPTY = Dropped("it is empty", _is_nothing)
+_EMPTY = Dropped("it is empty", lambda value: value in (None, [], {}))
 
 RENAMED = {
     "lora.targets": "lora.target_modules",
@@ -156,7 +152,10 @@ def translate(settings: list[Setting], problems: list[str]) -> list[Setting]:
             kept.append(replace(setting, value=_without_removed(setting.value)))
         else:
             kept.append(setting)
-    _warn_of_renamed([setting for setting in kept if setting.older_key and setting.older_key not in ALIASES])
+    if renamed := [setting for setting in kept if setting.older_key and setting.older_key not in ALIASES]:
+        first = f"{renamed[0].older_key} is an older spelling of {renamed[0].dotted}"
+        others = [f"{setting.older_key} of {setting.dotted}" for setting in renamed[1:]]
+        _log.warning("%s: %s", renamed[0].origin, ", ".join([first, *others]))
     _report_both_spellings(kept, problems)
     return kept
 
@@ -208,13 +207,6 @@ def _renamed(setting: Setting, older: str, rule: Renamed) -> Setting:
             _log.warning("%s: %s is read as the number %s", setting.origin, setting.dotted, value)
         return replace(setting, value=value)
     return replace(setting, key=key, value=value, older_key=setting.dotted)
-
-
-def _warn_of_renamed(settings: list[Setting]) -> None:
-    if settings:
-        first = f"{settings[0].older_key} is an older spelling of {settings[0].dotted}"
-        others = [f"{setting.older_key} of {setting.dotted}" for setting in settings[1:]]
-        _log.warning("%s: %s", settings[0].origin, ", ".join([first, *others]))
 
 
 def _report_both_spellings(settings: list[Setting], problems: list[str]) -> None:

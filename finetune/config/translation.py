@@ -18,7 +18,7 @@ import yaml
 from pydantic import ValidationError
 
 from finetune.config.config_files import path_exists, shown_path
-from finetune.config.keys import did_you_mean, expected, fields, section_class, takes_mapping
+from finetune.config.keys import did_you_mean, expected, fields, section_class, takes
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml
 from finetune.config.schema import Config
@@ -176,7 +176,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
     elif value == "auto" and name not in ("bf16", "packing"):
         sentence = f"{NOTHING}: auto."
     elif rest and " " not in meaning:
-        values, sentence = ({meaning: value}, "") if takes_mapping(meaning) else ({}, f"Set {meaning}.")
+        values, sentence = ({meaning: value}, "") if takes(meaning, dict) else ({}, f"Set {meaning}.")
     elif " " in meaning and name != "gradient_accumulation_steps":
         is_off = value in (False, 0, "", "no", "none", [], {}) and not meaning.startswith(NOTHING)
         sentence = OFF if is_off else meaning
@@ -296,8 +296,6 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             return {}, OFF
         case "lora_alpha" if value is None:  # the default of LLaMA-Factory
             return {"lora.alpha": 2 * source.values["lora_rank"]}, ""
-        case "target_modules" | "lora_target_modules" | "lora_target" if value in ("all", "all-linear"):
-            return {"lora.target_modules": "auto"}, ""
         case "stage" if value == "pt":
             return {"data.format": "text"}, ""
         case "stage" if value == "dpo" and source.first("pref_loss"):

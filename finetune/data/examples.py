@@ -10,7 +10,7 @@ from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
@@ -147,7 +147,7 @@ def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
     for source in _sources_of(section):
         if any(map(is_hub_id, as_list(source.path))):
             continue
-        for rows in _find_sources(source).sources.values():
+        for rows in _find_sources(source)[2].values():
             if isinstance(rows, (FileRows, RemoteRows, JoinedRows)):
                 rows.check()
             first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
@@ -237,18 +237,17 @@ def _load_source(
         names = ", ".join(at_path.not_read)
         _log.warning("%s: in no split, and not read unless a key of data names them: %s", at_path.label, names)
     splits = {split: _as_examples(source, section, reads) for split, source in sources.items() if source is not None}
-    return _hold_out(splits, sizes, section) if sizes else splits
+    if not sizes:
+        return splits
+    train = splits["train"]
+    choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=train.label)
+    return splits | {split: train.with_choice(partial(choose, split=split)) for split in ("train", *sizes)}
 
 
-class _Sources(NamedTuple):
-    """Where the splits of a source come from. A split that is off has the source None."""
-
-    at_path: _Splits | None
-    sizes: dict[str, SplitSize]
-    sources: dict[str, RowSource | None]
-
-
-def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sources:
+def _find_sources(
+    section: DataSection, without: Collection[str] = ()
+) -> tuple[_Splits | None, dict[str, SplitSize], dict[str, RowSource | None]]:
+    """Return the splits at `data.path`, the sizes of those to hold out, and the source of each other one, or None."""
     try:
         at_path = _find_splits(section)
     except OSError as error:
@@ -267,7 +266,7 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
         for split, text in settings.items()
         if split not in sizes
     }
-    return _Sources(at_path, sizes, sources)
+    return at_path, sizes, sources
 
 
 def _as_examples(source: RowSource, section: DataSection, reads: Reads) -> Examples:
@@ -289,12 +288,6 @@ def _is_one_source(at_path: _Splits | None) -> bool:
     if at_path is None or at_path.form in (_ONE_FILE, _FILES):
         return True
     return at_path.form == _PARTS and list(at_path.names) != ["train"]
-
-
-def _hold_out(splits: dict[str, Examples], sizes: dict[str, SplitSize], section: DataSection) -> dict[str, Examples]:
-    train = splits["train"]
-    choose = partial(rows_of_split, sizes=sizes, rule=section.split_rule, seed=section.split_seed, label=train.label)
-    return splits | {split: train.with_choice(partial(choose, split=split)) for split in ("train", *sizes)}
 
 
 def _why_off(split: str, at_path: _Splits | None) -> str:

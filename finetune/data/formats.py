@@ -153,14 +153,14 @@ def _history(cells: Cells) -> list[Turn]:
     name, history = cells.name("history"), list_in_cell(cells["history"])
     if not isinstance(history, list):
         raise BadRowError(f"{name} is {quote(history)}; expected a list of earlier questions and answers")
-    return [turn for k, pair in enumerate(history) for turn in _parse_exchange(pair, f"{name}[{k}]")]
-
-
-def _parse_exchange(pair: object, where: str) -> list[Turn]:
-    if not isinstance(pair, list) or len(pair) != 2:
-        raise BadRowError(f"{where} is {quote(pair)}; expected a list with a question and its answer")
-    question, answer = (refuse_blank(parse_text(text, f"{where}[{k}]"), f"{where}[{k}]") for k, text in enumerate(pair))
-    return [text_turn("user", question), text_turn("assistant", answer)]
+    turns = []
+    for number, pair in enumerate(history):
+        where = f"{name}[{number}]"
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise BadRowError(f"{where} is {quote(pair)}; expected a list with a question and its answer")
+        for k, role in enumerate(("user", "assistant")):
+            turns.append(text_turn(role, refuse_blank(parse_text(pair[k], f"{where}[{k}]"), f"{where}[{k}]")))
+    return turns
 
 
 def _answer(cells: Cells, column: str) -> str | Dialogue:
@@ -345,8 +345,7 @@ def _parse_prompts(cells: Cells) -> Example:
         return _until_last_answer(known.parse(cells))
     column = known.name if known is not None and known.name != "text" else "prompt"
     if column not in cells:
-        columns = ", ".join(map(str, cells.row)) or "none"
-        raise BadRowError(f"no column prompt or messages; it has {columns}. data.columns can name them")
+        raise BadRowError(f"no column prompt or messages; it has {', '.join(map(str, cells.row)) or 'none'}")
     if column == "prompt":
         prompt = _prompt(cells, column)
         if isinstance(prompt, str):

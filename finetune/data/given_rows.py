@@ -12,22 +12,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
 from finetune.errors import DataError
-from finetune.runs.durable import describe_os_error, replacing
-from finetune.runs.file_lock import file_lock
+from finetune.runs.durable import replacing
 
 
 def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
-    """Write rows to files. Every process may call this at the same time.
+    """Write rows to files. Return the keys that name them: `data.path`, or for several splits `data.train` and so on.
 
-    Args:
-        data: dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split,
-            for example a `datasets.DatasetDict`.
-        cache_dir: `data.cache_dir`.
-
-    Returns:
-        The keys of the configuration that name the files: `data.path` for one split, otherwise `data.train` and so on.
+    `data` are dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split,
+    for example a `datasets.DatasetDict`. Every process may call this at the same time.
 
     Raises:
         DataError: a row is no dict or holds values that JSON does not have, or a file cannot be written.
@@ -58,18 +53,10 @@ def _write(name: str, rows: object, folder: Path) -> str:
     if not count:
         raise DataError(f"{name} has no rows.")
     file = folder / f"{digest.hexdigest()[:32]}.jsonl"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(file.with_suffix(".lock"), waiting_for=f"the rows of {name}"):
-            if not file.exists():
-                with replacing(file) as stream:
-                    for line in _lines(name, repeatable):
-                        stream.write(line)
-    except OSError as error:
-        raise DataError(
-            f"the rows of {name} cannot be written to {folder}: {describe_os_error(error)}. Set data.cache_dir to "
-            "another folder, or make room."
-        ) from error
+    with in_cache(file.with_suffix(".lock"), f"the rows of {name}"):
+        if not file.exists():
+            with replacing(file) as stream:
+                stream.writelines(_lines(name, repeatable))
     return str(file)
 
 

@@ -18,9 +18,9 @@ from typing import Any, TypeVar
 from finetune.config.hub import HubFault, Repository, cache_only, explain_hub_fault, fault_of, find_fault
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows, quiet_datasets
+from finetune.data.remote import in_cache
 from finetune.errors import DataError
-from finetune.runs.durable import describe_os_error, replace_file
-from finetune.runs.file_lock import file_lock
+from finetune.runs.durable import replace_file
 
 _log = logging.getLogger(__name__)
 
@@ -35,16 +35,14 @@ def split_names(section: DataSection, path: str) -> list[str]:
     """
     import datasets
 
-    def ask() -> list[str]:
-        return list(datasets.get_dataset_split_names(path, section.name, revision=section.revision))
-
     fault = _hub_fault(section, path)
     if fault is not None and (cached_files := _kept_rows(section, path)):
         _log.warning("%s: %s; the rows that were read before are used", path, fault.text)
         splits = (file.stem.split("-", 2)[2].rpartition("-")[0] for file in cached_files)  # of hub-DIGEST-SPLIT-COMMIT
         return list(dict.fromkeys(splits))
+    name, revision = section.name, section.revision
     with quiet_datasets():
-        return _ask(section, path, ask)
+        return _ask(section, path, lambda: list(datasets.get_dataset_split_names(path, name, revision=revision)))
 
 
 def open_split(section: DataSection, path: str, split: str) -> FileRows | DatasetRows:
@@ -79,21 +77,14 @@ def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
     is_reachable = _hub_fault(section, hub_id) is None
     commit = _ask(section, hub_id, newest) if is_reachable else "offline"
     prefix = f"hub-{_digest(section, hub_id)}-{split}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with file_lock(folder / f"{prefix}.lock", waiting_for=f"the first rows of {hub_id} {split}"):
-            cached_files = _kept_rows(section, hub_id, split, commit if is_reachable else "*")
-            if cached_files:
-                _log.info("%s %s: the first rows were read before, to %s", hub_id, split, cached_files[-1])
-                return cached_files[-1]
-            file = folder / f"{prefix}-{commit}.jsonl"
-            replace_file(file, _read_first_rows(section, hub_id, split, commit if is_reachable else section.revision))
-            return file
-    except OSError as error:
-        raise DataError(
-            f"data.cache_dir is {section.cache_dir}, where the first rows of {hub_id} are kept, and it cannot be "
-            f"written: {describe_os_error(error)}. Give another folder, or make room."
-        ) from error
+    with in_cache(folder / f"{prefix}.lock", f"the first rows of {hub_id} {split}"):
+        cached_files = _kept_rows(section, hub_id, split, commit if is_reachable else "*")
+        if cached_files:
+            _log.info("%s %s: the first rows were read before, to %s", hub_id, split, cached_files[-1])
+            return cached_files[-1]
+        file = folder / f"{prefix}-{commit}.jsonl"
+        replace_file(file, _read_first_rows(section, hub_id, split, commit if is_reachable else section.revision))
+        return file
 
 
 def _read_first_rows(section: DataSection, hub_id: str, split: str, revision: str | None) -> bytes:
@@ -158,14 +149,7 @@ def _ask(section: DataSection, path: str, question: Callable[[], _Answer]) -> _A
             state = "is not a file or folder here and was not prepared here before"
             repository = Repository(path, section.revision, "dataset")
             raise DataError(explain_hub_fault(fault, repository, "data.path", state)) from error
-        raise DataError(_explain_hub_error(path, error)) from error
-
-
-def _explain_hub_error(hub_id: str, error: Exception) -> str:
-    from datasets.exceptions import DatasetNotFoundError
-
-    problem, advice = f"the hub's data set cannot be read ({type(error).__name__}: {error})", "See the data set's page."
-    if isinstance(error, DatasetNotFoundError):
-        problem = f"the hub has no data set of that name that you may read ({error})"
-        advice = "Correct the path; for a private or gated data set run `hf auth login`."
-    return f"data.path is {hub_id}: there is no such file or folder here, and {problem}. {advice}"
+        raise DataError(
+            f"data.path is {path}: there is no such file or folder here, and the hub's data set cannot be read "
+            f"({type(error).__name__}: {error}). See the data set's page."
+        ) from error

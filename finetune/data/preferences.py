@@ -33,6 +33,16 @@ if TYPE_CHECKING:
     from finetune.fallbacks import Fallbacks
 
 
+def _refuse_without_target(sides: Sequence[EncodedExamples], label: str) -> None:
+    """Refuse rows of which a side has no target token left."""
+    empty = torch.stack([side.num_targets == 0 for side in sides]).any(0).nonzero()[:, 0].tolist()
+    if empty:
+        raise DataError(
+            f"{label}: {len(empty)} rows have an answer without a target token, the first is "
+            f"{sides[0].source(empty[0])}. Raise data.max_length, or remove them."
+        )
+
+
 class EncodedPair(NamedTuple):
     """The two sides of a pair."""
 
@@ -48,7 +58,7 @@ class EncodedPairs(Dataset[EncodedPair]):
         lengths: tokens of the longer side of each pair, int64, shape (pairs,).
 
     Raises:
-        DataError: the sides have different rows, or one has no target left.
+        DataError: a side has no target left.
     """
 
     row_type = "preference"
@@ -57,14 +67,7 @@ class EncodedPairs(Dataset[EncodedPair]):
         self.chosen, self.rejected = chosen, rejected
         self.sides = chosen, rejected
         self.label = label
-        if chosen.numbers.tolist() != rejected.numbers.tolist():
-            raise DataError(f"{label}: {len(chosen)} rows have a chosen answer and {len(rejected)} a rejected one.")
-        empty = ((chosen.num_targets == 0) | (rejected.num_targets == 0)).nonzero()[:, 0].tolist()
-        if empty:
-            raise DataError(
-                f"{label}: {len(empty)} pairs have a side without a target token, the first is "
-                f"{chosen.source(empty[0])}. Raise data.max_length, or remove them."
-            )
+        _refuse_without_target(self.sides, label)
         self.lengths = torch.maximum(chosen.lengths, rejected.lengths)
 
     def __len__(self) -> int:
@@ -180,12 +183,7 @@ class EncodedLabelled(Dataset[LabelledExample]):
         self.max_length = max_length
         if len(answers) < 2:
             raise DataError(f"{label} has {len(answers)} row, but KTO compares answers to different prompts. Add rows.")
-        empty = (answers.num_targets == 0).nonzero()[:, 0].tolist()
-        if empty:
-            raise DataError(
-                f"{label}: {len(empty)} rows have no target token, the first is {answers.source(empty[0])}. Raise "
-                "data.max_length, or remove them."
-            )
+        _refuse_without_target([answers], label)
 
     def __len__(self) -> int:
         return len(self.answers)

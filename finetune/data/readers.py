@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from io import BufferedReader, RawIOBase, TextIOWrapper
 from itertools import zip_longest
 from pathlib import Path, PurePath
-from typing import IO, Any, AnyStr, NoReturn
+from typing import IO, Any, AnyStr
 
+from finetune.data.values import DuplicateKeyError, refuse_constant, with_unique_keys
 from finetune.errors import DataError, extra_command
 from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error
@@ -274,7 +275,7 @@ def parse_line(number: int, line: bytes) -> RawRow:
     except json.JSONDecodeError as error:
         cause = _usual_cause(error) or error.msg
         problem = f"not JSON: {cause} at column {error.colno}; expected one JSON object per line"
-    except _DuplicateKeyError as error:
+    except DuplicateKeyError as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
         problem = f"not JSON: {error}; expected one JSON object per line"
@@ -292,23 +293,7 @@ def _usual_cause(error: json.JSONDecodeError) -> str:
     return is_python if text.startswith(("'", "None", "True", "False"), position) else ""
 
 
-class _DuplicateKeyError(ValueError):
-    """An object has a key twice. Python's reader would keep the last value in silence."""
-
-
-def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
-        raise _DuplicateKeyError(f"the key {name} is given twice in one object; keep one of the two")
-    return values
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON value")
-
-
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, object_pairs_hook=_with_unique_keys)
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=with_unique_keys)
 
 
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:
@@ -323,7 +308,7 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
         return (replace(row, number=number) for number, row in enumerate(_read_json_lines(path, label), start=1))
     try:
         rows = _DECODER.decode(text)
-    except _DuplicateKeyError as error:
+    except DuplicateKeyError as error:
         raise DataError(f"{label}:{_line_of_bad_row(text, start.end())}: in this row, {error}.") from None
     except (ValueError, RecursionError) as error:  # a JSONDecodeError names line and column
         cause = isinstance(error, json.JSONDecodeError) and _usual_cause(error)

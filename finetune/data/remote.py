@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
@@ -40,6 +40,24 @@ _ANSWER_SECONDS = 120.0
 """The longest that a server may take to answer a question, and to send one piece of a file."""
 _MOST_BYTES_WITHOUT_SIZE = 64 << 30
 """The largest file for which the server does not announce a size."""
+
+
+@contextmanager
+def in_cache(lock: Path, content: str) -> Iterator[None]:
+    """Let only one process at a time write a file into `data.cache_dir`, which is created if it is missing.
+
+    Raises:
+        DataError: also inside the block: the folder cannot be written. `content` names what would be kept there.
+    """
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        with file_lock(lock, waiting_for=content):
+            yield
+    except OSError as error:
+        raise DataError(
+            f"{content} cannot be written to {lock.parent}: {describe_os_error(error)}. Set data.cache_dir to another "
+            "folder, or make room."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -84,18 +102,11 @@ class RemoteRows:
         known = json.dumps([self.address, info.get("size"), version], sort_keys=True, default=str)
         folder = Path(self.cache_dir).expanduser()
         file = folder / f"fetched-{hashlib.sha256(known.encode()).hexdigest()[:32]}{suffixes_of(name_of(self.address))}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with file_lock(file.with_suffix(".lock"), waiting_for=f"the copy of {self.label}"):
-                if version and file.exists():
-                    _log.info("%s: copied before, to %s", self.label, file)
-                else:
-                    self._fetch(file, info.get("size"))
-        except OSError as error:
-            raise DataError(
-                f"data.cache_dir is {self.cache_dir}, where {self.label} is copied to, and it cannot be written: "
-                f"{describe_os_error(error)}. Give another folder, or make room."
-            ) from error
+        with in_cache(file.with_suffix(".lock"), f"the copy of {self.label}"):
+            if version and file.exists():
+                _log.info("%s: copied before, to %s", self.label, file)
+            else:
+                self._fetch(file, info.get("size"))
         return FileRows(file, self.label, separator=self.separator)
 
     def _fetch(self, file: Path, size: int | None) -> None:

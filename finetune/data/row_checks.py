@@ -220,7 +220,8 @@ def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: lis
     """Check that at least one training row teaches the model to stop; for plain text, that one row is not cut."""
     chat_parts = [part for part in train if part.examples.row_type != "text"]
     parts = chat_parts or list(train)
-    if not parts or any(_teaches_end(part.examples) for part in parts):
+    pieces = ((part.examples.end_id, *piece) for part in parts for piece in part.examples.pieces())
+    if not parts or any(bool(((ids == end_id) & is_target).any()) for end_id, ids, is_target in pieces):
         return
     end_id = parts[0].examples.end_id
     message = (
@@ -230,10 +231,6 @@ def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: lis
     )
     action = section.on_untrained_end if chat_parts else "warn"  # plain text is often cut into pieces
     _warn_or_refuse(action, message, refused, ", or set data.on_untrained_end=warn to train like that")
-
-
-def _teaches_end(examples: EncodedExamples) -> bool:
-    return any(bool(((ids == examples.end_id) & is_target).any()) for ids, is_target in examples.pieces())
 
 
 def _equal_rows(

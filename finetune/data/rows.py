@@ -10,14 +10,7 @@ from itertools import chain, islice
 from typing import Any
 
 from finetune.data.columns import CONTEXT, OTHER_NAMES, find_columns, propose_columns
-from finetune.data.formats import (
-    FORMATS_OF,
-    Example,
-    Format,
-    Reads,
-    detect_format,
-    parse_row,
-)
+from finetune.data.formats import FORMATS_OF, Example, Format, Reads, detect_format, parse_row
 from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
 from finetune.data.splits import digest_row

@@ -61,7 +61,12 @@ def rows_of_split(
         DataError: no row is left to train on.
     """
     num_rows = len(digests)
-    ranked = shuffled(num_rows, seed) if rule == "position" else _ranked(digests, seed)
+    if rule == "position":
+        ranked = shuffled(num_rows, seed)
+    else:  # equal rows keep their order
+        key = seed.to_bytes(8, "little")
+        ranks = [blake2b(bytes.fromhex(digest), key=key, digest_size=16).digest() for digest in digests]
+        ranked = sorted(range(num_rows), key=ranks.__getitem__)
     counts = {name: size.of(num_rows) for name, size in sizes.items()}
     if counts.get("validation") and sizes["validation"].text == AUTO_VALIDATION:
         end = sum(counts.values())
@@ -97,13 +102,6 @@ def parse_split_size(text: str, split: str) -> SplitSize | None:
             "number of rows (200), the name of a split, or a file."
         )
     return SplitSize(text, fraction=fraction)
-
-
-def _ranked(digests: Sequence[str], seed: int) -> list[int]:
-    """Return the rows by a hash of their digest. Equal rows keep their order."""
-    key = seed.to_bytes(8, "little")
-    ranks = [blake2b(bytes.fromhex(digest), key=key, digest_size=16).digest() for digest in digests]
-    return sorted(range(len(digests)), key=ranks.__getitem__)
 
 
 def shuffled(num_rows: int, seed: int) -> list[int]:

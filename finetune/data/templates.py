@@ -167,7 +167,10 @@ def render_examples(
             f"{WITHOUT_TEMPLATE}. Or use rows with prompt and completion."
         )
     if row_type == "messages":
-        return render_dialogues(template, [_to_learn(example, train_on) for example in examples])
+        learnt = [e.learnt if train_on == "all" else e.learnt[-1:] for e in examples]
+        return render_dialogues(
+            template, [Dialogue(e.messages, k, e.tools) for e, k in zip(examples, learnt, strict=True)]
+        )
     if row_type == "prompt_completion" and has_template:
         pairs = [[text_turn("user", e.prompt), text_turn("assistant", e.completion)] for e in examples]
         return render_dialogues(template, [dialogue_of(turns) for turns in pairs])
@@ -272,7 +275,9 @@ def _find_missing(template: ChatTemplate, dialogue: Dialogue, rendered: str) -> 
         if problem is not None:
             return problem
         for key, text in _texts_of(template, turn):
-            start = next((at for form in _forms(turn, text) if (at := rendered.find(form, position)) >= 0), None)
+            # Some templates write the results of tools as JSON.
+            forms = (text, json.dumps(text, ensure_ascii=False)[1:-1]) if turn["role"] == "tool" else (text,)
+            start = next((at for form in forms if (at := rendered.find(form, position)) >= 0), None)
             if start is None:
                 advice = "data.train_on=each_turn" if key != "content" else "a row without it"
                 return BadRowError(
@@ -291,11 +296,6 @@ def _texts_of(template: ChatTemplate, turn: Turn) -> Iterator[tuple[str, str]]:
     yield "content", turn["content"].strip()
 
 
-def _forms(turn: Turn, text: str) -> tuple[str, ...]:
-    """Return the ways in which a text may be rendered. Some templates write the results of tools as JSON."""
-    return (text, json.dumps(text, ensure_ascii=False)[1:-1]) if turn["role"] == "tool" else (text,)
-
-
 def _without_text(template: ChatTemplate, turn: Turn, where: str) -> BadRowError | None:
     """Return a problem if the template renders nothing of an answer."""
     if turn["role"] != "assistant" or turn["content"].strip():
@@ -310,11 +310,6 @@ def _without_text(template: ChatTemplate, turn: Turn, where: str) -> BadRowError
         f"the chat template of {template.name} does not render {keys}, and {where} has no other text to learn; "
         "expected a template that renders it (data.chat_template)"
     )
-
-
-def _to_learn(example: Example, train_on: TrainOn) -> Dialogue:
-    learnt = tuple(example.learnt) if train_on == "all" else tuple(example.learnt[-1:])
-    return Dialogue(tuple(example.messages), learnt, example.tools)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -33,13 +33,7 @@ Turn = dict[str, Any]
 
 _OTHER_ROLES = {
     **{"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant"},
-    **{
-        "observation": "tool",
-        "function": "tool",
-        "tool_response": "tool",
-        "function_response": "tool",
-        "ipython": "tool",
-    },
+    **dict.fromkeys(("observation", "function", "tool_response", "function_response", "ipython"), "tool"),
 }
 """Our role for the roles of other files: ShareGPT's, Vertex AI's, OpenAI's older ones, ms-swift's and Llama 3's."""
 _CALL_ROLES = ("function_call", "tool_call")
@@ -100,7 +94,9 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
         turns = _turns_of_transcript(turns)
     if isinstance(turns, Mapping):
         turns = [turns]
-    keys = _turn_keys(turns)
+    first = turns[0] if isinstance(turns, list) and turns else None
+    has_from = isinstance(first, Mapping) and first.get("from") is not None
+    keys = _FROM_AND_VALUE if has_from else _ROLE_AND_CONTENT
     if not isinstance(turns, list):
         raise BadRowError(f"{column} is {quote(value)}; expected a list of objects with {keys.role} and {keys.content}")
     if not turns:
@@ -140,11 +136,6 @@ def parse_tools(tools: object, where: str = "tools") -> str:
     return parse_text(text, where) if listed else ""
 
 
-def _turn_keys(turns: object) -> _TurnKeys:
-    first = turns[0] if isinstance(turns, list) and turns else None
-    return _FROM_AND_VALUE if isinstance(first, Mapping) and first.get("from") is not None else _ROLE_AND_CONTENT
-
-
 def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     """Read a turn. Its `weight` and `tools` stand in it until the caller takes them out."""
     if not isinstance(turn, Mapping):
@@ -157,8 +148,12 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     if role not in ROLES:
         *others, last = keys.roles
         raise BadRowError(f"{where}.{keys.role} is {quote(written)}; expected {', '.join(others)} or {last}")
-    thinking = _only_reasoning(present, where)
-    calls = _parse_calls(_take_calls(present, keys, lower, where), f"{where}.tool_calls")
+    texts = {key: parse_text(present.pop(key), f"{where}.{key}") for key in REASONING_KEYS if key in present}
+    thinking = text if (text := _only_value(texts, where) or "").strip() else ""
+    written_calls = _take_calls(present, keys, lower, where) or []
+    if not isinstance(written_calls, list):
+        raise BadRowError(f"{where}.tool_calls is {quote(written_calls)}; expected a list of calls")
+    calls = [_parse_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(written_calls)]
     weight = _take_weight(present, role, where)
     says_more = role == "assistant" and bool(thinking or calls)
     content = _parse_content(turn, present.pop(keys.content, None), f"{where}.{keys.content}", keys, says_more)
@@ -183,13 +178,12 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     return parsed
 
 
-def _only_reasoning(present: dict[str, Any], where: str) -> str:
-    """Take the thinking out of a turn's keys, under either name."""
-    texts = {key: parse_text(present.pop(key), f"{where}.{key}") for key in REASONING_KEYS if key in present}
-    if len(set(texts.values())) > 1:
-        raise BadRowError(f"{where} has {' and '.join(texts)} that differ; expected one of them")
-    text = next(iter(texts.values()), "")
-    return text if text.strip() else ""
+def _only_value(values: Mapping[str, Any], where: str) -> Any:
+    """Return the value that several keys of a turn have; None if there is none. Refuse values that differ."""
+    first, *others = values.values() or [None]
+    if any(other != first for other in others):
+        raise BadRowError(f"{where} has {' and '.join(values)} that differ; expected one of them")
+    return first
 
 
 def _parse_content(turn: Mapping[Any, Any], content: object, where: str, keys: _TurnKeys, says_more: bool) -> str:
@@ -210,38 +204,23 @@ def _parse_content(turn: Mapping[Any, Any], content: object, where: str, keys: _
     return "".join(parse_text(part["text"], f"{where}[{number}].text") for number, part in enumerate(parts))  # type: ignore[index]
 
 
-def _parse_calls(calls: object, where: str) -> list[dict[str, Any]]:
-    """Read tool calls. Their arguments are objects afterwards, also where they are JSON text, as in OpenAI's files."""
-    if calls is None or calls == []:
-        return []
-    if not isinstance(calls, list):
-        raise BadRowError(f"{where} is {quote(calls)}; expected a list of calls")
-    return [_parse_call(call, f"{where}[{number}]") for number, call in enumerate(calls)]
-
-
 def _parse_call(call: object, where: str) -> dict[str, Any]:
+    """Read a tool call. Its arguments are an object afterwards, also where they are JSON text, as in OpenAI's files."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
         raise BadRowError(
             f'{where} is {quote(call)}; expected {{"type": "function", "function": {{"name": …, "arguments": …}}}}'
         )
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(parse_text(arguments, f"{where}.function.arguments") or "{}")
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, BadRowError):
-                raise
-            raise BadRowError(
-                f"{where}.function.arguments is {quote(arguments)}, which is not JSON: {error}; expected an object"
-            ) from None
-    elif arguments is not None:
-        arguments = json.loads(dump_json(arguments, f"{where}.function.arguments"))
-    if arguments is not None and not isinstance(arguments, dict):
-        raise BadRowError(f"{where}.function.arguments is {quote(arguments)}; expected an object, or JSON text of one")
+    written, place = function.get("arguments"), f"{where}.function.arguments"
+    if isinstance(written, str):
+        arguments = json_in_cell(parse_text(written, place) or "{}")
+    else:
+        arguments = json.loads(dump_json(written, place)) or {}
+    if not isinstance(arguments, dict):
+        raise BadRowError(f"{place} is {quote(written)}; expected an object, or JSON text of one")
     name = refuse_blank(parse_text(function.get("name"), f"{where}.function.name"), f"{where}.function.name")
     identity = {"id": parse_text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
-    return {"type": "function", **identity, "function": {"name": name, "arguments": arguments or {}}}
+    return {"type": "function", **identity, "function": {"name": name, "arguments": arguments}}
 
 
 def _take_calls(present: dict[str, Any], keys: _TurnKeys, role: str, where: str) -> object:
@@ -255,11 +234,10 @@ def _take_calls(present: dict[str, Any], keys: _TurnKeys, role: str, where: str)
                 f'{where}.{keys.content} is {quote(written)}; expected a call as JSON: {{"name": …, "arguments": …}}'
             )
         return [{"function": call} for call in calls]
-    older = present.pop("function_call", None)
-    calls = present.pop("tool_calls", None)
-    if older is not None and calls:
-        raise BadRowError(f"{where} has tool_calls and function_call; expected one of them")
-    return calls if older is None else [{"function": older}]
+    given = {"tool_calls": calls} if (calls := present.pop("tool_calls", None)) else {}
+    if (older := present.pop("function_call", None)) is not None:
+        given["function_call"] = [{"function": older}]
+    return _only_value(given, where)
 
 
 def _join_calls(turns: list[Turn]) -> None:
@@ -279,9 +257,8 @@ def _take_weight(present: dict[str, Any], role: str, where: str) -> int | None:
             "weight: 0 for a turn without loss"
         )
     masks = {key: _parse_weight(present.pop(key), role, f"{where}.{key}") for key in _MASKS if key in present}
-    if len(set(masks.values())) > 1:
-        raise BadRowError(f"{where} has {' and '.join(masks)} that differ; expected one of them")
-    return next(iter(masks.values()), None)
+    weight: int | None = _only_value(masks, where)
+    return weight
 
 
 def _parse_weight(weight: object, role: str, where: str) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from typing import Any, NoReturn
 
 _LONGEST_QUOTE = 60
 
@@ -71,3 +73,21 @@ def dump_json(value: object, where: str) -> str:
         if isinstance(error, BadRowError):
             raise
         raise BadRowError(f"{where} is {quote(value)}, which JSON cannot represent: {error}") from None
+
+
+class DuplicateKeyError(ValueError):
+    """An object has a key twice. Python's reader would keep the last value in silence."""
+
+
+def with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object of a JSON document, or raise a DuplicateKeyError."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(name, _)] = Counter(name for name, _ in pairs).most_common(1)
+        raise DuplicateKeyError(f"the key {name} is given twice in one object; keep one of the two")
+    return values
+
+
+def refuse_constant(word: str) -> NoReturn:
+    """Raise a ValueError for NaN and Infinity, which Python's reader takes."""
+    raise ValueError(f"{word} is not a JSON value")

@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from finetune.config.keys import did_you_mean
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
-from finetune.data.values import BadRowError
+from finetune.data.values import BadRowError, refuse_constant, with_unique_keys
 from finetune.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def json_equal(answer: str, expected: str) -> float:
     An answer with a key twice equals nothing: readers disagree about its value (RFC 8259, section 4), and a model that
     is rewarded for it learns to write several values.
     """
-    parsed = _parsed(answer, object_pairs_hook=_without_doubles)
+    parsed = _parsed(answer, object_pairs_hook=with_unique_keys)
     return float(isinstance(parsed, (dict, list)) and _is_same(parsed, _parsed(expected)))
 
 
@@ -192,20 +192,9 @@ def token_f1(answer: str, expected: str) -> float:
 
 def _parsed(text: str, **how: Any) -> object:
     try:
-        return json.loads(text, parse_constant=_refuse_constant, **how)
+        return json.loads(text, parse_constant=refuse_constant, **how)
     except (ValueError, RecursionError):
         return None
-
-
-def _without_doubles(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("a key comes twice")
-    return document
-
-
-def _refuse_constant(word: str) -> NoReturn:
-    raise ValueError(f"{word} is not a JSON value")
 
 
 def _is_same(answer: object, expected: object) -> bool:
@@ -227,26 +216,20 @@ SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
 """Metrics that are shares of the rows, shown as percentages."""
 
 
-def resolve_metrics(
-    names: Sequence[str], allowed_modules: Sequence[str] = (), *, asked_by: str = "--metric"
-) -> dict[str, Metric]:
-    """Look up metrics by name. Imports a module only if it is allowed.
+def resolve_functions(
+    names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
+) -> dict[str, Function]:
+    """Look up functions by name. Imports a module only if it is allowed.
 
     Args:
-        names: names in `METRICS`, or dotted names like `my_package.scores.bleu`.
+        names: names in `known`, or dotted names like `my_package.scores.bleu`.
+        known: the built-in functions.
         allowed_modules: the modules that dotted names may refer to; from the command line only.
-        asked_by: the option or key that names the metrics; `…s-from` or `…_from` allows modules.
+        asked_by: the option or key that names the functions; `…s-from` or `…_from` allows modules.
 
     Raises:
         ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
     """
-    return resolve_functions(names, METRICS, allowed_modules, asked_by=asked_by)
-
-
-def resolve_functions(
-    names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
-) -> dict[str, Function]:
-    """Look up functions by name, as `resolve_metrics` looks up metrics; `known` has the built-in ones."""
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
     return {name: _resolve(name, known, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
 

@@ -80,20 +80,13 @@ def generate_answers(
     runtime: Runtime | None = None,
     is_to_stop: Callable[[], bool] = lambda: False,
 ) -> list[list[int]]:
-    """Continue each prompt, token by token, up to a stop id.
+    """Continue each prompt, token by token, up to a stop id, which is not part of the answer.
+
+    Prompts of similar lengths are decoded together, `batch_size` at once. `is_to_stop` is called before each batch;
+    True leaves the answers of this rank's other prompts empty. Returns token ids in the order of the prompts, on every
+    rank.
 
     Collective with a runtime: every rank, with the same prompts.
-
-    Args:
-        model: a causal language model or a PEFT model around one, placed or sharded.
-        prompts: token ids, none empty.
-        decoding: stop ids, which are not part of an answer, and sampling.
-        batch_size: prompts decoded together; they have similar lengths, so that padding is small.
-        runtime: the processes that share the batches; None: this one alone, without communication.
-        is_to_stop: called before each batch; True leaves the answers of this rank's other prompts empty.
-
-    Returns:
-        Answer token ids in the order of the prompts, on every rank.
 
     Raises:
         DataError: a prompt leaves no room for an answer in the model's context.

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby, pairwise, zip_longest
+from statistics import stdev
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -283,9 +284,10 @@ def _measure(metrics: Mapping[str, Metric], answers: Sequence[str], expected: Se
 def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Scores:
     nats, counts = losses
     num_targets = int(counts.sum())
+    means = (nats[counts > 0] / counts[counts > 0]).tolist()
     return Scores(
         loss=math.fsum(nats.tolist()) / num_targets if num_targets else math.nan,
-        standard_error=_standard_error((nats[counts > 0] / counts[counts > 0]).tolist()),
+        standard_error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0,
         metrics=_means(measured),
     )
 
@@ -324,12 +326,3 @@ def _in_subset(
 
 def _means(measured: Mapping[str, Sequence[float]]) -> dict[str, float]:
     return {name: math.fsum(values) / len(values) for name, values in measured.items() if values}
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """Return sqrt(s^2 / n), where s^2 is the sum of (value - mean)^2 divided by n - 1; 0 below two values."""
-    n = len(values)
-    if n < 2:
-        return 0.0
-    mean = math.fsum(values) / n
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)

@@ -86,14 +86,9 @@ def find_run(
 ) -> FinishedRun:
     """Read a run's configuration and verify its weights. Imports no torch.
 
-    `parallel` and `ddp` come from this command, not from the configuration of the training.
-
-    Args:
-        path: the run's folder.
-        overrides: change its configuration, as `key=value`.
-        base: a hub id or folder of the adapter's base, instead of the one in the configuration.
-        checkpoint: a step, a checkpoint's name, or `latest`; None: the published weights in `adapter/`.
-        is_alone: use one process, however many the launch started.
+    `parallel` and `ddp` come from this command, not from the configuration of the training; with `is_alone`, one
+    process is used, however many the launch started. `base` replaces the adapter's base in the configuration.
+    `checkpoint` is a step, a checkpoint's name, or `latest`; None: the published weights in `adapter/`.
 
     Raises:
         CheckpointError: the folder holds no run, its weights are missing or damaged, or see `read_run_record`.

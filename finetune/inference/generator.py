@@ -153,13 +153,9 @@ class Generator:
             return generate_answers(self.model, prompts, self.decoding, batch_size=batch_size, runtime=self.runtime)
 
     def stream(self, name: str, prompt: Sequence[int], write: Callable[[str], object], answer_ids: list[int]) -> None:
-        """Answer one encoded prompt and write each piece of text as soon as it is final.
+        """Answer one encoded prompt with the model `name`, and write each piece of text as soon as it is final.
 
-        Args:
-            name: `base` or `tuned`.
-            prompt: token ids.
-            write: receives the pieces. Joined, they are the text of the answer, up to where Ctrl-C stopped it.
-            answer_ids: an empty list, which receives the tokens of the answer.
+        Joined, the pieces are the text of the answer, up to where Ctrl-C stopped it. `answer_ids` receives its tokens.
         """
         from finetune.inference.decoding import stream_answer
 

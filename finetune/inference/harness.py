@@ -39,12 +39,7 @@ def require_harness() -> None:
 
 
 def run_harness(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
-    *,
-    batch_size: int,
-    task_folder: Path | None,
+    model: Any, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], *, batch_size: int, task_folder: Path | None
 ) -> Results:
     """Measure a placed model on tasks of the harness, with the tokenizer's chat template if it has one.
 

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.config_files import resolve_shipped
 from finetune.config.schema import name_files
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
-from finetune.data.formats import Example, Reads, detect_format, parse_row
+from finetune.data.formats import FORMATS, FORMATS_OF, Example, Reads, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line, suffix_of
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
-from finetune.data.turns import Dialogue, Turn, parse_tools, parse_turns, text_turn
+from finetune.data.turns import Dialogue, Turn, parse_tools, text_turn
 from finetune.data.values import BadRowError, parse_text, quote
 from finetune.errors import DataError
 from finetune.inference.answers import answer_text
@@ -251,38 +251,22 @@ def _render(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
 
 
 def _prompt_of(value: object, place: str) -> Prompt:
+    """Read a text, or a row as for an objective that learns from prompts: an answer at its end is the expected one."""
     if isinstance(value, str):
         return _open_prompt(parse_text(value, "the row"), place)
-    if not isinstance(value, Mapping):
-        raise BadRowError(f"got {quote(value)}; expected an object with prompt, messages or text")
-    if "messages" in value:
-        dialogue = parse_turns(value["messages"], "messages", value.get("tools"))
-        system = None if value.get("system") is None else parse_text(value["system"], "system")
-        return _conversation(with_system_turn(dialogue.turns, system), dialogue.tools, place)
-    known = detect_format(value, {})
-    if known is not None:  # a row to train on, whose answer is the expected one
-        row = parse_row(value, known, {})
-        if row.row_type == "messages":
-            return _conversation(row.messages, row.tools, place)
-        if row.row_type == "text":
-            return Prompt(source=place, text=row.text)
-        return _open_prompt(row.prompt, place, expected=row.completion)
-    if "prompt" in value:
-        return _open_prompt(parse_text(value["prompt"], "prompt"), place)
-    raise BadRowError(f"no column prompt, messages or text; it has {', '.join(map(str, value)) or 'none'}")
+    if isinstance(value, Mapping) and detect_format(value, {}) is FORMATS["text"]:
+        return Prompt(source=place, text=parse_row(value, FORMATS["text"], {}).text)
+    row = parse_row(value, FORMATS_OF["prompts"]["prompts"], {})
+    if row.row_type == "prompt_completion":
+        return _open_prompt(row.prompt, place, expected=row.completion or None)
+    *before, last = row.messages
+    if not before:
+        raise BadRowError("messages has an answer alone; expected a user's turn before it")
+    return Prompt(source=place, messages=tuple(before), tools=row.tools, expected=answer_text(last) or None)
 
 
 def _open_prompt(text: str, place: str, *, expected: str | None = None) -> Prompt:
     return Prompt(source=place, messages=(text_turn("user", text),), expected=expected, is_open=True)
-
-
-def _conversation(turns: Sequence[Turn], tools: str, place: str) -> Prompt:
-    *before, last = turns
-    if last["role"] != "assistant":
-        return Prompt(source=place, messages=tuple(turns), tools=tools)
-    if not before:
-        raise BadRowError("messages has an answer alone; expected a user's turn before it")
-    return Prompt(source=place, messages=tuple(before), tools=tools, expected=answer_text(last))
 
 
 def _system_of(row: Example) -> str | None:

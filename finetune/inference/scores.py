@@ -50,16 +50,6 @@ class Scores:
         except OverflowError:
             return math.inf
 
-    @property
-    def exact_match(self) -> float | None:
-        """Fraction of generated answers that equal the expected one. None if it was not measured."""
-        return self.metrics.get("exact_match")
-
-    @property
-    def json_valid(self) -> float | None:
-        """Fraction of generated answers that are JSON. None if it was not measured."""
-        return self.metrics.get("json_valid")
-
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweredRow:
@@ -198,12 +188,9 @@ def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
     return sorted(rows, key=change)
 
 
-def show_test_result(evaluation: Evaluation) -> None:
-    """Print the result of the test phase of training."""
-    show_evaluation(evaluation.split, evaluation, num_answers=_MAX_ANSWERS)
-
-
-def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int, with_perplexity: bool = False) -> None:
+def show_evaluation(
+    split: str, evaluation: Evaluation, *, num_answers: int = _MAX_ANSWERS, with_perplexity: bool = False
+) -> None:
     """Print a table with a column of scores for each model, then prompts with the expected and the models' answers."""
     columns = {
         name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}

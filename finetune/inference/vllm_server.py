@@ -51,15 +51,10 @@ _MOST_SHOWN = 500
 
 
 class VllmServer:
-    """A vLLM server that answers prompts for a run.
+    """A vLLM server that answers prompts for a run. `VLLM_API_KEY` in the environment is its key, if it asks for one.
 
-    `VLLM_API_KEY` in the environment is its key, if it asks for one.
-
-    Args:
-        url: where it listens, for example ``http://localhost:8000``.
-        patience_seconds: how long to wait for a server that is gone, and for each answer from its first to its last
-            byte.
-        is_to_stop: called while a request waits; True ends the waiting.
+    It waits `patience_seconds` for a server that is gone, and for each answer from its first to its last byte.
+    `is_to_stop` is called while a request waits; True ends the waiting.
 
     Raises:
         ConfigError: the address is not one of http or https, or has more than a host, a port and a path.
@@ -153,14 +148,9 @@ class VllmServer:
     ) -> list[SampledAnswer]:
         """Sample answers to each prompt, prompt after prompt. If the server is lost meanwhile, wait for it and go on.
 
-        Args:
-            prompts: token ids.
-            decoding: stop ids, which an answer keeps, and sampling.
-            adapter: a folder that the server reads, by the same path, for the time of this call.
-            num_answers: to each prompt.
-            vocabulary: the number of tokens that the run's model has.
-            seeds: of each prompt.
-            at_once: prompts that are asked at the same time.
+        The server reads the folder of the adapter, by the same path, for the time of this call. Answers keep their stop
+        ids. There is a seed for each prompt, and `at_once` prompts are asked at the same time. `vocabulary` is the
+        number of tokens that the run's model has.
 
         Raises:
             ServerError: the server refuses the adapter or a prompt, its answer is wrong, or it is gone for too long.

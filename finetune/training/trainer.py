@@ -24,7 +24,7 @@ from finetune.inference.finished_run import LoadedRun
 from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.inference.prompts import read_opening
-from finetune.inference.scores import Evaluation, ModelName, Scores, show_test_result
+from finetune.inference.scores import Evaluation, ModelName, Scores, show_evaluation
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
@@ -291,7 +291,7 @@ class Trainer:
             evaluation = replace(evaluation, forgetting=forgetting)
             if not self.journal.is_closed:  # a script may measure again after its run has ended
                 self.journal.test(evaluation)
-            show_test_result(evaluation)
+            show_evaluation(evaluation.split, evaluation)
             _log.info("Training and testing completed successfully!")
             return evaluation
 
@@ -323,7 +323,7 @@ class Trainer:
         comparison = Evaluation(num_rows=int(sums.num_examples), split="validation", scores=scores, loss_unit=unit)
         self._setup.on_main(lambda journal: journal.test(comparison), "recording the comparison")
         if self.runtime.is_main_process:
-            show_test_result(comparison)
+            show_evaluation(comparison.split, comparison)
 
     def _fresh_state(self) -> TrainerState:
         return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)

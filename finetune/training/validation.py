@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.keys import did_you_mean
 from finetune.data.splits import shuffled
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answers import METRICS, Metric, resolve_metrics
+from finetune.inference.answers import METRICS, Metric, resolve_functions
 from finetune.runs.metrics import sign_of, subset_key
 from finetune.runs.state import TrainerState
 
@@ -140,7 +140,7 @@ def check_metrics(
             f"training.objective={config.training.objective} have no expected answer. Remove it; early_stopping.metric "
             f"and checkpoint.best_metric may be {' or '.join(each for each in _HIGHER_IS_BETTER if each in measured)}."
         )
-    metrics = resolve_metrics(names, config.validation.metrics_from, asked_by="validation.metrics")
+    metrics = resolve_functions(names, METRICS, config.validation.metrics_from, asked_by="validation.metrics")
     metrics |= given
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
     may_have_subsets = config.training.objective == "sft" and (config.validation.by or len(config.data.mixture) > 1)

@@ -14,10 +14,8 @@ from tests.in_process import run_finetune
     [
         ("--model phi_tiny --data x.jsonl", "model=phi_tiny data=x.jsonl"),
         ("--training.max-steps 5", "training.max_steps=5"),
-        ("--training.max_steps=5", "training.max_steps=5"),
         ("quickstart --optim.args.betas [0.9,0.95] seed=1", "quickstart optim.args.betas=[0.9,0.95] seed=1"),
         ("--strict --seed 1", "strict=true seed=1"),
-        ("--strict off quickstart", "strict=off quickstart"),
         ("--strict quickstart", "strict=true quickstart"),
         ("--training.gradient-checkpointing auto", "training.gradient_checkpointing=auto"),
         ("--training.gradient-checkpointing", "training.gradient_checkpointing=true"),
@@ -25,9 +23,7 @@ from tests.in_process import run_finetune
         ("--output-dir=--x", "output_dir=--x"),
         ("--seed --strict", "seed= strict=true"),
         ("--seed", "seed="),
-        ("--seed=", "seed="),
         ("--device 4090 --seed 1", "--device 4090 seed=1"),
-        ("--retry_failed --seed -h", "--retry-failed seed= -h"),
         ("--devise 4090", "--devise 4090"),
         ("--seed 1 -- --seed 2", "seed=1 -- --seed 2"),
         ("--config lora.yaml --config=full.yaml", "run=lora.yaml run=full.yaml"),
@@ -53,22 +49,6 @@ def test_recipes_and_commands_take_flags(tmp_path):
     assert json.loads(shown.answer)["config"]["seed"] == 7
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "mine.yaml --optim.learning-rate 1",
-        "--optim.learning-rate 1 mine.yaml",
-        "--optim.learning-rate 1 --config mine.yaml",
-    ],
-)
-def test_the_run_file_may_stand_anywhere(typed, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.yaml").write_text("seed: 7\ntask: full\n")
-    shown = json.loads(run_finetune("config", "show", *typed.split(), "--json").answer)["config"]
-    assert (shown["seed"], shown["optim"]["learning_rate"], shown["training"]["method"]) == (7, 1, "full")
-    assert compose(typed.split(), complete=False).seed == 7  # as a recipe reads it
-
-
 def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "peer.yml").write_text("base_model: org/model\nadapter: lora\nlora_r: 8\nnum_epochs: 1\n")
@@ -80,12 +60,6 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
     assert "--from" not in run_finetune("train", "ours.yml").errors
 
 
-def test_a_misspelt_model_is_not_called_missing():
-    errors = run_finetune("train", "--model_name_or_path", "phi_tiny", "--max_steps", "2").errors
-    assert "Did you mean model.path?" in errors
-    assert "not set" not in errors
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "parts"),
     [
@@ -93,14 +67,10 @@ def test_a_misspelt_model_is_not_called_missing():
         ("help plan", 0, ["finetune plan", "--probe"]),
         ("help dpo", 0, ["finetune_preferences", "DPO", "preference.beta=0.1"]),
         ("help lora.r", 0, ["Rank of each update. Default: 16.", "a whole number above 0"]),
-        ("help nothing", 2, ["No such command"]),
-        ("help lora_r", 2, ["Did you mean lora.r?"]),
         ("help phi4", 0, ["model=phi4: Phi-4", "finetune config show model=phi4"]),
         ("list", 2, ["Did you mean 'runs'?"]),
-        ("models", 2, ["Did you mean 'config list'?"]),
         ("qlora --config x.yaml", 2, ["Did you mean 'train task=finetune_qlora'?"]),
         ("config show --lora.target-modules q k v", 2, ["with commas: lora.target_modules=q,k,v."]),
-        ("train --model phi_tiny --data orders --seed", 2, ["seed: has no value", "a whole number"]),
         ("plan --devise 4090 --model phi_tiny", 2, ["--devise", "--device"]),
     ],
 )
@@ -114,21 +84,15 @@ def test_help_and_refusals(arguments, code, parts):
     ("typed", "key", "value"),
     [
         ("optim.warmup_steps=0.1", "optim.warmup_steps", 0.1),
-        ("optim.warmup_steps=1", "optim.warmup_steps", 1),
         ("warmup_ratio=0.1", "optim.warmup_steps", 0.1),
-        ("optim.warmup_ratio=0", "optim.warmup_steps", 0),
         ("training.num_epochs=0.5", "training.num_epochs", 0.5),
-        ("training.num_epochs=2", "training.num_epochs", 2),
         ("training.report_to=wandb", "training.report_to", ["wandb"]),
         ("report_to=wandb,mlflow", "training.report_to", ["wandb", "mlflow"]),
-        ("report_to=none", "training.report_to", []),
-        ("lora.target_modules=q_proj", "lora.target_modules", ["q_proj"]),
         ("lora.target_modules=q_proj,v_proj", "lora.target_modules", ["q_proj", "v_proj"]),
         ("lora.target_modules=layers.[0-9]{1,2}.*", "lora.target_modules", ["layers.[0-9]{1,2}.*"]),
         ("lora.target_modules=all-linear", "lora.target_modules", "auto"),
         ("optim.optimizer=adamw", "optim.optimizer", "torch.optim.AdamW"),
         ("optim.optimizer=AdamW_8bit", "optim.optimizer", "bitsandbytes.optim.AdamW8bit"),
-        ("optim.optimizer=muon", "optim.optimizer", "torch.optim.Muon"),
         ("optim.optimizer=torch.optim.Adam", "optim.optimizer", "torch.optim.Adam"),
     ],
 )
@@ -147,7 +111,6 @@ def test_values_that_other_tools_take(typed, key, value):
         ("optim.warmup_steps=1.5", "below 1, got 1.5"),
         ("report_to=none training.report_to=wandb", "Keep one of the two"),
         ("report_to=clearml", "one of none, tensorboard, wandb, trackio, mlflow or a list"),
-        ("training.num_epochs=0", "expected a number above 0, got 0"),
         ("optim.optimizer=adam", "one of adamw, adamw_8bit"),
     ],
 )

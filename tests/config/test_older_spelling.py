@@ -18,36 +18,36 @@ ROWS: list[tuple[str, str, str, object, str]] = [
     # the row, YAML as it was written, our key, its value, what the warning says
     (
         "training.optimizer_type",
-        "training: {optimizer_type: !pyobject torch.optim.SGD}",
+        "training.optimizer_type: !pyobject torch.optim.SGD",
         "optim.optimizer",
         "torch.optim.SGD",
         SAME,
     ),
     ("training.optimizer_type", "training: {optimizer_type: AdamW}", "optim.optimizer", "torch.optim.AdamW", SAME),
-    ("training.optimizer_args", "training: {optimizer_args: []}", "optim.args", {}, "left out: it is empty"),
-    ("training.optimizer_args", "training: {optimizer_args: null}", "optim.args", {}, "left out: it is empty"),
-    ("training.optimizer_args", "training: {optimizer_args: [1e-4]}", "optim.learning_rate", 1e-4, SAME),
-    ("training.optimizer_args.lr", "training: {optimizer_args: {lr: 1e-4}}", "optim.learning_rate", 1e-4, SAME),
+    ("training.optimizer_args", "training.optimizer_args: []", "optim.args", {}, "left out: it is empty"),
+    ("training.optimizer_args", "training.optimizer_args: null", "optim.args", {}, "left out: it is empty"),
+    ("training.optimizer_args", "training.optimizer_args: [1e-4]", "optim.learning_rate", 1e-4, SAME),
+    ("training.optimizer_args.lr", "training.optimizer_args: {lr: 1e-4}", "optim.learning_rate", 1e-4, SAME),
     (
         "training.optimizer_args.weight_decay",
-        "training: {optimizer_args: {weight_decay: 0.1}}",
+        "training.optimizer_args: {weight_decay: 0.1}",
         "optim.weight_decay",
         0.1,
         SAME,
     ),
-    ("training.optimizer_args.*", "training: {optimizer_args: {eps: 1}}", "optim.args", {"eps": 1}, SAME),
-    ("training.optimizer_kwargs", "training: {optimizer_kwargs: {}}", "optim.args", {}, "left out: it is empty"),
-    ("training.optimizer_kwargs.lr", "training: {optimizer_kwargs: {lr: 1e-4}}", "optim.learning_rate", 1e-4, SAME),
+    ("training.optimizer_args.*", "training.optimizer_args: {eps: 1}", "optim.args", {"eps": 1}, SAME),
+    ("training.optimizer_kwargs", "training.optimizer_kwargs: {}", "optim.args", {}, "left out: it is empty"),
+    ("training.optimizer_kwargs.lr", "training.optimizer_kwargs: {lr: 1e-4}", "optim.learning_rate", 1e-4, SAME),
     (
         "training.optimizer_kwargs.weight_decay",
-        "training: {optimizer_kwargs: {weight_decay: 0.1}}",
+        "training.optimizer_kwargs: {weight_decay: 0.1}",
         "optim.weight_decay",
         0.1,
         SAME,
     ),
     (
         "training.optimizer_kwargs.*",
-        "training: {optimizer_kwargs: {betas: [0.1, 0.2]}}",
+        "training.optimizer_kwargs: {betas: [0.1, 0.2]}",
         "optim.args",
         {"betas": [0.1, 0.2]},
         SAME,
@@ -149,15 +149,6 @@ def test_our_own_spelling_warns_of_nothing(tmp_path, caplog):
     assert caplog.messages == []
 
 
-def test_words_have_the_older_spelling_too(caplog):
-    config = compose(["training.optimizer_kwargs.lr=0.5", "training.path=x"], complete=False)
-    assert (config.optim.learning_rate, config.output_dir) == (0.5, "x")
-    assert caplog.messages == [
-        "command line: training.optimizer_kwargs.lr is an older spelling of optim.learning_rate, "
-        "training.path of output_dir"
-    ]
-
-
 def renamed_values(config: Config) -> list[object]:
     return [
         config.lora.target_modules,
@@ -214,28 +205,6 @@ def test_a_key_in_both_spellings_names_both(tmp_path):
     file = f"{tmp_path}/old.yaml"
     assert f"{file}:3: training.seed: means the same as seed ({file}:1)" in str(caught.value)
     assert f"{file}:5: num_epochs: means the same as training.epochs ({file}:4)" in str(caught.value)
-
-
-def test_another_spelling_in_another_place_overrides(tmp_path):
-    assert composed(tmp_path, "training: {seed: 1}", "seed=2").seed == 2
-    assert composed(tmp_path, "seed: 1", "training.seed=2").seed == 2
-
-
-def test_problems_name_the_key_as_it_was_written(tmp_path):
-    with pytest.raises(ConfigError) as caught:
-        composed(
-            tmp_path,
-            "training:\n  checkpoint_at: [1, 2]\n  optimizer_type: !pyobject os.system\n  optimizer_args: [1, 2]\n",
-        )
-    file = f"{tmp_path}/old.yaml"
-    assert f"{file}:2: checkpoint.save_every_epochs (written training.checkpoint_at): expected" in str(caught.value)
-    assert f"{file}:3: optim.optimizer (written training.optimizer_type): os.system is not" in str(caught.value)
-    assert f"{file}:4: optim.learning_rate (written training.optimizer_args): expected a number" in str(caught.value)
-
-
-def test_origins_are_those_of_the_older_keys(tmp_path):
-    config = composed(tmp_path, "training:\n  optimizer_kwargs:\n    lr: 0.5\n")
-    assert config.origin("optim.learning_rate") == f"{tmp_path}/old.yaml:3"
 
 
 def test_a_run_from_before_the_rule_of_splits_holds_out_rows_by_position(tmp_path):

@@ -8,10 +8,8 @@ import warnings
 
 import pytest
 
-from finetune.config.compose import compose
 from finetune.config.keys import did_you_mean_key, fields
 from finetune.config.other_tools import KEYS, OUR_NAME, SENTENCES, VALUES
-from finetune.errors import ConfigError
 
 
 def names_of(*classes: type) -> set[str]:
@@ -52,25 +50,3 @@ def test_each_name_is_answered():
         if last == name:
             answer = f"Did you mean {' or '.join(same) or ours}?" if same or ours in fields() else ours
             assert did_you_mean_key(f"parallel.{name}") == answer
-
-
-@pytest.mark.parametrize(
-    ("override", "answer"),
-    [
-        ("dataset=x", "Did you mean data.path?"),
-        ("micro_batch_size=2", "Did you mean training.batch_size?"),
-        ("load_in_4bit=false", "Did you mean lora.quantize?"),
-        ("bf16=false", "Did you mean training.precision?"),
-        ("train_on_inputs=true", "Only answers carry loss. data.train_on=last leaves out all but the last"),
-    ],
-)
-def test_an_answer_suits_every_value(override, answer):
-    with pytest.raises(ConfigError, match=answer):
-        compose([override], complete=False)
-
-
-def test_several_unknown_keys_list_the_sections_once():
-    with pytest.raises(ConfigError) as caught:
-        compose(["foo=1", "bar_of_gold=2", "zzz=3"], complete=False)
-    assert str(caught.value).count("There is: ddp") == 1
-    assert str(caught.value).count("there is no such key.") == 3

@@ -1,18 +1,10 @@
 """Shipped folders are found in a checkout and in a wheel; shipped assets by name."""
 
-from pathlib import Path
-
 import pytest
 
 from finetune.config import config_files
 from finetune.config.config_files import resolve_shipped, shipped_folder
 from finetune.errors import ConfigError
-
-
-def test_in_a_checkout_the_folders_lie_beside_the_package():
-    root = Path(config_files.__file__).resolve().parents[2]
-    assert shipped_folder("configs") == root / "configs"
-    assert shipped_folder("recipes") == root / "recipes"
 
 
 def test_in_a_wheel_the_packages_own_folder_wins(tmp_path, monkeypatch):
@@ -39,12 +31,3 @@ def test_assets_by_name(tmp_path, monkeypatch):
         assert str(caught.value) == (
             f"{wrong} is not shipped with this package. There is: shipped:orders, shipped:phi_tiny."
         )
-
-
-@pytest.mark.parametrize("path", ["microsoft/phi-4", "/data/rows.jsonl", "./shipped:x", ""])
-def test_other_paths_stay_as_they_are(path):
-    assert resolve_shipped(path) == path
-
-
-def test_the_orders_are_there():
-    assert Path(resolve_shipped("shipped:orders"), "test.jsonl").is_file()

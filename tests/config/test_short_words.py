@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config import load_config
-from finetune.config.compose import compose, config_from_dict, resolved_yaml
-from finetune.config.schema import Config
+from finetune.config.compose import compose, config_from_dict
 from finetune.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("write")
@@ -46,18 +45,6 @@ def test_a_name_in_configs_wins_over_a_file_and_a_dot_makes_a_path(write):
     assert (by_name.data.path, by_name.model.path) == ("shipped:orders", "microsoft/phi-4")
     by_path = compose(["data=./orders", "model=./phi4"])
     assert (by_path.data.path, by_path.model.path) == ("./orders", "./phi4")
-
-
-def test_a_yaml_file_stays_a_config(write):
-    write("mine.yaml", "data.path: rows.jsonl\ndata.max_length: 9\n")
-    config = compose(["data=./mine.yaml"], complete=False)
-    assert (config.data.path, config.data.max_length) == ("rows.jsonl", 9)
-
-
-def test_task_and_parallel_take_no_path(write):
-    write("mine")
-    assert "there is no configs/task/mine.yaml" in problem_of("task=mine")
-    assert "there is no configs/parallel/./mine.yaml" in problem_of("parallel=./mine")
 
 
 def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write):
@@ -116,22 +103,6 @@ def test_the_data_is_chosen_once(write):
     assert "command line: a.jsonl and data=orders: choose the data once" in problem_of("data=orders", "a.jsonl")
 
 
-def test_a_word_that_is_no_file_of_rows(write):
-    write("folder/train.jsonl")
-    write("configs/mine.yaml", "seed: 1\n")
-    write("mine")
-    assert "expected key=value" in problem_of("gone.jsonl")
-    assert "expected key=value" in problem_of("folder")
-    assert compose(["seed=2", "mine"], complete=False).origin("seed") == "command line"  # a run file
-    assert "For rows write data=folder, for a model model=folder." in problem_of("run=folder")
-
-
-def test_a_password_in_a_path_is_refused_and_not_repeated():
-    problem = problem_of("data=https://someone:hunter2@host/rows.jsonl")
-    assert "data.path: https://…@host/rows.jsonl contains a user name, a password or a token" in problem
-    assert "hunter2" not in problem
-
-
 def test_a_signed_address_is_refused_like_a_password():
     signed = "https://host/rows.jsonl?X-Amz-Date=1&X-Amz-Signature=5ecret"
     problem = problem_of(f"data.path={signed}")
@@ -139,15 +110,6 @@ def test_a_signed_address_is_refused_like_a_password():
     in_mixture = problem_of(f"data.mixture=[{{path: '{signed}'}}]")
     assert "5ecret" not in problem + in_mixture
     assert "X-Amz-Signature=… contains" not in problem_of("data.path=https://host/rows.txt?download=1", "seed=x")
-
-
-def test_the_folder_of_a_run_resolves_to_the_same(write):
-    """What a run keeps has no short words, so a file that comes later under a name changes nothing."""
-    write("chats.jsonl")
-    config = load_config(["chats.jsonl", "model=org/phi", "task=finetune_lora"])
-    kept = write("runs/x/config.yaml", resolved_yaml(config))
-    write("configs/data/chats.jsonl.yaml", "data.path: other\n")
-    assert load_config(run=str(kept)) == config
 
 
 def test_a_model_that_is_missing_is_listed_and_the_command_completed():
@@ -161,7 +123,3 @@ def test_a_model_that_is_missing_is_listed_and_the_command_completed():
         compose(["model=phi4"], typed="finetune plan model=phi4")
     with pytest.raises(ConfigError, match=r"for example: finetune plan model=phi4 data=phi4 data\.path=chats\.jsonl"):
         compose(["model=phi4", "data=phi4"], typed="finetune plan model=phi4 data=phi4")
-
-
-def test_without_words_the_configuration_is_the_schemas():
-    assert compose([], complete=False) == Config()

@@ -308,12 +308,6 @@ def test_overrides_win_and_replace_the_rows_and_the_model():
     assert (config.data.mixture, config.optim.schedule, config.training.objective) == ([], "linear", "dpo")
 
 
-def test_a_decision_that_an_override_makes_is_not_asked_for():
-    text = translated("llama-factory-lora.yaml", "chats.jsonl", "model=phi_tiny")
-    assert "DECIDE: Set data.path" not in text
-    assert "# Set data.path to the files of these rows" in text
-
-
 @pytest.mark.parametrize(
     "text",
     [

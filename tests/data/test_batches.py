@@ -2,7 +2,6 @@ import itertools
 import random
 
 import pytest
-import torch
 
 from finetune.config.schema import TestingSection as LoaderSection  # a name that pytest does not collect
 from finetune.config.schema import TrainingSection
@@ -69,16 +68,6 @@ def test_drop_last_leaves_out_only_a_batch_that_is_not_full():
     assert len(seen) == len(set(seen)) == 32
 
 
-def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
-    rule = rule_of(max_tokens=100, batch_size=8)
-    for step in steps_of_all_ranks(rule, 1):
-        for _, rows, _ in step:
-            padded = max(rule.lengths[row] for row in rows) * len(rows)
-            assert padded <= 100 or len(rows) == 1
-    sizes = {len(rows) for step in steps_of_all_ranks(rule, 1) for _, rows, _ in step}
-    assert max(sizes) > 1
-
-
 @pytest.mark.parametrize(
     ("lengths", "keys", "groups"),
     [
@@ -91,14 +80,6 @@ def test_a_micro_batch_holds_at_most_max_tokens_with_its_padding():
 def test_how_padded_rows_are_split(lengths, keys, groups):
     rule = BatchRule(**{"lengths": lengths, "global_batch_size": 4, "batch_size": 4, **keys})
     assert rule.split(range(len(lengths))) == groups
-
-
-def test_rows_on_both_sides_of_the_boundary_never_meet():
-    rule = rule_of(boundary=30, batch_size=8)
-    sides = [{rule.lengths[row] <= 30 for row in rows} for step in steps_of_all_ranks(rule, 1) for _, rows, _ in step]
-    assert all(len(side) == 1 for side in sides)
-    assert {True} in sides
-    assert {False} in sides
 
 
 def test_pad_pads_on_the_right_and_counts():
@@ -133,11 +114,6 @@ def test_the_train_loader_gives_the_planned_rows_with_their_place_in_the_global_
                 assert ids == pad([examples[row] for row in part.rows]).input_ids.tolist()
 
 
-def test_a_rank_may_have_nothing_to_do_in_a_step():
-    steps = loaded(train_loader(rank=2, world_size=3))
-    assert [len(step) for step in steps] == [1, 1, 0]
-
-
 def test_worker_processes_give_the_same_micro_batches():
     assert loaded(train_loader(num_workers=2, prefetch_factor=2), first_step=1) == loaded(train_loader(), first_step=1)
 
@@ -148,18 +124,6 @@ def test_the_loader_is_iterated_as_torch_loaders_are():
     list(loader.steps(3))
     assert [batch.input_ids.tolist() for batch in loader] == microbatches
     assert len(loader) == len(microbatches)
-
-
-def test_the_loader_can_be_left_early_and_read_again():
-    loader = train_loader()
-    next(iter(loader.steps(0)))
-    assert loaded(loader) == loaded(train_loader())
-
-
-def test_loader_keys_reach_the_loader():
-    loader = train_loader(num_workers=1, prefetch_factor=3, pin_memory=True)
-    assert (loader.num_workers, loader.prefetch_factor) == (1, 3)
-    assert loader.pin_memory is torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 10])

@@ -23,7 +23,6 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.row_file import RowFacts, load_or_encode
 from finetune.data.rows import Examples
-from finetune.data.templates import TokenisedRow
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
@@ -75,22 +74,6 @@ def test_a_second_time_nothing_is_parsed_or_tokenised(section, times_tokenised, 
     assert second.prompt_and_answer(0) == first.prompt_and_answer(0)
 
 
-def test_a_folder_that_may_not_be_looked_into_is_a_downgrade(section, monkeypatch):
-    def refusing(real):  # a permission would not stop root
-        def refuse(path, *arguments, **keywords):
-            if str(path).startswith(section.cache_dir):
-                raise PermissionError(13, "Permission denied", str(path))
-            return real(path, *arguments, **keywords)
-
-        return refuse
-
-    for name in ("stat", "mkdir"):
-        monkeypatch.setattr(f"os.{name}", refusing(getattr(os, name)))
-    fallbacks = Fallbacks()
-    assert len(encode(section, fallbacks)) == 3
-    assert [taken["what"] for taken in fallbacks.as_records()] == ["data.cache_dir"]
-
-
 def test_the_only_cached_file_has_the_same_bytes_however_often_it_is_made(section):
     encode(section)
     (path,) = cache_files(section)
@@ -121,27 +104,18 @@ def test_padding_that_another_call_left_in_the_tokenizer_does_not_change_its_dig
     assert templates.digest_tokenizer(tokenizer) == before[0]
 
 
-@pytest.mark.parametrize("damage", ["cut", "empty", "other"])
+@pytest.mark.parametrize("damage", ["cut", "empty", "other", "one bit"])
 def test_a_damaged_file_is_found_and_made_again(section, times_tokenised, logged, damage):
     fingerprint = encode(section).fingerprint
     (path,) = cache_files(section)
     whole = path.read_bytes()
-    path.write_bytes({"cut": whole[:-20], "empty": b"", "other": b"not a tensor" * 9}[damage])
+    one_bit = whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:]
+    damaged = {"cut": whole[:-20], "empty": b"", "other": b"not a tensor" * 9, "one bit": one_bit}
+    path.write_bytes(damaged[damage])
     assert encode(section).fingerprint == fingerprint
     assert times_tokenised() == 2
     assert any("is damaged (" in line and "is encoded again" in line for line in logged())
     assert path.read_bytes() == whole
-
-
-def test_every_byte_of_the_tensors_is_watched(section, times_tokenised):
-    encode(section)
-    (path,) = cache_files(section)
-    whole = path.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    for count, position in enumerate(range(header, len(whole), 17), start=2):
-        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
-        encode(section)
-        assert times_tokenised() == count, f"byte {position}"
 
 
 def test_rows_that_cannot_be_used_are_never_cached(make_section, write_jsonl):
@@ -169,24 +143,14 @@ def test_without_a_cache_rows_are_mapped_from_a_file_without_a_name_and_that_is_
         encode(section, Fallbacks(strict=True))
 
 
-@pytest.mark.parametrize("call", ["fsync", "write"])
-def test_a_disk_that_fills_up_while_writing_is_a_fallback_to_memory(section, monkeypatch, call):
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
+def test_a_disk_that_fills_up_while_writing_is_a_fallback_to_memory(section, monkeypatch):
     whole = encode(section)
     cache_files(section)[0].unlink()
-    if call == "fsync":
-        monkeypatch.setattr("finetune.runs.durable.os.fsync", full)
-    else:
-        monkeypatch.setattr("finetune.data.row_file.tempfile.TemporaryFile", lambda **_: OnlyFull())
+    monkeypatch.setattr("finetune.data.row_file.tempfile.TemporaryFile", lambda **_: OnlyFull())
     fallbacks = Fallbacks()
-    rows = encode(section, fallbacks)
-    assert [list(row.input_ids) for row in rows] == [list(row.input_ids) for row in whole]
-    assert rows.fingerprint == whole.fingerprint
+    assert encode(section, fallbacks).fingerprint == whole.fingerprint
     assert cache_files(section) == []
-    refused = ["data.cache_dir"] if call == "fsync" else ["data.cache_dir", "the encoded rows"]
-    assert [record["what"] for record in fallbacks.as_records()] == refused
+    assert [record["what"] for record in fallbacks.as_records()] == ["data.cache_dir", "the encoded rows"]
     assert {record["why"] for record in fallbacks.as_records()} == {"No space left on device (ENOSPC)"}
 
 
@@ -235,21 +199,6 @@ def test_while_one_process_encodes_another_waits_and_reads(tmp_path, logged):
     assert f"waiting for the encoding of rows: process {other.pid} on " in logged()[0]
 
 
-@pytest.mark.process
-def test_a_process_killed_while_encoding_leaves_the_work_to_the_next(tmp_path):
-    killed = start_encoding(tmp_path, 60)
-    killed.kill()
-    killed.communicate()
-
-    def encode(writer):
-        writer.add(1, TokenisedRow([1], bytearray([1])), max_length=9)
-        return RowFacts()
-
-    rows = load_or_encode(tmp_path / "cache", "0" * 64, encode, Fallbacks(strict=True), "rows")
-    assert rows.token_ids.tolist() == [1]
-    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".safetensors"]
-
-
 def _signed(path: Path, **changes: Any) -> None:
     """Write the file again with other tensors and a digest that agrees, as whoever can write the folder could."""
     with safe_open(path, framework="pt") as file:
@@ -261,15 +210,12 @@ def _signed(path: Path, **changes: Any) -> None:
 
 
 LIES = {
+    "rows of no type": {"facts": {"row_type": "pickles"}},
     "offsets that point outside": {"offsets": torch.tensor([0, 5, 10**12, 10**15])},
-    "offsets that go back": {"offsets": torch.tensor([0, 9, 2, 9])},
     "tokens of another type": {"token_ids": torch.zeros(3, dtype=torch.int64)},
     "tokens that no vocabulary has": {"token_ids": torch.full((4,), -7, dtype=torch.int32)},
     "too few targets": {"is_target": torch.zeros(1, dtype=torch.bool)},
-    "more rows": {"numbers": torch.arange(10_000)},
     "no digests": {"raw_digests": torch.zeros(0, 16, dtype=torch.uint8)},
-    "another shape": {"full_lengths": torch.zeros(3, 1, dtype=torch.int64)},
-    "rows of no type": {"facts": {"row_type": "pickles"}},
 }
 
 
@@ -285,7 +231,7 @@ def test_a_signed_file_whose_tensors_lie_is_encoded_again(what, section, logged)
     assert "is damaged" in " ".join(logged())
 
 
-@pytest.mark.parametrize("metadata", [None, {"finetune": "[" * 100_000}, {"finetune": "[]"}, {"finetune": "{}"}])
+@pytest.mark.parametrize("metadata", [None, {"finetune": "[" * 100_000}, {"finetune": "{}"}])
 def test_a_file_whose_metadata_are_others_is_encoded_again(metadata, section, logged):
     first = encode(section).fingerprint
     (path,) = Path(section.cache_dir).glob("*.safetensors")

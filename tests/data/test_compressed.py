@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import bz2
-import errno
 import gzip
-import importlib
 import lzma
 import subprocess
 import sys
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 import pytest
@@ -17,7 +14,6 @@ from backports import zstd
 from finetune.data import readers
 from finetune.data.readers import FileRows
 from finetune.errors import DataError
-from tests.data.conftest import encode
 
 WITH_CHECKSUM = {zstd.CompressionParameter.checksum_flag: 1}  # as the command zstd writes by default
 COMPRESS = {
@@ -27,7 +23,6 @@ COMPRESS = {
     ".zst": partial(zstd.compress, options=WITH_CHECKSUM),
 }
 LINES = b'{"prompt": "a", "completion": "b"}\n\n{"prompt": "c", "completion": 5\n{"prompt": "d", "completion": "e"}\n'
-TABLE = b'prompt,completion\n"a, b",007\n'
 
 
 def file_rows(path: Path, content: bytes) -> FileRows:
@@ -44,15 +39,6 @@ def test_rows_and_their_numbers_are_those_of_the_file_itself(tmp_path, suffix):
     assert compressed.place(3) == f"a.jsonl{suffix}:3"
 
 
-@pytest.mark.parametrize(("name", "content"), [("a.json", b'[{"text": "a"},\n{"text": "b"}]'), ("a.csv", TABLE)])
-def test_json_and_csv_files_may_be_compressed_too(tmp_path, name, content):
-    plain = file_rows(tmp_path / name, content)
-    compressed = file_rows(tmp_path / f"{name}.gz", gzip.compress(content))
-    assert compressed.digest() != file_rows(tmp_path / "a.jsonl.gz", gzip.compress(content)).digest()
-    assert list(compressed.rows()) == list(plain.rows()) != []
-    assert compressed.place(1) == plain.place(1).replace(name, f"{name}.gz")
-
-
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("damage", ["cut", "flipped", "other"])
 def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(tmp_path, suffix, damage):
@@ -64,41 +50,10 @@ def test_a_damaged_file_is_refused_and_none_of_its_rows_lost_in_silence(tmp_path
         list(rows.rows())
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_disk_that_fails_is_no_damaged_file(tmp_path, monkeypatch, name):
-    rows = file_rows(tmp_path / name, LINES)
-
-    class Failing(BytesIO):
-        def read(self, *_):
-            raise OSError(errno.EIO, "Input/output error")
-
-        readline = __next__ = read
-
-    monkeypatch.setattr("gzip.open" if name.endswith(".gz") else "pathlib.Path.open", lambda *_: Failing())
-    with pytest.raises(DataError, match=rf"{name} cannot be read: Input/output error \(EIO\)."):
-        list(rows.rows())
-
-
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "backports.zstd", None)
     with pytest.raises(DataError, match=r"needs the package backports.zstd. Run `pip install 'phi-finetune\[zstd\]'`"):
         list(file_rows(tmp_path / "a.jsonl.zst", zstd.compress(LINES)).rows())
-
-
-def test_a_compressed_split_encodes_to_the_same_rows(make_section, tmp_path):
-    line = b'{"prompt": "Hi", "completion": "yes"}\n'
-    for folder, pack in (("plain", bytes), ("packed", gzip.compress)):
-        (tmp_path / folder).mkdir()
-        for split in ("train", "dev"):
-            suffix = "" if folder == "plain" else ".gz"
-            (tmp_path / folder / f"{split}.jsonl{suffix}").write_bytes(pack(line * (2 if split == "train" else 1)))
-    found = []
-    for folder in ("plain", "packed"):
-        section = make_section(path=str(tmp_path / folder), on_overlap="warn")
-        splits = encode(section)
-        found.append((splits.train.fingerprint, splits.validation.fingerprint))
-    assert found[0] == found[1]
-    assert splits.train.source(1) == f"{tmp_path}/packed/train.jsonl.gz:2"
 
 
 @pytest.mark.parametrize("suffix", COMPRESS)
@@ -127,15 +82,12 @@ def test_a_line_has_a_limit(tmp_path, monkeypatch, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
 @pytest.mark.parametrize("content", ["one line", "long rows"])
-def test_memory_does_not_grow_with_a_compressed_file(tmp_path, suffix, content):
+def test_memory_does_not_grow_with_a_compressed_file(tmp_path, content):
     """600 MiB in 3 MB or less. A line may have 128 MiB, and Python holds a line twice while it reads it."""
-    module = "gzip" if suffix == ".gz" else "backports.zstd"
-    options = {"compresslevel": 1} if suffix == ".gz" else {}
-    path = tmp_path / f"a.jsonl{suffix}"
+    path = tmp_path / "a.jsonl.zst"
     piece = b"x" * (1 << 20) if content == "one line" else b'{"text": "' + b"x" * (1 << 20) + b'"}\n'
-    with importlib.import_module(module).open(path, "wb", **options) as file:
+    with zstd.open(path, "wb") as file:
         for _ in range(600):
             file.write(piece)
     script = (

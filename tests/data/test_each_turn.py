@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ import torch
 from finetune.config.compose import load_config
 from finetune.data.batches import TrainLoader, packer
 from finetune.data.encoded import EncodedExamples
-from finetune.data.preferences import encode_labelled, encode_preferences
+from finetune.data.preferences import encode_preferences
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.errors import ConfigError, DataError
+from finetune.errors import ConfigError
 from finetune.training.loaders import log_batches, plan_batches
 from tests.data.conftest import encode_train
 from tests.launches import REPOSITORY
@@ -76,14 +75,6 @@ def test_a_conversation_is_one_example_in_shares_weights_and_steps(encode):
     assert (rule.num_examples, rule.steps_per_epoch) == (3, 2)
     seen = [row for step in range(2) for cut in rule.microbatches_of_step(0, step) for row in cut.rows]
     assert sorted(seen) == list(range(len(most)))
-
-
-def test_a_row_without_thinking_shares_everything_with_the_answer_before(encode):
-    row = conversation(6, seed=3, thinking=0)
-    (cut,) = rule_of(encode([row])).microbatches_of_step(0, 0)
-    whole = encode([row], train_on="all")
-    assert cut.rows == list(range(6))
-    assert cut.num_tokens <= len(whole[0].input_ids) + 6  # the end of the text behind each answer
 
 
 def losses_of(model: torch.nn.Module, examples: EncodedExamples, rule: Any) -> tuple[float, torch.Tensor]:
@@ -152,24 +143,6 @@ def test_answers_stay_together_until_they_are_too_many_and_the_log_says_what_tha
     assert f"computes {shared:,} tokens of an epoch again" in line
 
 
-def test_padded_rows_and_a_boundary_keep_all_answers(encode):
-    examples = encode([conversation(4, seed=7), conversation(2, seed=8)], max_length=8192)
-    padded = rule_of(examples, is_packed=False, global_batch_size=2, batch_size=2)
-    assert padded.tokens is None
-    assert sorted(row for cut in padded.microbatches_of_step(0, 0) for row in cut.rows) == list(range(6))
-    boundary = int(examples.lengths[1])
-    cuts = replace(rule_of(examples, global_batch_size=2), boundary=boundary).microbatches_of_step(0, 0)
-    assert sorted(row for cut in cuts for row in cut.rows) == list(range(6))
-    assert all(len({bool(examples.lengths[row] > boundary) for row in cut.rows}) == 1 for cut in cuts)
-
-
-def test_a_bad_conversation_counts_once(encode):
-    rows = [conversation(3, seed=1), conversation(1, seed=2)]
-    rows[0]["messages"][0]["content"] = "<|end|>"
-    with pytest.raises(DataError, match="1 of 2 rows cannot be used"):
-        encode(rows)
-
-
 def test_the_answers_of_a_conversation_are_packed_or_refused(encode):
     examples = encode([conversation(3, seed=0)])
     with pytest.raises(ConfigError, match=r"training\.packing is false, but data\.train_on=each_turn packs"):
@@ -177,14 +150,7 @@ def test_the_answers_of_a_conversation_are_packed_or_refused(encode):
     assert rule_of(encode([conversation(1, seed=0)]), packing="false").num_examples == 1
 
 
-@pytest.mark.parametrize(
-    ("encode_rows", "answers"),
-    [
-        (encode_labelled, {"completion": "yes", "label": True}),
-        (encode_preferences, {"chosen": "yes", "rejected": "no"}),
-    ],
-)
-def test_rows_of_preferences_have_no_turns(make_section, write_jsonl, encode_rows, answers):
-    path = write_jsonl([{"prompt": f"{number}?", **answers} for number in range(3)])
+def test_rows_of_preferences_have_no_turns(make_section, write_jsonl):
+    path = write_jsonl([{"prompt": f"{number}?", "chosen": "yes", "rejected": "no"} for number in range(3)])
     with pytest.raises(ConfigError, match=r"data.train_on is each_turn, but a row of preferences has one answer"):
-        encode_rows(make_section(path=path, train_on="each_turn"), tiny_tokenizer())
+        encode_preferences(make_section(path=path, train_on="each_turn"), tiny_tokenizer())

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import json
 from itertools import accumulate
 
 import pytest
 import torch
-from datasets import Dataset
-from torch.utils.data import DataLoader
 
 from finetune.data.encode import describe
 from finetune.data.encoded import EncodedExamples, digest_tensors
@@ -42,20 +39,6 @@ def test_rows_become_flat_tensors(make_section, write_jsonl):
         train[2]
 
 
-def test_each_row_of_a_json_list_on_one_line_is_an_example(tmp_path, make_section):
-    path = tmp_path / "train.json"
-    path.write_text(json.dumps([CHAT, TWO_ANSWERS] * 2))
-    train = encode(make_section(path=str(path))).train
-    assert train.num_examples == 4
-    assert not train.has_branches
-    assert train.source(3) == f"{path} row 4"
-
-
-def test_a_loader_with_workers_reads_every_row(make_section, write_jsonl):
-    train = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
-    assert [len(row.input_ids) for row in DataLoader(train, batch_size=None, num_workers=1)] == [9, 16]
-
-
 @pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
 def test_prompt_and_last_answer(make_section, write_jsonl, style):
     tokenizer = tiny_tokenizer(style)
@@ -89,18 +72,6 @@ def test_plain_text_is_all_target_but_its_first_token(make_section, write_jsonl)
     assert train[1].input_ids.tolist().count(special[1]) == 1
 
 
-@pytest.mark.parametrize("ending", ["csv", "parquet", "directory"])
-def test_tables_give_the_same_tokens_as_json_lines(make_section, write_jsonl, tmp_path, ending):
-    rows = [{"prompt": "Hi", "completion": "yes"}, {"prompt": "And?", "completion": "null"}]
-    path = tmp_path / f"table.{ending}"
-    table = Dataset.from_list(rows)
-    {"csv": table.to_csv, "parquet": table.to_parquet, "directory": table.save_to_disk}[ending](path)
-    found = encode(make_section(path=str(path))).train
-    expected = encode(make_section(path=write_jsonl(rows))).train
-    assert found.fingerprint == expected.fingerprint
-    assert found.source(1).endswith(" row 2")
-
-
 def test_long_rows_are_cut_on_the_right_and_counted(make_section, write_jsonl, logged):
     rows = [CHAT, TWO_ANSWERS, {"messages": [{**USER, "content": "x" * 30}, CHAT["messages"][1]]}]
     splits = encode(make_section(path=write_jsonl(rows), max_length=9, on_no_target="warn"))
@@ -121,12 +92,6 @@ def test_long_rows_are_cut_on_the_right_and_counted(make_section, write_jsonl, l
         train.prompt_and_answer(2)
 
 
-def test_an_answer_that_is_cut_keeps_all_its_tokens(make_section, write_jsonl):
-    section = make_section(path=write_jsonl([CHAT]), max_length=7, on_truncated_answer="warn", on_untrained_end="warn")
-    train = encode(section).train
-    assert tiny_tokenizer().decode(train.prompt_and_answer(0).answer) == "yes"
-
-
 def test_a_split_without_any_target_is_refused(make_section, write_jsonl):
     with pytest.raises(DataError, match=r"none of its 2 rows has a target token within data.max_length=5; the longest"):
         encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]), max_length=5))
@@ -136,7 +101,6 @@ def test_a_split_without_any_target_is_refused(make_section, write_jsonl):
     ("row", "special"),
     [
         ({"messages": [{**USER, "content": "a<|end|>b"}, CHAT["messages"][1]]}, "<|end|>"),
-        ({"messages": [USER, {"role": "assistant", "content": "<|endoftext|>"}]}, "<|endoftext|>"),
         (
             {"messages": [{"role": "system", "content": "a", "tools": '[{"name": "<|/tool|>"}]'}, *CHAT["messages"]]},
             "<|/tool|>",
@@ -149,14 +113,6 @@ def test_special_tokens_in_a_content_are_refused(make_section, write_jsonl, row,
     assert "1 of 2 rows cannot be used" in str(caught.value)
     assert "train.jsonl:2: " in str(caught.value)
     assert f" contains {special}, a special token of the tokenizer" in str(caught.value)
-
-
-def test_the_fingerprint_is_of_tokens_and_targets_alone(make_section, write_jsonl):
-    first = encode(make_section(path=write_jsonl([CHAT, TWO_ANSWERS]))).train
-    moved = encode(make_section(path=write_jsonl(["", CHAT, TWO_ANSWERS], "moved.jsonl"))).train
-    other = encode(make_section(path=write_jsonl([TWO_ANSWERS, CHAT], "other.jsonl"))).train
-    assert first.fingerprint == moved.fingerprint
-    assert first.fingerprint != other.fingerprint
 
 
 def flat_fingerprint(examples: EncodedExamples) -> str:
@@ -183,12 +139,3 @@ def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section, wri
     assert joined.select([5]).tokens(0).tolist() == second.tokens(1).tolist()
     one_source = {source.token_ids.data_ptr() for source in (*first.sources, *second.sources)}
     assert {source.token_ids.data_ptr() for source in joined.select([1, 5]).sources} == one_source
-
-
-def test_rows_made_by_hand():
-    examples = EncodedExamples.from_rows([([5, 6, 7], [False, True, True]), ([5], [False])], end_id=7)
-    assert examples.lengths.tolist() == [3, 1]
-    assert examples.num_targets.tolist() == [2, 0]
-    assert examples.prompt_and_answer(0) == ([5], [6])
-    assert examples.source(1) == "row 2"
-    assert not examples.is_truncated.any()

@@ -42,18 +42,6 @@ def test_a_conversation_is_the_same_tokens_in_every_format(make_section, write_j
     assert shown(examples) == ("<|user|>Hi<|end|><|assistant|>yes<|end|><|endoftext|>", "yes<|end|>")
 
 
-def test_every_role_of_sharegpt_has_one_of_ours(make_section, write_jsonl):
-    turns = [
-        {"from": "system", "value": "Be brief."},
-        {"from": "human", "value": "Hi"},
-        {"from": "observation", "value": "42"},
-        {"from": "gpt", "value": "yes"},
-    ]
-    text, learnt = shown(encode_train(make_section(path=write_jsonl([{"conversations": turns}]))))
-    assert text == ("<|system|>Be brief.<|end|><|user|>Hi<|end|><|tool|>42<|end|><|assistant|>yes<|end|><|endoftext|>")
-    assert learnt == "yes<|end|>"
-
-
 @pytest.mark.parametrize("column", ["messages", "conversations"])
 def test_turns_of_either_spelling_may_stand_in_either_column(make_section, write_jsonl, column):
     rows = [{column: [USER, ANSWER]}, {column: ONE_TURN["conversations"]["conversations"]}]
@@ -71,7 +59,6 @@ WITH_TOOLS = f"<|tool|>{json.dumps(TOOLS)}<|/tool|><|end|><|user|>Hi<|end|><|ass
         ({"messages": [SYSTEM, USER, ANSWER]}, "Be brief."),
         ({"messages": [USER, ANSWER]}, ""),
         ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, "Be brief."),
-        ({"prompt": [USER], "completion": "yes"}, ""),
         ({"system": "Be brief.", **ONE_TURN["conversations"]}, "Be brief."),
     ],
 )
@@ -96,26 +83,11 @@ def test_a_template_that_knows_no_tools_refuses_rows_that_have_some(make_section
     assert len(unread) == 1
 
 
-def test_an_instruction_with_input_system_and_history(make_section, write_jsonl):
-    row = {"instruction": "the", "input": "or", "output": "no", "system": "Be brief.", "history": [["Hi", "yes"]]}
-    text, learnt = shown(encode_train(make_section(path=write_jsonl([row]))))
-    assert text == (
-        "<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>yes<|end|><|user|>the\n\nor<|end|>"
-        "<|assistant|>no<|end|><|endoftext|>"
-    )
-    assert learnt == "yes<|end|>no<|end|>"
-
-
 def test_answers_within_a_prompt_of_turns_carry_no_loss(make_section, write_jsonl):
     row = {"prompt": [SYSTEM, USER, ANSWER, MORE[0]], "completion": [MORE[1]]}
     text, learnt = shown(encode_train(make_section(path=write_jsonl([row]))))
     assert "yes<|end|>" in text
     assert learnt == "no<|end|>"
-
-
-def test_instructions_need_a_chat_template(make_section, write_jsonl):
-    with pytest.raises(DataError, match="holds chat messages, but the tokenizer has no chat template"):
-        encode_train(make_section(path=write_jsonl([ONE_TURN["instruction"]])), "none")
 
 
 def test_the_template_that_the_message_names_works_with_any_tokenizer(make_section, write_jsonl):
@@ -138,14 +110,6 @@ def test_columns_can_be_called_anything(make_section, write_jsonl, logged):
     ) in logged()
 
 
-def test_renamed_columns_and_an_explicit_format_are_looked_for_under_their_names(make_section, write_jsonl):
-    path = write_jsonl([{"dialog": ONE_TURN["conversations"]["conversations"], "text": "other"}])
-    section = make_section(path=path, format="conversations", columns={"conversations": "dialog"})
-    assert shown(encode_train(section))[1] == "yes<|end|>"
-    with pytest.raises(DataError, match="no column talk; it has dialog, text"):
-        encode_train(section.model_copy(update={"columns": {"conversations": "talk"}}))
-
-
 @pytest.mark.parametrize("column", ["messages", "talk"])
 def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column):
     path = tmp_path / "rows.csv"
@@ -158,42 +122,29 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column)
     ("row", "problem"),
     [
         ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0].from is 'bot'; expected system, human,"),
-        ({"conversations": [{"from": "human", "value": 3}]}, "conversations[0].value is 3 (int); expected text"),
-        ({"conversations": [{"from": "human"}]}, "conversations[0] has no value; expected text"),
-        (
-            {"conversations": [{"from": "human", "value": "a", "weight": 1}]},
-            "conversations[0].weight is 1, but its role is user; expected a weight in turns of the assistant",
-        ),
+        ({"conversations": [{"from": "human", "value": "a", "weight": 1}]}, "conversations[0].weight is 1, but its"),
         (
             {"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "gpt", "value": "c"}]},
             "there is a column system and a system turn too",
         ),
         ({"instruction": " ", "output": "a"}, "instruction and input are blank"),
-        ({"instruction": "a", "output": ""}, "output is blank ('')"),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list with a question"),
         ({"instruction": "a", "output": "b", "history": "c"}, "history is 'c'; expected a list of earlier"),
-        ({"prompt": [USER, ANSWER], "completion": [USER]}, "completion begins with a turn of the user ('Hi')"),
-        ({"prompt": [USER], "completion": ""}, "completion is blank ('')"),
-        (
-            {"messages": [USER, ANSWER], "tools": {"name": "f"}},
-            "tools is {'name': 'f'}; expected a list of objects, or",
-        ),
-        (
-            {"messages": [{**SYSTEM, "tools": "[{}]"}, USER, ANSWER], "tools": "[{}]"},
-            "there is a column tools and a turn with tools too",
-        ),
+        ({"messages": [USER, ANSWER], "tools": {"name": "f"}}, "tools is {'name': 'f'}; expected a list of objects"),
         (
             {"messages": [{**SYSTEM, "tools": "[{}]"}, {**USER, "tools": [{"name": "f"}]}, ANSWER]},
             "messages has turns with tools that differ; expected one list of tools",
         ),
         (
-            {"prompt": [USER], "completion": [{**ANSWER, "tools": [{"name": "f"}]}], "tools": TOOLS},
-            "prompt and completion offer tools that differ; expected them in the prompt alone",
-        ),
-        (
             {"conversations": [{"from": "human", "value": "Hi", "content": "Bye"}, {"from": "gpt", "value": "yes"}]},
             "conversations[0] has from, value and content too; expected one pair of keys",
         ),
+        ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list with a question"),
+        ({"prompt": [USER], "completion": [{**ANSWER, "tools": [{}]}], "tools": TOOLS}, "prompt and completion offer"),
+        (
+            {"messages": [{**SYSTEM, "tools": "[{}]"}, USER, ANSWER], "tools": "[{}]"},
+            "there is a column tools and a turn",
+        ),
+        ({"messages": [USER, ANSWER], "tools": "{"}, "tools is '{'; expected a list of objects"),
     ],
 )
 def test_a_row_that_cannot_be_used_says_why(make_section, write_jsonl, row, problem):
@@ -202,18 +153,9 @@ def test_a_row_that_cannot_be_used_says_why(make_section, write_jsonl, row, prob
     assert f"train.jsonl:1: {problem}" in str(caught.value)
 
 
-def test_text_and_turns_are_not_mixed_in_one_column(make_section, write_jsonl):
-    rows = [ONE_TURN["prompt_completion"], ONE_TURN["prompt_completion of turns"]]
-    with pytest.raises(
-        DataError, match=r"train.jsonl:2: prompt or completion is a list of turns, while .*:1 has it as"
-    ):
-        encode_train(make_section(path=write_jsonl(rows)))
-
-
 @pytest.mark.parametrize(
     ("row", "learnt"),
     [
-        ({"messages": [SYSTEM, USER, ANSWER, *MORE]}, "no<|end|>"),
         ({"messages": [SYSTEM, USER, ANSWER, *MORE, USER]}, "no<|end|>"),
         ({"prompt": "Hi", "completion": "yes"}, "yes<|end|>"),
         ({"instruction": "a", "output": "no", "history": [["Hi", "yes"]]}, "no<|end|>"),
@@ -225,3 +167,9 @@ def test_loss_on_the_last_answer_alone(make_section, write_jsonl, row, learnt):
     last = encode_train(make_section(path=path, train_on="last"))
     assert shown(last) == (shown(everything)[0], learnt)
     assert everything.prompt_and_answer(0) == last.prompt_and_answer(0)
+
+
+def test_text_and_turns_are_not_mixed_in_one_column(make_section, write_jsonl):
+    rows = [ONE_TURN["prompt_completion"], ONE_TURN["prompt_completion of turns"]]
+    with pytest.raises(DataError, match=r"train.jsonl:2: prompt or completion is a list of turns, while .*:1 has it"):
+        encode_train(make_section(path=write_jsonl(rows)))

@@ -171,24 +171,6 @@ def test_the_rows_seen_before_encoding_are_those_encoded(make_section, write_jso
     assert [example.number for example in examples.validation] == lines(encoded.validation)
 
 
-def test_the_cache_holds_out_the_same_rows(make_section, write_jsonl, logged):
-    section = make_section(path=write_jsonl(ROWS), test="0.5")
-    first = lines(encode(section).test)
-    assert lines(encode(section).test) == first
-    assert any("encoded before" in line for line in logged())
-
-
-def test_a_row_keeps_its_split_in_another_format_and_in_a_mixture(make_section, write_jsonl):
-    test = encode(make_section(path=write_jsonl(ROWS), test="8")).test
-    here = {ROWS[number - 1]["prompt"] for number in lines(test)}
-    others = [{"prompt": f"Ho {number}", "completion": "yes"} for number in range(20)]
-    one, other = write_jsonl(ROWS[::-1], "one.jsonl"), write_jsonl(others, "other.jsonl")
-    mixture = [{"path": one, "test": 8}, {"path": other, "test": 2}]
-    examples = load_examples(make_section(mixture=mixture)).test
-    assert {row.prompt for row in examples.parts[0]} == here
-    assert len(examples.parts[1]) == 2
-
-
 def test_a_row_keeps_its_split_in_every_kind_of_file(make_section, write_jsonl, tmp_path):
     rows = Dataset.from_list(ROWS)
     rows.to_parquet(str(tmp_path / "rows.parquet"))
@@ -232,13 +214,6 @@ def test_a_split_or_a_file_of_that_name_comes_first(make_section, write_jsonl):
 def test_what_is_no_share_is_refused(text):
     with pytest.raises(DataError, match=rf"data.test is {text}: expected a fraction of the training rows above 0"):
         parse_split_size(text, "test")
-
-
-def test_names_are_no_shares():
-    assert parse_split_size("dev", "test") is None
-    assert parse_split_size("12e7b", "test") is None
-    assert parse_split_size("0.29", "test") == SplitSize("0.29", fraction=0.29)
-    assert SplitSize("0.29", fraction=0.29).of(100) == 29
 
 
 def test_shares_that_leave_nothing_to_train_on_are_refused():

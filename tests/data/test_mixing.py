@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from finetune.config.compose import compose, config_from_dict
 from finetune.data.encoded import EncodedExamples
@@ -46,22 +44,6 @@ def test_a_weight_says_how_often_each_row_comes(make_section, files, weight, eac
     assert all(found[f"texts.jsonl:{line}"] == 1 for line in range(1, 5))
 
 
-def test_rows_keep_their_tokens_and_targets(make_section, files):
-    mixed = encode(make_section(mixture=[{"path": files[1]}, {"path": files[0], "weight": 1.5}])).train
-    apart = {
-        examples.source(row): examples[row]
-        for examples in (encode(make_section(path=path)).train for path in files)
-        for row in range(len(examples))
-    }
-    assert mixed.row_type == "several"
-    assert len(mixed) == 4 + 15
-    for row in range(len(mixed)):
-        expected = apart[mixed.source(row)]
-        assert torch.equal(mixed[row].input_ids, expected.input_ids)
-        assert torch.equal(mixed[row].is_target, expected.is_target)
-    assert mixed.prompt_and_answer(18).answer == tiny_tokenizer()("yes")["input_ids"]
-
-
 def test_the_same_mixture_is_the_same_rows_and_another_seed_other_ones(make_section, files):
     section = make_section(mixture=[{"path": files[0], "weight": 0.5}, {"path": files[1], "weight": 2}])
     first = encode(section).train
@@ -78,28 +60,12 @@ def test_a_source_is_encoded_once_whatever_its_weight(make_section, files, logge
     assert f"train: 2 rows an epoch from the 4 of {files[1]} (weight 0.5)" in logged()
 
 
-def test_sources_have_keys_of_their_own(make_section, write_jsonl):
-    asked = write_jsonl([{"question": f"Hi {number}", "reply": "no"} for number in range(5)], "asked.jsonl")
-    sources: list[dict[str, Any]] = [
-        {"path": write_jsonl(CHATS, "chats.jsonl"), "max_rows": 3},
-        {"path": asked, "columns": {"prompt": "question", "completion": "reply"}},
-    ]
-    assert len(encode(make_section(mixture=sources)).train) == 8
-
-
 def test_a_share_is_taken_of_every_source_and_is_not_weighted(make_section, files):
     section = make_section(mixture=[{"path": files[0], "weight": 2}, {"path": files[1]}], validation="0.5")
     splits = encode(section)
     assert sorted(times(splits.validation).values()) == [1] * 7
     assert len(splits.train) == 2 * 5 + 2
     assert not set(times(splits.train)) & set(times(splits.validation))
-
-
-def test_a_file_to_test_on_is_read_once(make_section, write_jsonl, files):
-    test = write_jsonl([{"prompt": "the", "completion": "no"}], "test.jsonl")
-    splits = encode(make_section(mixture=[{"path": path} for path in files], test=test))
-    assert times(splits.test) == {"test.jsonl:1": 1}
-    assert splits.validation is None
 
 
 def test_splits_that_sources_have_are_joined(make_section, write_jsonl, tmp_path):
@@ -116,10 +82,7 @@ def test_splits_that_sources_have_are_joined(make_section, write_jsonl, tmp_path
     [
         ("{weight: 2}", "[0] has no path; expected a file"),
         ("{path: a, wait: 2}", "[0] has the key wait; expected path, name"),
-        ("{path: a, weight: 0}", "[0].weight is 0; expected a number above 0"),
-        ("{path: a, weight: .inf}", "[0].weight is inf; expected a number above 0"),
         ("{path: a, weight: .nan}", "[0].weight is nan; expected a number above 0"),
-        ("{path: a, max_rows: 0}", "[0].max_rows: Input should be greater than 0, got 0"),
         ("{path: a, columns: {b: c}}", "[0].columns: there is no column b to rename; expected messages,"),
     ],
 )

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -20,9 +19,8 @@ from finetune.data import parallel
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.parallel import PAYS_FROM_CHARACTERS, WorkerLostError, choose_processes, encode_in_processes
-from finetune.data.templates import AnswerTokens
-from finetune.errors import ConfigError, DataError
+from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
+from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
 
@@ -68,30 +66,6 @@ def test_the_bytes_are_those_of_one_process_and_none_is_left_behind(section):
         files.append(cached_bytes(own))
     assert files[0] == files[1]
     assert encoding_below(psutil.Process()) == []
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_rows_that_cannot_be_used_are_named_all_the_same(make_section, write_jsonl):
-    rows = list(map(row, range(NUM_ROWS)))
-    for bad in (3, NUM_ROWS - 1):
-        rows[bad]["messages"][1]["content"] = "a<|end|>"
-    section = make_section(path=write_jsonl(rows))
-    messages = []
-    for count in (1, 2):
-        with pytest.raises(DataError) as caught:
-            encode(section, num_processes=count)
-        messages.append(str(caught.value))
-    assert f"2 of {NUM_ROWS} rows cannot be used" in messages[0]
-    assert f"train.jsonl:{NUM_ROWS}: " in messages[0]
-    assert messages[0] == messages[1]
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_what_the_tokenizer_lacks_is_said_all_the_same(section):
-    with pytest.raises(DataError, match=r"train.jsonl:1 holds chat messages, but the tokenizer has no chat template"):
-        encode_examples(load_examples(section), tiny_tokenizer("none"), section.model_copy(update={"num_processes": 2}))
 
 
 @pytest.fixture
@@ -195,31 +169,3 @@ def test_they_end_when_the_one_that_asked_is_killed(tmp_path, by):
             with suppress(psutil.NoSuchProcess, ProcessLookupError):
                 one.kill()
         process.communicate()
-
-
-@pytest.mark.process
-def test_encoding_in_processes_needs_no_torch():
-    script = "import sys, finetune.data.parallel; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
-
-
-def test_a_process_that_has_started_ends_if_a_later_one_cannot_start(monkeypatch):
-    ended: list[str] = []
-    numbers = iter(range(2))
-
-    class OnlyOne:
-        def __init__(self, *_):
-            if next(numbers):
-                raise WorkerLostError("no more processes")
-
-        connection = SimpleNamespace(close=lambda: ended.append("closed"))
-
-        def end(self):
-            ended.append("ended")
-
-    monkeypatch.setattr(parallel, "_Worker", OnlyOne)
-    tokens = AnswerTokens(tiny_tokenizer())
-    with pytest.raises(WorkerLostError, match="no more processes"), encode_in_processes(tokens, "all", 2):
-        pass
-    assert ended == ["closed", "ended"]

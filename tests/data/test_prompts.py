@@ -8,7 +8,6 @@ import pytest
 from datasets import Dataset
 
 from finetune.config.schema import DataSection
-from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example
@@ -16,7 +15,7 @@ from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
 from finetune.training.rewards.prompt_rows import PromptRows, read_rows_by_source
 from tests.data.conftest import encode_train
-from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, TOOLS, USER
+from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, USER
 from tests.tiny import Style, tiny_tokenizer
 
 HEADER = "<|user|>Hi<|end|><|assistant|>"
@@ -42,12 +41,9 @@ def prompts_of(examples: EncodedExamples) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"prompt": [USER]}, (HEADER, "")),
         ({"messages": [USER]}, (HEADER, "")),
         ({"prompt": [SYSTEM, USER]}, (f"<|system|>Be brief.<|end|>{HEADER}", "")),
-        ({"messages": [SYSTEM, USER]}, (f"<|system|>Be brief.<|end|>{HEADER}", "")),
         ({"prompt": [USER, ANSWER, MORE[0]]}, (f"{HEADER}yes<|end|><|user|>And?<|end|><|assistant|>", "")),
-        ({"messages": [USER, ANSWER, MORE[0]]}, (f"{HEADER}yes<|end|><|user|>And?<|end|><|assistant|>", "")),
         ({"messages": [USER, ANSWER, *MORE]}, (f"{HEADER}yes<|end|><|user|>And?<|end|><|assistant|>", "no")),
         (
             {"conversations": [{"from": "human", "value": "Hi"}], "system": "Be brief."},
@@ -55,7 +51,6 @@ def prompts_of(examples: EncodedExamples) -> list[tuple[str, str]]:
         ),
         *[(row, (HEADER, "yes")) for name, row in ONE_TURN.items() if name != "prompt_completion"],
         ({"prompt": [USER], "completion": "yes"}, (HEADER, "yes")),
-        ({"instruction": "Hi", "output": "yes", "system": "Be brief."}, (f"<|system|>Be brief.<|end|>{HEADER}", "yes")),
     ],
     ids=str,
 )
@@ -68,18 +63,6 @@ def test_generation_starts_after_the_prompt_and_the_last_answer_is_the_expected_
         path = str(tmp_path / "rows.parquet")
         Dataset.from_list([row]).to_parquet(path)
     assert prompts_of(encode(make_section(path=path))) == [expected]
-
-
-@pytest.mark.parametrize(("row", "expected"), [({"prompt": "Hi"}, ""), (ONE_TURN["prompt_completion"], "yes")], ids=str)
-def test_a_prompt_of_text_begins_as_a_row_of_text_does(make_section, write_jsonl, row, expected):
-    ((text, answer),) = prompts_of(encode(make_section(path=write_jsonl([row]))))
-    whole = encode_examples(
-        load_examples(section := make_section(path=write_jsonl([ONE_TURN["prompt_completion"]], "whole.jsonl"))),
-        tiny_tokenizer(),
-        section,
-    ).train
-    assert (text, answer) == (prompts_of(whole)[0][0], expected)
-    assert "Hi" in text
 
 
 @pytest.mark.parametrize(
@@ -108,20 +91,6 @@ def test_a_reward_function_sees_the_turns_that_were_answered(make_section, write
     assert (found.text, found.whole, tiny_tokenizer().decode(found.ids)) == ("no", "no", "no<|end|>")
 
 
-def test_tools_stand_in_the_prompt(make_section, write_jsonl):
-    rows = [{"prompt": [USER], "tools": TOOLS}, {"messages": [USER], "tools": TOOLS}]
-    first, second = prompts_of(encode(make_section(path=write_jsonl(rows))))
-    (text,) = prompts_of(encode(make_section(path=write_jsonl([{"prompt": "Hi", "tools": TOOLS}], "text.jsonl"))))
-    assert first == second == text
-    assert first[0].startswith('<|system|><|tool|>[{"name": "weather"')
-
-
-def test_rows_with_and_without_an_expected_answer_stand_in_one_file(make_section, write_jsonl):
-    rows = [{"prompt": [USER]}, {"prompt": [USER], "completion": [ANSWER]}, {"messages": [USER, ANSWER]}]
-    found = prompts_of(encode(make_section(path=write_jsonl(rows))))
-    assert found == [(HEADER, ""), (HEADER, "yes"), (HEADER, "yes")]
-
-
 def test_an_example_keeps_the_whole_row_for_reward_functions(make_section, write_jsonl):
     rows = [{"prompt": "Hi", "solution": "4", "level": 2, "tests": [{"in": 1}]}, {"prompt": "And?", "solution": None}]
     section = make_section(path=write_jsonl(rows))
@@ -133,30 +102,13 @@ def test_an_example_keeps_the_whole_row_for_reward_functions(make_section, write
     assert other.train[0].columns is None
 
 
-def test_the_columns_of_a_prompt_may_have_other_names(make_section, write_jsonl):
-    row = {"question": "Hi", "reply": "yes", "id": 3}
-    columns = {"prompt": "question", "completion": "reply"}
-    (example,) = read(make_section(path=write_jsonl([row]), columns=columns))
-    assert (example.prompt, example.completion, example.columns) == ("Hi", "yes", row)
-
-
-def test_the_format_of_a_configuration_does_not_matter(make_section, write_jsonl):
-    (example,) = read(make_section(path=write_jsonl([{"prompt": "Hi"}]), format="messages"))
-    assert example.prompt == "Hi"
-
-
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
         ({"question": "Hi"}, "no column prompt or messages"),
-        ({"text": "All of this is text."}, "no column prompt or messages"),
         ({"prompt": [USER, ANSWER]}, "prompt ends with a turn of the assistant, so there is nothing to answer"),
         ({"prompt": " \n"}, "prompt is blank (' \\n')"),
-        ({"prompt": []}, "prompt is empty"),
         ({"messages": []}, "messages is empty"),
-        ({"prompt": 3}, "prompt is 3 (int); expected text"),
-        ({"prompt": [{"role": "bot", "content": "a"}]}, "prompt[0].role is 'bot'; expected system"),
-        ({"prompt": "Hi", "completion": ""}, "completion is blank ('')"),
         ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn has weight 0"),
         (["Hi"], "a list; expected an object"),
     ],
@@ -166,17 +118,6 @@ def test_a_row_that_is_no_prompt_says_why(make_section, write_jsonl, row, proble
     with pytest.raises(DataError) as caught:
         read(make_section(path=write_jsonl([row])))
     assert f"train.jsonl:1: {problem}" in str(caught.value)
-
-
-def test_prompts_of_text_and_of_turns_are_not_mixed(make_section, write_jsonl):
-    with pytest.raises(DataError, match=r"train.jsonl:2: .* while .*:1 has it as"):
-        read(make_section(path=write_jsonl([{"prompt": "Hi"}, {"prompt": [USER]}])))
-
-
-def test_other_objectives_refuse_prompts_alone(make_section, write_jsonl):
-    section = make_section(path=write_jsonl([{"prompt": "Hi"}]))
-    with pytest.raises(DataError, match="prompt"):
-        encode_examples(load_examples(section), tiny_tokenizer(), section)
 
 
 @pytest.mark.parametrize("style", get_args(Style))

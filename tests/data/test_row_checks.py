@@ -52,14 +52,6 @@ def test_rows_can_be_left_out_or_kept(make_section, write_jsonl, logged):
     assert any("or set data.on_truncated_answer=drop" in line for line in logged())
 
 
-def test_where_only_what_comes_after_the_last_end_is_cut_no_answer_is(make_section, write_jsonl, logged):
-    # Without its last token a row has lost the eos alone; at 10 the second question is cut, and its answer with it.
-    for rows, max_length in (([SHORT], 8), ([TWO_TURNS], 10)):
-        train = encode(make_section(path=write_jsonl(rows), max_length=max_length)).train
-        assert int(train.is_truncated.sum()) == 1
-    assert sum("1 of 1 rows are longer than data.max_length=" in line for line in logged()) == 2
-
-
 @pytest.mark.parametrize(("action", "rows"), [("warn", 2), ("drop", 1)])
 def test_long_rows_are_the_users_business(make_section, write_jsonl, logged, action, rows):
     section = make_section(path=write_jsonl([TWO_TURNS, TWO_TURNS | {"messages": TWO_TURNS["messages"][:2]}]))
@@ -77,13 +69,6 @@ def test_rows_without_a_target(make_section, write_jsonl):
     assert encode(section, on_no_target="warn").train.num_targets.tolist() == [3, 0]
 
 
-def test_rows_to_test_on_are_checked_too(make_section, write_jsonl):
-    section = make_section(path=write_jsonl([SHORT]), test=write_jsonl([LONG_PROMPT], "test.jsonl"), max_length=50)
-    assert encode(section).test is not None
-    section = section.model_copy(update={"test": write_jsonl([SHORT | {"prompt": "Ho"}, LONG_PROMPT], "test.jsonl")})
-    assert refusal(section, max_length=20).startswith("test: 1 of 2 rows have no token that carries loss")
-
-
 def test_nothing_that_teaches_the_end_of_turn(make_section, write_jsonl, logged):
     section = make_section(path=write_jsonl([LONG_ANSWER] * 2), max_length=10, on_truncated_answer="warn")
     message = refusal(section)
@@ -91,12 +76,6 @@ def test_nothing_that_teaches_the_end_of_turn(make_section, write_jsonl, logged)
     assert "or set data.on_untrained_end=warn" in message
     assert len(encode(section, on_untrained_end="warn").train) == 2
     assert any("would not learn to stop" in line for line in logged())
-
-
-def test_plain_text_cut_into_pieces_is_only_warned_of(make_section, write_jsonl, logged):
-    encode(make_section(path=write_jsonl([{"text": "the " * 40}]), max_length=10))
-    assert any("none of 1 rows has the token that ends a text (id 320)" in line for line in logged())
-    assert not any("cuts before its end of turn" in line for line in logged())
 
 
 def test_a_doubled_beginning_of_sequence(make_section, write_jsonl):
@@ -133,14 +112,6 @@ def test_rows_in_training_and_test(make_section, write_jsonl):
     assert len(encode(section, on_overlap="warn").train) == 32
 
 
-def test_equal_rows_are_found_among_many_and_no_others(make_section, write_jsonl):
-    train = write_jsonl([{"text": f"the {number} or {number % 7}"} for number in range(6000)])
-    section = make_section(path=train, validation=write_jsonl([{"text": "the 5999 or 0"}, {"text": "no"}], "v.jsonl"))
-    assert f"validation: 1 of 2 rows are training rows too: {section.validation}:1 is {train}:6000" in refusal(section)
-    section = section.model_copy(update={"validation": write_jsonl([{"text": "the 5999 or 1"}], "v.jsonl")})
-    assert encode(section).validation is not None
-
-
 def test_all_refusals_come_at_once(make_section, write_jsonl):
     section = make_section(path=write_jsonl([SHORT, LONG_ANSWER, LONG_PROMPT]), max_length=10)
     section = section.model_copy(update={"validation": write_jsonl([SHORT], "validation.jsonl")})
@@ -149,19 +120,9 @@ def test_all_refusals_come_at_once(make_section, write_jsonl):
     assert [line.split(": ")[0].strip() for line in lines[1:]] == ["train", "train", "validation"]
 
 
-def test_dropping_everything_is_refused(make_section, write_jsonl):
-    section = make_section(path=write_jsonl([LONG_ANSWER]), max_length=10, on_truncated_answer="drop")
-    assert refusal(section).startswith("train: data.on_truncated_answer=drop leaves no row.")
-
-
 def test_the_advice_where_nothing_is_left_is_for_the_check(make_section, write_jsonl):
     path = write_jsonl([SHORT])
     section = make_section(path=path, validation=write_jsonl([SHORT], "validation.jsonl"), on_overlap="drop")
     assert refusal(section).startswith(
         "train: data.on_overlap=drop leaves no row. Take the training rows out of the validation split, or give"
     )
-
-
-def test_the_checks_can_be_left_out_to_look_at_the_rows(make_section, write_jsonl):
-    section = make_section(path=write_jsonl([SHORT, LONG_ANSWER]), max_length=10)
-    assert len(encode_examples(load_examples(section), tiny_tokenizer(), section, is_checked=False).train) == 2

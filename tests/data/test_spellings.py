@@ -28,6 +28,9 @@ EARLIER = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "
 CALL = {"name": "track", "arguments": {"parcel": "A1"}}
 CALLED = "assistant call track"
 ASKED = f"user: {Q}"
+ANSWER, BAD_ANSWER = [ASKED, f"*assistant: {A}"], [ASKED, f"*assistant: {B}"]
+BRIEFLY = ["system: Be brief.", *ANSWER]
+LATER = ["user: Hi", "assistant: Hello.", *ANSWER]
 CONTEXT_THEN_LOSS = [ASKED, f"assistant: {B}", ASKED, f"*assistant: {A}"]
 
 
@@ -47,33 +50,18 @@ CASES = {
     # prompts that stand twice (TRL's maybe_extract_prompt)
     "ultrafeedback_binarized": Case(
         {"prompt": Q, "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD], "score_chosen": 8.0},
-        [ASKED, f"*assistant: {A}"],
+        ANSWER,
         "chosen",
     ),
-    "ultrafeedback, rejected": Case(
-        {"prompt": Q, "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
-    ),
-    "text prompt, whole completion": Case({"prompt": Q, "completion": [USER, GOOD]}, [ASKED, f"*assistant: {A}"]),
-    "turns of the prompt again": Case(
-        {"prompt": [SYSTEM, USER], "completion": [SYSTEM, USER, GOOD]},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-    ),
+    "text prompt, whole completion": Case({"prompt": Q, "completion": [USER, GOOD]}, ANSWER),
+    "turns of the prompt again": Case({"prompt": [SYSTEM, USER], "completion": [SYSTEM, USER, GOOD]}, BRIEFLY),
     "the last question of a conversation": Case(
-        {"prompt": Q, "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "chosen",
+        {"prompt": Q, "chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}, LATER, "chosen"
     ),
-    "another prompt": Case(
-        {"prompt": "Where is Lima?", "completion": [USER, GOOD]}, "completion begins with a turn of the user"
-    ),
+    "another prompt": Case({"prompt": "Where is Lima?", "completion": [USER, GOOD]}, "completion begins with a turn"),
     "another system turn": Case(
         {"prompt": [SYSTEM, USER], "completion": [{**SYSTEM, "content": "Be long."}, USER, GOOD]},
         "completion begins with a turn of the system ('Be long.')",
-    ),
-    "an answer that begins with the user": Case(
-        {"prompt": [USER], "chosen": [{"role": "user", "content": "And?"}, GOOD], "rejected": [BAD]},
-        "chosen begins with a turn of the user ('And?')",
-        "chosen",
     ),
     "prompts that differ": Case(
         {"prompt": Q, "chosen": [*EARLIER, USER, GOOD], "rejected": [USER, BAD]},
@@ -84,52 +72,27 @@ CASES = {
     "TRL, texts without a prompt": Case(
         {"chosen": "The sky is blue.", "rejected": "The sky is black."}, ["text: The sky is| blue."], "chosen"
     ),
-    "TRL, texts without a prompt, rejected": Case(
-        {"chosen": "The sky is blue.", "rejected": "The sky is black."}, ["text: The sky is| black."], "rejected"
-    ),
     "one text begins with the other": Case(
         {"chosen": "So it is", "rejected": "So it is not"}, ["text: So it| is"], "chosen"
-    ),
-    "texts without a prompt, with a system turn": Case(
-        {"system": "Be brief.", "chosen": "The sky is blue.", "rejected": "The sky is black."},
-        ["system: Be brief.", "user: The sky is", "*assistant:  blue."],
-        "chosen",
     ),
     "texts without a prompt that begin differently": Case(
         {"chosen": "Blue.", "rejected": "Black."}, "the texts chosen and rejected begin differently", "chosen"
     ),
-    "TRL, implicit prompt": Case(
-        {"chosen": [USER, GOOD], "rejected": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
-    ),
-    "argilla, dpo-mix": Case(
-        {"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD], "chosen_rating": 5.0},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "chosen",
-    ),
+    "TRL, implicit prompt": Case({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, BAD_ANSWER, "rejected"),
     "nothing in common": Case(
         {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "Hi"}, BAD]},
         "begin with turns that differ",
         "chosen",
     ),
-    "equal sides": Case({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, [ASKED, f"*assistant: {A}"], "chosen"),
-    "equal texts": Case({"prompt": Q, "chosen": A, "rejected": A}, [f"text: {Q}|{A}"], "chosen"),
+    "equal sides": Case({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, ANSWER, "chosen"),
     "one side ends with the prompt": Case(
         {"chosen": [USER, GOOD], "rejected": [USER]}, "rejected has nothing after the prompt", "chosen"
     ),
     # Anthropic's texts
     "hh-rlhf": Case(
-        {"chosen": transcript("Hi", "Hello.", Q, A), "rejected": transcript("Hi", "Hello.", Q, B)},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "chosen",
+        {"chosen": transcript("Hi", "Hello.", Q, A), "rejected": transcript("Hi", "Hello.", Q, B)}, LATER, "chosen"
     ),
-    "hh-rlhf with a prompt": Case(
-        {"prompt": transcript(Q, ""), "chosen": A, "rejected": B}, [ASKED, f"*assistant: {B}"], "rejected"
-    ),
-    "hh-rlhf, labelled": Case(
-        {"completion": transcript("Hi", "Hello.", Q, A), "label": True},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "labelled",
-    ),
+    "hh-rlhf with a prompt": Case({"prompt": transcript(Q, ""), "chosen": A, "rejected": B}, BAD_ANSWER, "rejected"),
     # preference formats of others
     "OpenAI, preference": Case(
         {
@@ -137,23 +100,13 @@ CASES = {
             "preferred_output": [GOOD],
             "non_preferred_output": [BAD],
         },
-        [ASKED, f"*assistant: {A}"],
+        ANSWER,
         "chosen",
     ),
     "LLaMA-Factory, ShareGPT pairs": Case(
         {"conversations": [HUMAN, GPT, HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": B}},
         [ASKED, f"assistant: {A}", ASKED, f"*assistant: {B}"],
         "rejected",
-    ),
-    "LLaMA-Factory, Alpaca pairs": Case(
-        {"instruction": "Where is it?", "input": "Porto", "chosen": A, "rejected": B, "system": "Be brief."},
-        ["system: Be brief.", "user: Where is it?\n\nPorto", f"*assistant: {A}"],
-        "chosen",
-    ),
-    "axolotl, chat_template.default": Case(
-        {"messages": [SYSTEM, USER], "chosen": GOOD, "rejected": BAD},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-        "chosen",
     ),
     "an answer in the context and in a column": Case(
         {"messages": [USER, GOOD], "chosen": A, "rejected": B}, "messages ends with a turn of the assistant", "chosen"
@@ -163,40 +116,18 @@ CASES = {
         ["system: Be brief.", ASKED, f"*assistant: {B}"],
         "rejected",
     ),
-    "axolotl, chatml.intel": Case(
-        {"system": "Be brief.", "question": Q, "chosen": A, "rejected": B},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-        "chosen",
-        {"prompt": "question"},
-    ),
     "ms-swift, rejected_response": Case(
         {"messages": [SYSTEM, *EARLIER, USER, GOOD], "rejected_response": B},
         ["system: Be brief.", "user: Hi", "assistant: Hello.", ASKED, f"*assistant: {B}"],
         "rejected",
     ),
     "ms-swift, rejected_messages": Case(
-        {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]}, [ASKED, f"*assistant: {B}"], "rejected"
+        {"messages": [USER, GOOD], "rejected_messages": [USER, BAD]}, BAD_ANSWER, "rejected"
     ),
     # labels
-    "TRL, KTO": Case({"prompt": [USER], "completion": [BAD], "label": False}, [ASKED, f"*assistant: {B}"], "labelled"),
-    "LLaMA-Factory, kto_tag": Case(
-        {"messages": [*EARLIER, USER, GOOD], "kto_tag": True},
-        ["user: Hi", "assistant: Hello.", ASKED, f"*assistant: {A}"],
-        "labelled",
-    ),
-    "LLaMA-Factory, Alpaca with kto_tag": Case(
-        {"instruction": Q, "input": "", "output": A, "kto_tag": False}, [ASKED, f"*assistant: {A}"], "labelled"
-    ),
-    "ms-swift, KTO": Case({"messages": [USER, BAD], "label": False}, [ASKED, f"*assistant: {B}"], "labelled"),
-    "axolotl, KTO argilla": Case(
-        {"system": "Be brief.", "instruction": Q, "completion": A, "label": True},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
-        "labelled",
-        {"prompt": "instruction"},
-    ),
-    "axolotl, KTO argilla_chat": Case(
-        {"completion": [USER, GOOD], "label": True}, [ASKED, f"*assistant: {A}"], "labelled"
-    ),
+    "TRL, KTO": Case({"prompt": [USER], "completion": [BAD], "label": False}, BAD_ANSWER, "labelled"),
+    "LLaMA-Factory, kto_tag": Case({"messages": [*EARLIER, USER, GOOD], "kto_tag": True}, LATER, "labelled"),
+    "axolotl, KTO argilla_chat": Case({"completion": [USER, GOOD], "label": True}, ANSWER, "labelled"),
     # columns of the prompt
     "ms-swift, query and response": Case(
         {"system": "Be brief.", "history": [["Hi", "Hello."]], "query": Q, "response": A},
@@ -206,18 +137,13 @@ CASES = {
         {"system": "Be brief.", "conversation": [{"human": "Hi", "assistant": "Hello."}, {"human": Q, "assistant": A}]},
         ["system: Be brief.", "user: Hi", "*assistant: Hello.", ASKED, f"*assistant: {A}"],
     ),
-    "Claude, system beside messages": Case(
-        {"system": "Be brief.", "messages": [USER, GOOD]}, ["system: Be brief.", ASKED, f"*assistant: {A}"]
-    ),
     "OpenOrca": Case(
         {"system_prompt": "Be brief.", "question": Q, "response": A, "id": "1"},
-        ["system: Be brief.", ASKED, f"*assistant: {A}"],
+        BRIEFLY,
         "answers",
         {"prompt": "question"},
     ),
-    "the same system turn twice": Case(
-        {"system": "Be brief.", "messages": [SYSTEM, USER, GOOD]}, ["system: Be brief.", ASKED, f"*assistant: {A}"]
-    ),
+    "the same system turn twice": Case({"system": "Be brief.", "messages": [SYSTEM, USER, GOOD]}, BRIEFLY),
     "Dolly": Case(
         {"instruction": "Where is it?", "context": "Porto", "response": A, "category": "open_qa"},
         ["user: Where is it?\n\nPorto", f"*assistant: {A}"],
@@ -228,22 +154,13 @@ CASES = {
         "answers",
         {"prompt": "question", "input": "context", "completion": "answer"},
     ),
-    "Alpaca without system": Case({"instruction": Q, "input": "", "output": A}, [ASKED, f"*assistant: {A}"]),
-    "Alpaca with the text of its prompt": Case(
-        {"instruction": Q, "output": A, "prompt": f"Below is ... {Q}"}, [ASKED, f"*assistant: {A}"]
-    ),
-    "prompt and completion": Case({"prompt": Q, "completion": A, "system": ""}, [f"text: {Q}|{A}"]),
+    "Alpaca with the text of its prompt": Case({"instruction": Q, "output": A, "prompt": f"Below is ... {Q}"}, ANSWER),
     # roles, tools, parts
-    "Vertex AI": Case(
-        {"messages": [{"role": "user", "content": Q}, {"role": "model", "content": A}]}, [ASKED, f"*assistant: {A}"]
-    ),
+    "Vertex AI": Case({"messages": [{"role": "user", "content": Q}, {"role": "model", "content": A}]}, ANSWER),
     "roles in capitals": Case(
-        {"messages": [{"role": "User", "content": Q}, {"role": "Assistant", "content": A}]}, [ASKED, f"*assistant: {A}"]
+        {"messages": [{"role": "User", "content": Q}, {"role": "Assistant", "content": A}]}, ANSWER
     ),
-    "human in role": Case(
-        {"messages": [{"role": "human", "content": Q}, {"role": "gpt", "content": A}]}, [ASKED, f"*assistant: {A}"]
-    ),
-    "an unknown role": Case({"messages": [{"role": "bot", "content": Q}, GOOD]}, "messages[0].role is 'bot'"),
+    "human in role": Case({"messages": [{"role": "human", "content": Q}, {"role": "gpt", "content": A}]}, ANSWER),
     "OpenAI, Responses": Case(
         {
             "messages": [
@@ -251,10 +168,7 @@ CASES = {
                 {"role": "assistant", "content": [{"type": "output_text", "text": A}]},
             ]
         },
-        [ASKED, f"*assistant: {A}"],
-    ),
-    "an image": Case(
-        {"messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}, GOOD]}, "part of text"
+        ANSWER,
     ),
     "LLaMA-Factory, function_call": Case(
         {
@@ -313,19 +227,9 @@ CASES = {
         "messages[1] has train_detail, which masks parts of its text; expected turns that carry loss as a whole, or "
         "weight: 0",
     ),
-    "masks that differ": Case(
-        {"messages": [USER, {**GOOD, "weight": 1, "loss": False}]}, "weight and loss that differ"
-    ),
-    "a trained question": Case(
-        {"messages": [{**USER, "train": True}, GOOD]}, "messages[0].train is true, but its role is"
-    ),
+    "masks that differ": Case({"messages": [USER, {**GOOD, "weight": 1, "loss": False}]}, "weight and loss that"),
     # rows for another objective
-    "pairs in supervised training": Case(
-        {"prompt": Q, "chosen": A, "rejected": B}, "Set training.objective=dpo (or orpo, simpo)"
-    ),
-    "ShareGPT pairs in supervised training": Case(
-        {"conversations": [HUMAN], "chosen": GPT, "rejected": GPT}, "Set training.objective=dpo"
-    ),
+    "pairs in supervised training": Case({"prompt": Q, "chosen": A, "rejected": B}, "Set training.objective=dpo (or"),
     "OpenAI's pairs in supervised training": Case(
         {"input": {"messages": [USER]}, "preferred_output": [GOOD], "non_preferred_output": [BAD]},
         "has preferred_output and non_preferred_output",

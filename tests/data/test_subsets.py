@@ -37,11 +37,6 @@ def test_a_source_is_named_by_as_much_of_its_path_as_tells_it_apart(paths, names
     assert names_of_sources([{"path": path} for path in paths]) == names
 
 
-def test_a_configuration_of_a_hub_data_set_is_part_of_the_name():
-    sources = [{"path": "a/set", "name": "en"}, {"path": "a/set", "name": "de"}]
-    assert names_of_sources(sources) == ["set-en", "set-de"]
-
-
 def test_each_source_of_a_mixture_is_a_subset(make_section, write_jsonl):
     ours = [{"prompt": f"Hi {number}", "completion": "yes"} for number in range(10)]
     theirs = [{"text": f"the answer {number}"} for number in range(4)]

@@ -104,12 +104,6 @@ def test_a_template_that_marks_its_answers_gives_the_same_targets():
     assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
 
 
-def test_line_breaks_after_the_end_of_turn_are_not_targets():
-    tokenizer = tiny_tokenizer("phi4_mini")  # its special tokens leave the line breaks of Phi-3's template alone
-    tokenizer.chat_template = CHAT_TEMPLATES["phi3"]
-    assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
-
-
 def test_white_space_that_a_special_token_swallows_is_not_part_of_the_answer():
     turns = [CONVERSATION[1], {"role": "assistant", "content": "  \n yes"}]
     assert targets(tiny_tokenizer("phi3"), turns) == "yes<|end|>"
@@ -181,11 +175,6 @@ def test_a_tokenizer_without_template_and_eos_is_refused():
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no chat template and no eos token"):
         end_of_turn_id(tokenizer)
-
-
-@pytest.mark.parametrize("style", ["phi4_mini", "phi3", "phi4"])
-def test_a_template_of_phi_opens_the_answer(style):
-    assert ChatTemplate(tiny_tokenizer(style)).unopened_header() == ""
 
 
 @pytest.mark.parametrize(

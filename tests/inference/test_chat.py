@@ -97,12 +97,6 @@ def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, adapter_run, an
     assert "never read" not in notes
 
 
-def test_a_chat_draws_with_a_seed_and_asks_a_checkpoint(piped, adapter_run):
-    options = {"temperature": 1.5, "checkpoint": "2"}
-    seven, again, eight = (piped(adapter_run, ORDER, seed=seed, **options)[0] for seed in (7, 7, 8))
-    assert seven == again != eight
-
-
 def test_a_full_run_cannot_compare_and_says_so(piped, full_run):
     shown, notes = piped(full_run, "/compare", ORDER, "/help")
     assert shown.strip()

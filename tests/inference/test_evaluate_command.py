@@ -15,9 +15,9 @@ from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
 from finetune.config.config_files import resolve_shipped
 from finetune.data.splits import digest_row
-from finetune.errors import ConfigError, DataError, ModelError, RequirementError, RunFailedError
+from finetune.errors import ConfigError, DataError, RequirementError
 from finetune.inference.finished_run import FinishedRun
-from finetune.inference.scores import AnsweredRow, Evaluation, RowValues, Scores, worse_first
+from finetune.inference.scores import Evaluation, RowValues, Scores
 from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import RecordedRun
@@ -25,7 +25,7 @@ from finetune.runs.row_record import read_row_record
 from finetune.training.resume import _sha256
 from tests.data.conftest import write_lines
 from tests.inference.conftest import NUM_ROWS, train
-from tests.launches import run_command, run_launched
+from tests.launches import run_launched
 
 METRICS = ["json_valid", "token_f1"]
 
@@ -70,9 +70,8 @@ def test_the_figures_are_those_of_the_runs_own_test_phase(whole, adapter_run):
     assert found["tuned"]["loss"] < found["base"]["loss"]
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 5])
-def test_the_batch_size_changes_nothing(figures, whole, adapter_run, batch_size):
-    words = [f"testing.batch_size={batch_size}", "testing.drop_last=true"]
+def test_the_batch_size_changes_nothing(figures, whole, adapter_run):
+    words = ["testing.batch_size=5", "testing.drop_last=true"]
     found = figures(adapter_run, *words, metric=METRICS)
     assert whole["num_rows"] == found["num_rows"] == NUM_ROWS
     for name in ("base", "tuned"):
@@ -80,22 +79,6 @@ def test_the_batch_size_changes_nothing(figures, whole, adapter_run, batch_size)
         assert [found[name][metric] for metric in METRICS] == [whole[name][metric] for metric in METRICS]
         assert found[name]["loss"] == pytest.approx(whole[name]["loss"], rel=1e-6)
         assert found[name]["standard_error"] == pytest.approx(whole[name]["standard_error"], rel=1e-5)
-
-
-@pytest.mark.slow
-def test_other_rows_than_those_of_a_run_without_a_record_of_them_are_told(figures, adapter_run, tmp_path, caplog):
-    """`data.path` may lie elsewhere, or hold other rows than before: a row may be measured that was trained on."""
-    run, told = tmp_path / "run", "the test rows are not those of the run"
-    shutil.copytree(adapter_run, run, ignore=shutil.ignore_patterns("rows.safetensors"))
-    figures(run)
-    assert told not in caplog.text
-    record = json.loads((run / "run.json").read_text())
-    record["fingerprints"]["data.test"] = "of other rows"
-    (run / "run.json").write_text(json.dumps(record))
-    figures(run, "data.max_rows=100000")
-    assert told not in caplog.text, "the command asks for other rows"
-    figures(run)
-    assert told in caplog.text
 
 
 @pytest.fixture(scope="module")
@@ -217,20 +200,6 @@ def test_a_run_of_an_earlier_version_keeps_its_rows_also_when_it_resumes(figures
     assert changes_told(figures(run, "strict=true")) == [6, 0, 0, 0]
 
 
-def test_a_base_that_is_gone_is_named_and_not_looked_for_at_the_hub(held_out_run):
-    run, file, _ = held_out_run
-    base = file.parent / "models"
-    base.rename(file.parent / "gone")
-    try:
-        with pytest.raises(ModelError) as caught:
-            evaluate(run, [])
-        assert f"model.path is {base / 'base'}, but there is no such folder" in str(caught.value)
-        assert "moved or deleted since" in str(caught.value)
-        assert "hf download" not in str(caught.value)
-    finally:
-        (file.parent / "gone").rename(base)
-
-
 @pytest.mark.slow
 @pytest.mark.warm
 def test_two_processes_give_the_very_same_figures(figures, adapter_run, tmp_path):
@@ -244,17 +213,6 @@ def test_two_processes_give_the_very_same_figures(figures, adapter_run, tmp_path
     figures(adapter_run, "testing.batch_size=5", metric=METRICS, output=one)
     assert json.loads((tmp_path / "two.json").read_text()) == json.loads(one.read_text())
     assert "world of 2" in done.stdout
-
-
-def test_a_table_and_some_answers_are_shown(measured, whole, adapter_run, full_run):
-    shown = measured(adapter_run, ["testing.num_samples=2"])
-    found = whole
-    for part in ("base", "tuned", "exact match", "perplexity", f"{found['tuned']['loss']:.4f}", f"{NUM_ROWS} rows"):
-        assert part in shown
-    assert shown.count("\n prompt ") == shown.count("\n expected ") == 2
-    only_tuned = measured(full_run, ["testing.compare_base=false"])
-    assert "tuned" in only_tuned
-    assert "base" not in only_tuned
 
 
 def test_results_are_written_only_if_asked_and_over_nothing(figures, adapter_run, tmp_path):
@@ -274,21 +232,9 @@ def test_results_are_written_only_if_asked_and_over_nothing(figures, adapter_run
     assert sorted(adapter_run.rglob("*")) == before
 
 
-def test_figures_are_shown_also_where_they_cannot_be_written(capsys, adapter_run, tmp_path, monkeypatch):
-    def write(output, record):
-        raise RunFailedError(f"{output} cannot be written")
-
-    monkeypatch.setattr("finetune.cli.evaluate._write", write)
-    words = ["testing.compare_base=false", "testing.metrics=[]", "testing.num_samples=0"]
-    with pytest.raises(RunFailedError):
-        evaluate(adapter_run, words, output=tmp_path / "results.json", as_json=True)
-    assert json.loads(capsys.readouterr().out)["num_rows"] == NUM_ROWS
-
-
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"harness": "a", "split": "train"}, "cannot be given together: --harness measures its own tasks"),
         ({"harness": "a", "metric": ["token_f1"]}, "cannot be given together: --harness measures its own tasks"),
         ({"harness_tasks": Path("tasks")}, "--harness-tasks needs --harness"),
     ],
@@ -362,21 +308,6 @@ def test_without_the_harness_the_pip_command_is_told(adapter_run, monkeypatch):
         evaluate(adapter_run, [], harness="hellaswag")
 
 
-_TWO_TASKS = """
-import functools, sys
-import lm_eval.tasks
-from finetune.cli import main
-
-lm_eval.tasks.TaskManager = functools.cache(lm_eval.tasks.TaskManager)
-for task in ("pens", "pans"):
-    try:
-        main([*sys.argv[1:], "--harness", task])
-    except SystemExit as ended:
-        assert bool(ended.code) == (task == "pans"), ended.code
-"""
-"""One of them is not there. Importing lm_eval takes seconds, and so does its search for all tasks that it knows."""
-
-
 @pytest.mark.needs("lm_eval")
 @pytest.mark.process
 @pytest.mark.warm
@@ -388,13 +319,10 @@ def test_the_harness_measures_a_task_of_ones_own(adapter_run, tmp_path):
         "generation_kwargs: {until: ['<|end|>'], max_gen_toks: 8, do_sample: false}\n"
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
     )
-    words = ["evaluate", adapter_run, "--json", "--harness-tasks", tmp_path]
-    (tmp_path / "two_tasks.py").write_text(_TWO_TASKS)
-    command = [sys.executable, str(tmp_path / "two_tasks.py"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["evaluate", adapter_run, "--json", "--harness-tasks", tmp_path, "--harness", "pens"]
+    done = subprocess.run([sys.executable, "-m", "finetune", *map(str, words)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["harness"]["pens"]["exact_match,none"] == 0.0
-    assert "does not know" in done.stderr
 
 
 @pytest.fixture(scope="module")
@@ -456,8 +384,6 @@ def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapte
     ("words", "options", "reason"),
     [
         ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match. Measure others with --metric"),
-        ([], {"fail_if_worse": ["loss:-1"]}, "expected a margin of at least 0"),
-        ([], {"fail_if_worse": ["loss:much"]}, "expected a margin of at least 0"),
         pytest.param(
             *(["testing.compare_base=false"], {"fail_if_worse": ["loss"]}, "there is no verdict on it"),
             marks=pytest.mark.slow,
@@ -490,17 +416,6 @@ def test_rows_that_either_run_was_trained_on_are_left_out(figures, own_copy, ada
                 figures_of()
 
 
-@pytest.mark.slow
-@pytest.mark.process
-def test_several_processes_end_with_the_same_exit_code(compared, adapter_run, full_run):
-    both = (adapter_run, full_run)
-    worse, better = both if compared["verdict"]["loss"]["result"] == "worse" else reversed(both)
-    words = ["evaluate", worse, "--against", better, "--fail-if-worse", "loss", "testing.metrics=[]"]
-    done = run_command([sys.executable, "-m", "finetune", *words, "testing.num_samples=0", "parallel.num_processes=2"])
-    assert done.returncode == 3, done.stdout
-    assert done.stdout.count("finetune: RequirementError: loss is worse") == 1
-
-
 def test_losses_over_other_tokens_are_not_compared():
     rows = {"tuned": RowValues([1.0, 2.0], [3.0, 3.0], {"token_f1": [0.5, 1.0]})}
     one = Evaluation(num_rows=2, scores={"tuned": Scores(loss=0.5)}, rows=rows, row_digests=["a", "b"], tokens="x")
@@ -513,12 +428,3 @@ def test_losses_over_other_tokens_are_not_compared():
         against.exceeded({"loss": 0.0})
     with pytest.raises(ConfigError, match="RUN2 cannot be compared on these rows"):
         one.against(replace(one, row_digests=["a", "c"]), "RUN2")
-
-
-def test_rows_that_got_worse_come_first():
-    def row(source, base, tuned):
-        metrics = {"base": {"exact_match": base}, "tuned": {"exact_match": tuned}}
-        return AnsweredRow(source=source, prompt="", expected="", answers={}, metrics=metrics)
-
-    rows = [row("same", 1.0, 1.0), row("better", 0.0, 1.0), row("worse", 1.0, 0.0)]
-    assert [each.source for each in worse_first(rows)] == ["worse", "same", "better"]

@@ -13,8 +13,6 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.in_process import run_finetune
-from tests.inference.conftest import NUM_ROWS, shipped_words
-from tests.launches import REPOSITORY
 from tests.tiny_runs import write_base
 
 pytestmark = pytest.mark.slow
@@ -43,7 +41,6 @@ class Run(NamedTuple):
     words: list[str]
     """With them a run of the same kind can be begun."""
     test_file: Path
-    num_test: int
 
     @property
     def has_answers(self) -> bool:
@@ -63,12 +60,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_base(tmp_path_factory.mktemp("base") / "base")
 
 
-@pytest.fixture(scope="module", params=["quickstart", *FORMATS])
-def run(request: pytest.FixtureRequest, base: Path, adapter_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+@pytest.fixture(scope="module", params=list(FORMATS))
+def run(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "quickstart":
-        test_file = REPOSITORY / "finetune/assets/orders/test.jsonl"
-        return Run("quickstart", adapter_run, ["quickstart", *shipped_words(folder)], test_file, NUM_ROWS)
     data = write_splits(folder / "data", request.param)
     words = [
         *("task=finetune_lora", f"model.path={base}", f"data.path={data}", f"data.cache_dir={folder / 'cache'}"),
@@ -76,7 +70,7 @@ def run(request: pytest.FixtureRequest, base: Path, adapter_run: Path, tmp_path_
         *("testing.num_samples=0", "testing.max_new_tokens=8", f"output_dir={folder / 'new'}"),
     ]
     printed("train", *words, f"output_dir={folder / 'run'}")
-    return Run(request.param, folder / "run", words, data / "test.jsonl", len(SPLITS["test"]))
+    return Run(request.param, folder / "run", words, data / "test.jsonl")
 
 
 def printed(*words: str | Path) -> str:
@@ -86,46 +80,27 @@ def printed(*words: str | Path) -> str:
     return done.answer
 
 
-def as_they_stand(run: Run) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in run.test_file.read_text().splitlines()][: run.num_test]
-
-
 def test_preview_shows_what_is_learnt(run: Run) -> None:
     record = json.loads(printed("preview", *run.words, "--split", "test", "--json"))
     assert record["exit_code"] == 0
-    assert record["splits"]["test"]["rows"] == run.num_test
+    assert record["splits"]["test"]["rows"] == len(SPLITS["test"])
     row = record["rows"][0]
     learnt = "".join(span["text"] for span in row["spans"] if span["loss"])
     shown = "".join(span["text"] for span in row["spans"])
-    answer = as_they_stand(run)[0]["messages"][-1]["content"] if run.name == "quickstart" else "nails to Porto"
-    assert f"{answer}{'<|end|>' if run.has_answers else '<|endoftext|>'}" in learnt
+    assert f"nails to Porto{'<|end|>' if run.has_answers else '<|endoftext|>'}" in learnt
     assert ("send three" in learnt) == (not run.has_answers), "a question carries no loss"
-    assert run.name == "quickstart" or "send three nails" in shown
+    assert "send three nails" in shown
 
 
-def test_gates_refuse_rows_to_measure_on_that_are_training_rows(run: Run, tmp_path: Path) -> None:
-    doubled = tmp_path / "doubled.jsonl"
-    doubled.write_text(run.test_file.read_text().splitlines()[0] + "\n")
-    words = [*run.words, f"data.test={doubled}", f"data.validation={doubled}", f"output_dir={tmp_path / 'run'}"]
-    train = [f"data.path={doubled}"] if run.name != "quickstart" else [f"data.path={doubled}", "data.max_rows=1"]
-    done = run_finetune("train", *words, *train)
-    assert done.returncode == 2, done.stdout
-    assert f"test: 1 of 1 rows are training rows too: {doubled}:1 is {doubled}:1" in done.stdout
-    assert "data.on_overlap=drop" in done.stdout
-    assert not (tmp_path / "run").exists()
-
-
-def test_generate_answers_the_rows_of_a_file(run: Run, tmp_path: Path) -> None:
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text("".join(json.dumps(row) + "\n" for row in as_they_stand(run)[:2]))
-    shown = printed("generate", run.folder, "--from", asked, "--json", "--compare", "--max-new-tokens", "8")
+def test_generate_answers_the_rows_of_a_file(run: Run) -> None:
+    shown = printed("generate", run.folder, "--from", run.test_file, "--json", "--compare", "--max-new-tokens", "8")
     answers = [json.loads(line) for line in shown.splitlines()]
     assert len(answers) == 2
     for answer in answers:
         assert answer["ended_by"] in ("stop", "length")
         assert answer["base"].keys() >= {"answer", "num_tokens"}
         assert ("expected" in answer) == run.has_answers
-    assert run.name in ("quickstart", "text") or answers[1]["expected"] == "cups to Porto"
+    assert not run.has_answers or answers[1]["expected"] == "cups to Porto"
 
 
 def test_chat_says_what_generate_says(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +114,7 @@ def test_evaluate_measures_what_the_run_measured(run: Run) -> None:
     found = json.loads(printed("evaluate", run.folder, "--json"))
     events = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     tests = {event["model"]: event for event in events if event["event"] == "test"}
-    assert found["num_rows"] == run.num_test
+    assert found["num_rows"] == len(SPLITS["test"])
     for name in ("base", "tuned"):
         assert found[name]["loss"] == pytest.approx(tests[name]["loss"], rel=1e-6)
 

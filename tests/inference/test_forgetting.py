@@ -8,7 +8,6 @@ import pytest
 
 from finetune.cli.evaluate import evaluate
 from finetune.errors import DataError
-from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.prompts import read_general_prompts
 from finetune.report.page import _verdict
 from finetune.runs.recorded_run import RecordedRun
@@ -95,10 +94,6 @@ def test_prompts_are_left_out_or_refused(runs, forgotten):
     assert forgotten(runs["gentle"], "testing.general_prompts=none") is None
     with pytest.raises(DataError, match=r"testing.general_prompts is gone.jsonl, but that file does not exist"):
         forgotten(runs["gentle"], "testing.general_prompts=gone.jsonl")
-
-
-def test_a_base_with_random_weights_costs_nothing():
-    assert "random weights" in measure_forgetting(None, None, SHIPPED, has_random_base=True).why_not
 
 
 def test_sixty_prompts_are_shipped():

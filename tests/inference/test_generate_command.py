@@ -1,6 +1,5 @@
 import io
 import json
-import subprocess
 import sys
 
 import pytest
@@ -94,12 +93,6 @@ def test_raw_text_is_continued_without_a_template(asked, adapter_run):
     assert found["num_prompt_tokens"] < templated["num_prompt_tokens"]
 
 
-def test_a_checkpoint_is_asked(asked, adapter_run):
-    prompts = PROMPTS * 2
-    last, first = (asked(adapter_run, prompts, checkpoint=step, as_json=True) for step in ("4", "2"))
-    assert last != first
-
-
 def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
     alone = asked(adapter_run, PROMPTS)
     assert asked(adapter_run, PROMPTS, settings=["testing.batch_size=2"]) == alone
@@ -111,10 +104,10 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
     ("options", "error", "why"),
     [
         ({"temperature": 0.0}, ConfigError, "--temperature is 0"),
-        ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
         ({"prompts": ["a"], "raw": True, "system": "b"}, ConfigError, "--raw and --system cannot be given together"),
         ({"from_file": "x.jsonl", "prompts": ["a"]}, DataError, "PROMPT and --from are both given. Drop one."),
         ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
+        ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
         ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
     ],
 )
@@ -134,14 +127,3 @@ def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_
     assert "\x1b" not in line
     assert "\x9b" not in line
     assert json.loads(line)["answer"] == "\x1b[2J\x9bgone\u202e\nnext"
-
-
-@pytest.mark.slow
-@pytest.mark.warm
-def test_the_command_line_takes_all_that(adapter_run):
-    words = [*("generate", adapter_run, "--json", "--max-new-tokens", "4", "--temperature", "0.5", "--top-k", "5")]
-    done = subprocess.run(
-        [sys.executable, "-m", "finetune", *map(str, words)], input="Two pens.\n", capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["prompt"] == "Two pens."

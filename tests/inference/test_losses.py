@@ -88,8 +88,3 @@ def test_rows_without_a_target_count_for_nothing(runtime, model):
     alone = sums(runtime, model, EncodedExamples.from_rows(rows[:1], end_id=2))
     assert (alone.num_examples, alone.num_targets) == (1, 2)
     assert found.loss == pytest.approx(alone.loss, rel=1e-6)
-
-
-def test_without_any_target_the_loss_is_not_a_number():
-    assert math.isnan(LossSums().loss)
-    assert LossSums().standard_error == 0.0

@@ -71,7 +71,7 @@ def test_rows_of_a_file_name_their_line(tmp_path):
         read_json_lines(io.StringIO(""), "standard input")
 
 
-@pytest.mark.parametrize("bad", [[USER, "x"], [{"role": "user"}, ANSWER], [{"role": "boss", "content": "a"}], [ANSWER]])
+@pytest.mark.parametrize("bad", [[USER, "x"], [{"role": "user"}, ANSWER], [ANSWER]])
 def test_turns_that_are_none_are_refused(bad):
     with pytest.raises(DataError, match=r"1 of 1 rows"):
         read_json_lines(lines({"messages": bad}), "asked")
@@ -102,12 +102,12 @@ def test_the_tools_of_a_row_are_offered(answered):
     ("prompt", "style", "why"),
     [
         (Prompt(source="row 1", messages=({"role": "user", "content": "a<|end|>b"},)), "phi4_mini", "special token"),
+        (Prompt(source="row 1", text=""), "phi4_mini", "empty"),
         (
             Prompt(source="row 1", messages=(USER, ANSWER, USER)),
             "none",
             "no chat template, .* Set data.chat_template=plain",
         ),
-        (Prompt(source="row 1", text=""), "phi4_mini", "empty"),
     ],
 )
 def test_what_cannot_be_asked_says_why(prompt, style, why):
@@ -121,13 +121,6 @@ def test_a_template_that_refuses_the_turns_is_told():
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match="row: the chat template refuses the row: roles must alternate"):
         encode_prompt(tokens, Prompt(source="row", messages=(USER,)))
-
-
-def test_a_line_that_is_not_json_is_told_as_in_a_file_of_rows():
-    with pytest.raises(DataError, match=r"asked:2: not JSON: .+ at column 2; expected one JSON object per line"):
-        read_json_lines(['{"prompt": "a"}', '{"prompt'], "asked")
-    with pytest.raises(DataError, match="asked:1: the line is not UTF-8 text"):
-        read_json_lines(['"\udcff"'], "asked")
 
 
 def test_the_usual_opening_is_what_most_training_rows_open_with(tmp_path, caplog):
@@ -167,25 +160,16 @@ def test_the_usual_opening_of_a_mixture_is_found_whatever_its_sources_put_aside(
     assert usual_opening(DataSection(mixture=[source]))[:2] == ("Be brief.", "")
 
 
-def test_the_tools_of_most_training_rows_and_those_of_a_file_are_offered(tmp_path, caplog, monkeypatch):
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    path, file = tmp_path / "rows.jsonl", tmp_path / "tools.json"
-    path.write_text("\n".join(lines({"messages": [SYSTEM, USER, ANSWER], "tools": tools})))
-    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
-    caplog.set_level(logging.INFO, "finetune")
-    opening = usual_opening(DataSection(path=str(path)))
-    assert (opening.system, json.loads(opening.tools)) == ("Be brief.", tools)
-    assert f"system turn, as in 1 of the first 1 training rows in {path}: 'Be brief.'" in caplog.text
+def test_the_tools_of_a_file_are_offered(tmp_path):
+    tools, file = [{"type": "function", "function": {"name": "weather"}}], tmp_path / "tools.json"
     file.write_text(json.dumps(tools))
     assert json.loads(read_tools(file)) == tools
-    prompt = user_prompt("three crates", "prompt 1")
     tokens = AnswerTokens(tiny_tokenizer())
-    offered = tokens.tokenizer.decode(encode_prompt(tokens, prompt, tools=read_tools(file)))
-    assert offered.startswith("<|system|><|tool|>[{")
-    for text, why in (("{", "expected a list of objects"), ("[1]", "expected a list of objects")):
-        file.write_text(text)
-        with pytest.raises(DataError, match=why):
-            read_tools(file)
+    offered = encode_prompt(tokens, user_prompt("three crates", "prompt 1"), tools=read_tools(file))
+    assert tokens.tokenizer.decode(offered).startswith("<|system|><|tool|>[{")
+    file.write_text("[1]")
+    with pytest.raises(DataError, match="expected a list of objects"):
+        read_tools(file)
     with pytest.raises(DataError, match=r"--tools is .* which cannot be read"):
         read_tools(tmp_path / "gone.json")
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.inference.scores import AnsweredRow, Evaluation, Scores, show_evaluation, show_test_result
+from finetune.inference.scores import AnsweredRow, Evaluation, Scores, show_evaluation
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def render(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
 
     def shown(scores, answers=(), **counts):
-        show_test_result(Evaluation(scores=scores, answers=answers, **{"num_rows": 3, **counts}))
+        show_evaluation("test", Evaluation(scores=scores, answers=answers, **{"num_rows": 3, **counts}))
         return capsys.readouterr().out
 
     return shown
@@ -40,13 +40,6 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
 def test_rows_that_the_loss_leaves_out_are_counted(render):
     text = render({"tuned": Scores(loss=0.25)}, num_rows=1200, num_left_out=3)
     assert "Test split, 1,200 rows; the loss is over 1,197 of them (drop_last)" in text
-
-
-def test_what_was_not_measured_is_not_shown(render):
-    text = render({"tuned": Scores(loss=0.25)}, [answered("p", "e", tuned="t")])
-    assert "base" not in text
-    assert "exact match" not in text
-    assert "0.2500" in text
 
 
 def test_an_answer_cannot_steer_the_terminal(render):

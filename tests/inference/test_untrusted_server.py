@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +15,8 @@ from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.export.vllm_served import ServedByVllm
 from finetune.inference.decoding import Decoding, Sampling
-from finetune.inference.vllm_answers import read_tokens
 from finetune.inference.vllm_server import VllmServer
 from tests.in_process import run_finetune
-from tests.launches import start_command, wait_until
-from tests.methods.tiny_training import curve
 from tests.raw_server import drip, http, raw_server
 
 VOCABULARY = 2048
@@ -93,45 +88,21 @@ def test_answers_within_the_limits_are_taken(server):
 
 MALFORMED = {
     "nothing": (http(b""), "Invalid JSON"),
-    "a web page": (http(b"<html>hello"), "Invalid JSON"),
     "no UTF-8": (http(b'{"choices": ["\xff"]}'), "Invalid JSON"),
-    "half a surrogate": (http(b'{"choices": ["\\ud800"]}'), "Invalid JSON"),
     "deeply nested": (http(b"[" * 100_000), "Invalid JSON"),
-    "a number of many digits": (http(b'{"choices": [{"index": 1' + b"0" * 5000 + b"}]}"), "Invalid JSON|choices.0"),
     "a list": (http([]), "all of it: .* an object"),
-    "null": (http(None), "all of it: .* an object"),
     "no choices": (http({}), "choices: Field required"),
-    "choices are a number": (http({"choices": 3}), "choices: Input should be a valid array"),
-    "a choice is text": (http({"choices": ["yes"]}), r"choices\.0: .* an object"),
-    "too few choices": (http({"choices": []}), "it has 0 answers"),
     "too many choices": (completion(choice(), choice(index=1)), "it has 2 answers"),
     "another index": (completion(choice(index=1)), "answers or wrong indices"),
-    "an index is text": (completion(choice(index="0")), r"choices\.0\.index: Input should be a valid integer"),
-    "no index": (http({"choices": [{}]}), r"choices\.0\.index: Field required"),
     "no token ids": (completion(choice(token_ids=None)), r"no token ids; vLLM returns them from version 0\.10\.2 on"),
-    "no tokens": (completion(choice([])), "an answer has 0 tokens; asked for 1 to 4"),
     "more tokens than asked for": (completion(choice([1] * 5)), "an answer has 5 tokens; asked for 1 to 4"),
     "a token outside the vocabulary": (completion(choice([VOCABULARY])), "token 2048; the vocabulary has 2,048"),
     "a negative token": (completion(choice([-1])), r"token_ids\.0: Input should be greater than or equal to 0"),
-    "a token above all vocabularies": (completion(choice([10**12])), r"token_ids\.0: Input should be less than"),
-    "a token is a fraction": (completion(choice([1.5])), r"token_ids\.0: Input should be a valid integer"),
     "a token is true": (completion(choice([True])), r"token_ids\.0: Input should be a valid integer"),
-    "a token is null": (completion(choice([None])), r"token_ids\.0: Input should be a valid integer"),
     "no log p": (completion(choice(logprobs=None)), "log p of more or fewer tokens"),
-    "log p is text": (completion(choice(logprobs="-1")), r"choices\.0\.logprobs: .* an object"),
-    "log p of one token": (completion(choice(logprobs={"token_logprobs": [-1.0]})), "log p of more or fewer tokens"),
-    "log p is null": (completion(choice(logprobs={"token_logprobs": [None] * 2})), r"token_logprobs\.0: .* number"),
     "log p is NaN": (
         completion(choice(logprobs={"token_logprobs": [float("nan")] * 2})),
         r"token_logprobs\.0: .*finite",
-    ),
-    "log p is infinite": (
-        completion(choice(logprobs={"token_logprobs": [float("-inf")] * 2})),
-        r"token_logprobs\.0: .*finite",
-    ),
-    "log p is positive": (
-        completion(choice(logprobs={"token_logprobs": [3.0] * 2})),
-        r"token_logprobs\.0: .*less than",
     ),
     "log p is far too small": (
         completion(choice(logprobs={"token_logprobs": [-1e300] * 2})),
@@ -139,10 +110,7 @@ MALFORMED = {
     ),
     "a likely token is none": (logprobs(top_logprobs=[{"yes": -1.0}]), "log p of 'yes' is -1.0"),
     "a redirect": (http(b"", status="302 Found", headers="Location: http://127.0.0.1:1/\r\n"), "answers 302"),
-    "no content": (http(b"", status="204 No Content"), "answers 204"),
     "an error that is a list": (http([1], status="400 Bad Request"), r"answers 400: \[1\]"),
-    "an error that is text": (http("error", status="400 Bad Request"), 'answers 400: "error"'),
-    "an error that is nested": (http(b"[" * 100_000, status="400 Bad Request"), r"answers 400: \[\["),
     "an error of many lines": (http(b"a\n" * 400_000, status="400 Bad Request"), "answers 400: a a a"),
 }
 
@@ -161,13 +129,10 @@ def test_a_malformed_completion_ends_in_one_sentence(server, name):
         ("/v1/models", http({"data": []}), "lists no model without an adapter"),
         ("/v1/models", http({"data": [{"id": "a", "parent": "b"}]}), "lists no model without an adapter"),
         ("/v1/models", http({"data": [{"id": 5}]}), r"data\.0\.id"),
-        ("/v1/models", http({"data": [{"id": "a" * 5000}]}), r"data\.0\.id"),
         ("/v1/models", http({"data": [{"id": "a", "max_model_len": 0}]}), "max_model_len"),
-        ("/v1/models", http({"object": "list"}), "data: Field required"),
-        ("/tokenize", http({"tokens": "5"}), "tokens: Input should be a valid array"),
         ("/tokenize", http({"count": 1}), "tokens: Field required"),
     ],
-    ids=["no model", "only adapters", "id 5", "long id", "no room", "no list", "text", "no tokens"],
+    ids=["no model", "only adapters", "id 5", "no room", "no tokens"],
 )
 def test_a_malformed_answer_of_the_first_check_ends_in_one_sentence(server, path, answer, message):
     server.answers[path] = answer
@@ -176,7 +141,7 @@ def test_a_malformed_answer_of_the_first_check_ends_in_one_sentence(server, path
         asked.check(None, "text", most_tokens=10)
 
 
-@pytest.mark.parametrize("version", [5, None, "", "1\x1b[2J", "9" * 500], ids=["5", "null", "empty", "escape", "long"])
+@pytest.mark.parametrize("version", [5, "1\x1b[2J", "9" * 500], ids=["5", "escape", "long"])
 def test_a_malformed_version_ends_in_one_sentence(server, version):
     server.answers["/version"] = http({"version": version})
     assert "version" in refused(server, lambda: served(server))
@@ -186,15 +151,11 @@ def test_a_malformed_version_ends_in_one_sentence(server, version):
     ("likely", "message"),
     [
         (None, "fewer than 2,048 tokens at the first position"),
-        ([], "fewer than 2,048 tokens"),
         ([{"token_id:1": -1.0}], "fewer than 2,048 tokens"),
         ([{"token_id:9999999": -1.0}], "log p of 'token_id:9999999' is -1.0"),
-        ([{"token_id:1": "-1"}], "log p of 'token_id:1' is '-1'"),
-        ([{"token_id:1": 5}], "log p of 'token_id:1' is 5"),
         ([[1]], r"log p of a position is \[1\]"),
-        ([7], "log p of a position is 7"),
     ],
-    ids=["null", "empty", "one", "above all vocabularies", "text", "positive", "list", "number"],
+    ids=["null", "one", "above all vocabularies", "list"],
 )
 def test_malformed_likely_tokens_end_in_one_sentence(server, likely, message):
     one = choice([1], logprobs={"token_logprobs": [-0.5], "top_logprobs": likely})
@@ -214,9 +175,6 @@ def test_logits_of_a_whole_vocabulary_are_taken(server):
 SLOW = {
     "body": drip(JSON_START),
     "headers": drip(b"HTTP/1.1 200 OK\r\nX: "),
-    "status": drip(b"HTTP/1.1 2", byte=b"0"),
-    "more headers": drip(b"HTTP/1.1 200 OK\r\n", byte=b"X: y\r\n"),
-    "interim answers": drip(b"", byte=b"HTTP/1.1 100 Continue\r\n\r\n"),
     "chunks": drip(JSON_START.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n"), byte=b"1\r\n \r\n"),
     "nothing": drip(b"", byte=b""),
 }
@@ -241,14 +199,6 @@ def test_an_answer_has_a_limit_of_bytes(server):
     server.answers["/v1/completions"] = endless
     assert "answers more than 1.06 MB, the limit for this request" in refused(server, lambda: answers_of(server))
     assert server.sent < 64 << 20, "the limit, and what lies in the buffers of the sockets"
-
-
-def test_many_wrong_entries_cost_no_memory(server):
-    """Pydantic would describe each of them."""
-    server.answers["/tokenize"] = http(b'{"tokens": [' + b'"",' * 300_000 + b'""]}')
-    asked = VllmServer(server.url, patience_seconds=GENEROUS_SECONDS)
-    text = refused(server, lambda: asked.ask("/tokenize", read_tokens))
-    assert text.count("valid integer") == 1
 
 
 def test_a_truncated_answer_is_a_server_that_is_gone(server):
@@ -292,21 +242,11 @@ def test_the_key_is_not_repeated(server, monkeypatch):
 
 ADDRESSES = {
     "no scheme": "localhost:8000",
-    "another scheme": "file:///etc/passwd",
     "no host": "http://",
-    "only a port": "http://:8000",
     "a port too large": "http://localhost:99999",
-    "a port in letters": "http://localhost:abc",
-    "half an IPv6 address": "http://[::1",
-    "a blank": "http://local host",
     "a newline": "http://localhost\r\nX: y",
-    "a long label": f"http://{'a' * 70}.example",
-    "an empty label": "http://a..b",
-    "letters outside ASCII": "http://exämple",
     "a user": "http://me:s3cret@localhost:8000",
-    "a token as user": "http://s3cret@localhost:8000",
     "a token in the query": "http://localhost:8000/?token=s3cret",
-    "an unnamed token": "http://localhost:8000/v1?s3cret",
     "a fragment": "http://localhost:8000/#s3cret",
 }
 
@@ -376,20 +316,6 @@ def test_a_malformed_answer_loses_no_step(server, tokenizer, tmp_path):
     assert ended.returncode == 3, ended.stdout
     assert "an answer has 5 tokens; asked for 1 to 4" in ended.stdout
     assert "Traceback" not in ended.stdout
-    assert (run / "checkpoints/step-000002").is_dir()
-
-
-@pytest.mark.slow
-def test_a_signal_ends_a_run_whose_server_drips(server, tokenizer, tmp_path):
-    learns(server, tokenizer, drip(JSON_START))
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "finetune", "train", *run_words(server, run, tmp_path / "rows.jsonl")]
-    process = start_command([*command, "checkpoint.save_every=100"])
-    wait_until(lambda: process.poll() is not None or server.asked.count("/v1/completions") > 4, "the answers that drip")
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=GENEROUS_SECONDS)
-    assert process.returncode == 75, output
-    assert len(curve(run)) == 2
     assert (run / "checkpoints/step-000002").is_dir()
 
 

@@ -21,9 +21,8 @@ from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError, RunFailedError
 from finetune.export.served_comparison import CHECKS, compare
 from finetune.export.vectors import read_vectors
-from finetune.export.verifying import vectors_of_run, verify_run
+from finetune.export.verifying import verify_run
 from finetune.export.vllm_served import InVllm, served_by_vllm
-from finetune.inference.finished_run import find_run
 from finetune.inference.vllm_server import VllmServer
 from finetune.training.rewards import rollout_server
 from tests.bisect.scene import edit_json
@@ -188,21 +187,6 @@ def test_what_vllm_serves_is_compared_with_what_was_trained(server, trained, tmp
     done = run_finetune("verify", tmp_path / "merged", "--runtime", "vllm", "--json")  # starts a server of its own
     assert done.returncode == 0, done.stdout
     assert "tokens were compared" not in done.answer, "that server gives the log-probabilities of all tokens"
-
-
-def test_an_adapter_that_the_server_has_is_compared_as_it_is(server, trained, tmp_path):
-    """By its folder, as with --lora-modules, or by a name; and not loaded anew."""
-    asked, known = VllmServer(server.url, patience_seconds=60), vectors_of_run(find_run(trained))
-    old = shutil.copytree(trained / "adapter", tmp_path / "adapter")
-    edit_json(old / "adapter_config.json", lora_alpha=1.0)
-    asked.post("/v1/load_lora_adapter", lora_name="orders", lora_path=str(old))
-    shutil.copytree(trained / "adapter", old, dirs_exist_ok=True)
-    for served_as in (None, "orders"):
-        with served_by_vllm(old, known, InVllm(server.url, served_as), base=BASE) as served:
-            assert compare(served, known, bound=ROUNDING).checks["positions"].equal == 0
-    with served_by_vllm(trained / "adapter", known, InVllm(server.url), base=BASE) as served:
-        assert compare(served, known, bound=ROUNDING).mismatches == ()
-    asked.post("/v1/unload_lora_adapter", lora_name="orders")
 
 
 def test_another_adapter_in_vllm_is_not_what_was_trained(server, trained, tmp_path):

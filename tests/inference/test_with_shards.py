@@ -40,9 +40,3 @@ def test_a_run_answers_alike(adapter_run, how):
     assert len(alone) == len(PROMPTS)
     assert alone == shared
     assert len({json.loads(line)["num_tokens"] for line in alone}) > 1
-
-
-def test_a_pipe_is_refused(adapter_run):
-    done = run_command([*LAUNCHERS["torchrun"], "-m", "finetune", "generate", adapter_run, "--set", SHARDED])
-    assert done.returncode == 1
-    assert "the ranks of a sharded model do not share a pipe. Give PROMPT or --from FILE." in done.stdout

@@ -14,9 +14,8 @@ from finetune import build_tokenizer, load_config
 from finetune.config.schema import LoraSection, PreferenceSection
 from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
-from finetune.data.preferences import EncodedPair, EncodedPairs, encode_preferences
+from finetune.data.preferences import EncodedPair, encode_preferences
 from finetune.engine.microbatch import EMPTY_MICROBATCH
-from finetune.errors import DataError
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.preferences.losses import METRICS, PreferenceLoss
@@ -158,9 +157,3 @@ def test_the_sides_of_a_pair_begin_alike_and_learn_their_answers(base, tmp_path)
     assert len(splits.train.tokens(0)) == int(splits.train.chosen.lengths[0]) + own
     batch = partial(put_pairs_together, rows=COLLATIONS["padded"])([splits.train[0], splits.train[1]])
     assert batch.num_rows == 2
-
-
-def test_sides_of_different_rows_are_refused(base, tmp_path):
-    splits, _ = encode(base, tmp_path, {"train": [row(1), row(2)], "validation": [row(3)]})
-    with pytest.raises(DataError, match="2 rows have a chosen answer and 1 a rejected one"):
-        EncodedPairs(splits.train.chosen, splits.validation.rejected, "here")
