@@ -91,24 +91,14 @@ def test_the_readme_compares_in_four_rows_with_figures_that_were_recorded():
     assert re.findall(speed, rows["Speed"][0]) == re.findall(speed, PAGE) != []
 
 
-def test_the_trainer_weighs_by_tokens_over_all_ranks():
-    assert trainer_defaults()["average_tokens_across_devices"] is True
-
-
-def test_the_trainer_logs_a_mean_in_place_of_a_loss_that_is_not_finite():
-    assert trainer_defaults()["logging_nan_inf_filter"] is True
-
-
-def test_the_trainer_knows_sharding_and_trackers():
+def test_the_trainer_weighs_by_tokens_hides_losses_that_are_not_finite_and_takes_broken_checkpoints(tmp_path):
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
-
-    assert {"fsdp", "deepspeed", "report_to"} <= trainer_defaults().keys()
-    assert {"tensorboard", "wandb", "trackio", "mlflow"} < INTEGRATION_TO_CALLBACK.keys()
-
-
-def test_the_trainer_takes_the_checkpoint_of_the_highest_number_whole_or_not(tmp_path):
     from transformers.trainer_utils import get_last_checkpoint
 
+    defaults = trainer_defaults()
+    assert defaults["average_tokens_across_devices"] is defaults["logging_nan_inf_filter"] is True
+    assert {"fsdp", "deepspeed", "report_to"} <= defaults.keys()
+    assert {"tensorboard", "wandb", "trackio", "mlflow"} < INTEGRATION_TO_CALLBACK.keys()
     (tmp_path / "checkpoint-5").mkdir()
     (tmp_path / "checkpoint-5" / "trainer_state.json").write_text("{}", encoding="utf-8")
     (tmp_path / "checkpoint-10").mkdir()  # a save that was killed at once
@@ -126,15 +116,11 @@ def test_a_task_of_srun_is_a_world_of_its_own_for_the_trainer(tmp_path):
 
 
 @pytest.mark.needs("trl")
-def test_trl_trains_on_the_whole_conversation_by_default_and_has_more_methods():
+def test_trl_trains_on_the_whole_conversation_by_default_has_more_methods_and_packs_shared_prefixes():
     trl = importlib.import_module("trl")
     assert {field.name: field.default for field in fields(trl.SFTConfig)}["assistant_only_loss"] is False
     for name in ("DPOTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer", "RewardTrainer"):
         assert hasattr(trl, name)
-
-
-@pytest.mark.needs("trl")
-def test_trl_packs_shared_prefixes_of_async_grpo():
     (folder,) = importlib.util.find_spec("trl").submodule_search_locations
     trainer = (Path(folder) / "experimental/async_grpo/async_grpo_trainer.py").read_text(encoding="utf-8")
     assert "rows = [TreeRow() for _ in range(self.num_processes)]" in trainer
