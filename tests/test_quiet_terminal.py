@@ -185,8 +185,10 @@ def test_the_log_is_complete_from_the_first_warning_on(here):
     assert "training.epochs" in Path("older/log.txt").read_text()
 
 
-@pytest.mark.parametrize(("word", "variables"), [("seed=0", {"CI": "true"}), ("training.debug=true", {})])
-def test_a_ci_and_debugging_get_the_log(word, variables, here):
+@pytest.mark.parametrize(
+    ("word", "variables"), [("seed=0", {"CI": "1"}), ("seed=0", {"TERM": "dumb"}), ("training.debug=true", {})]
+)
+def test_a_ci_a_dumb_terminal_and_debugging_get_the_log(word, variables, here):
     done = run_on_terminal(80, "train", *training_words("log"), "resume=never", word, **variables)
     shutil.rmtree("log")
     assert "INFO finetune.training.trainer: Starting training..." in done.words
