@@ -15,14 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import profile_ours
-from benchmarks import sharding as sharded_memory
 from benchmarks.base_model import make_base, row_losses, write_base
 from benchmarks.bench import Bench
 from benchmarks.clock import Mark, RankReport
 from benchmarks.engines import ENGINES, torch_varlen
 from benchmarks.engines.peer_rows import labels_of
 from benchmarks.flops import necessary_flops
-from benchmarks.job import LORA_RANK, SHARED_PROMPT_TOKENS, SIZES, Job, RowShape, row_shape
+from benchmarks.job import LORA_RANK, SIZES, Job, RowShape, row_shape
 from benchmarks.limit import matmul_rate
 from benchmarks.machine import machine_and_versions
 from benchmarks.results_page import BEGIN, END, put_into, render
@@ -58,15 +57,6 @@ def test_the_rows_are_chats_of_the_promised_lengths():
     assert max(max(row.ids) for row in rows) < SIZES["real"].vocabulary
     assert Job(size="tiny").rows() == Job(size="tiny").rows() != Job(size="tiny", seed=1).rows()
     assert Job(size="tiny").fingerprint() != Job(size="tiny", seed=1).fingerprint()
-
-
-def test_a_shared_prompt_stands_before_every_row_and_carries_no_loss():
-    plain, shared = Job(size="tiny").rows(), Job(size="tiny", has_shared_prompt=True).rows()
-    prompt = shared[0].ids[:SHARED_PROMPT_TOKENS]
-
-    assert [row.ids[SHARED_PROMPT_TOKENS:] for row in shared] == [row.ids for row in plain]
-    assert all(row.ids[:SHARED_PROMPT_TOKENS] == prompt for row in shared)
-    assert not any(any(row.is_target[:SHARED_PROMPT_TOKENS]) for row in shared)
 
 
 def test_the_count_of_operations_gives_the_known_figures_of_the_real_models():
@@ -265,25 +255,3 @@ def test_a_wrong_word_is_refused(capsys):
             main(words)
         assert left.value.code == 2
         assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_memory_of_ranks_is_a_row_for_each_kind_of_run(bench, monkeypatch, capsys):
-    """What a rank holds is measured in tests/diagnose/test_plan_in_shards.py."""
-    measured = []
-
-    def measure(base, folder, size, *, method, sharding, num_ranks):
-        measured.append((base, size, method, sharding, num_ranks))
-        return sharded_memory.Held(1_400_000, 2_600_000, num_ranks * 3_000_000), 0.256
-
-    monkeypatch.setattr(sharded_memory, "measure", measure)
-    options = ["--size", "tiny", "--method", "full", "--most-ranks", "2", "--folder", str(bench.folder)]
-    assert sharded_memory.main(options) == 0
-    base = bench.base(JOB)
-    assert measured == [(base, "tiny", "full", "none", 1), (base, "tiny", "full", "fsdp2", 2)]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert [len(row) for row in rows] == [7] * 4
-    assert rows[2:] == [
-        ["full", "none", "1", "1 MB", "3 MB", "3 MB", "0.26 s"],
-        ["full", "fsdp2", "2", "1 MB", "3 MB", "6 MB", "0.26 s"],
-    ]

@@ -13,13 +13,10 @@ import psutil
 import pytest
 
 from benchmarks import gpu_session
-from benchmarks.engines import ENGINES
-from benchmarks.gpu import parts
 from benchmarks.gpu.figures import FACTS, OUTCOMES, Figures
 from benchmarks.gpu.goals import GOALS, standings
-from benchmarks.gpu.parts import SWITCHES, Task, tasks, why_skipped
+from benchmarks.gpu.parts import SWITCHES, Task, tasks
 from benchmarks.gpu.session import Session
-from benchmarks.job import SIZES
 from finetune import load_config
 from tests.launches import run_command
 from tests.warm import warm_interpreter
@@ -71,23 +68,6 @@ def test_every_switch_turns_something_off():
         # A batch size that is set limits the rows, be it the default's or another.
         assert (off, off.training.model_fields_set) != (on, on.training.model_fields_set), name
         assert any(task.name.endswith(f"/without-{name}") for task in tasks())
-
-
-def test_the_real_shapes_are_those_of_the_published_models():
-    phi4, mini = SIZES["phi4"], SIZES["phi4-mini"]
-    assert (phi4.hidden, phi4.layers, phi4.heads, phi4.kv_heads, phi4.tied) == (5120, 40, 40, 10, False)
-    assert (mini.hidden, mini.layers, mini.vocabulary, mini.partial_rotary, mini.tied) == (3072, 32, 200064, 0.75, True)
-    assert {engine for engines in parts.PEERS.values() for engine in engines} <= set(ENGINES)
-
-
-def test_what_is_missing_is_named_with_its_wheels(monkeypatch):
-    has = {"trl", "pydantic", "flash_attn"}
-    monkeypatch.setattr(parts, "find_spec", lambda name: name if name in has else None)
-    task = Task("peers/x", "", 1, needs=("trl", "pydantic", "xdist"))
-    wheels = "pydantic_core annotated_types typing_inspection typing_extensions pytest-xdist"
-    assert why_skipped(task, TINY) == f"not installed, bring the wheels: {wheels}"
-    assert why_skipped(Task("peers/x", "", 1, needs=("trl",), is_for_cuda=True), TINY) == "it needs CUDA"
-    assert why_skipped(Task("peers/x", "", 1, needs=("trl",), is_for_cuda=True), CUDA) is None
 
 
 def test_figures_survive_a_line_that_was_cut_off(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.cli.preview import preview_from_overrides
-from finetune.config.compose import load_config, resolved_yaml
+from finetune.config.compose import load_config
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
@@ -19,8 +19,6 @@ from finetune.diagnose.preview import Preview, preview_data
 from finetune.diagnose.preview_splits import histogram, summarize_split
 from finetune.errors import ConfigError
 from finetune.model.tokens import build_tokenizer
-from finetune.report import data_preview
-from finetune.runs.recorded_run import RecordedRun
 from tests.launches import place_variables
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
@@ -233,19 +231,6 @@ def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
     lines = capsys.readouterr().out.splitlines()
     after_prompt = next(number for number, line in enumerate(lines, 1) if line.endswith(hidden))
     assert int(lines[after_prompt].split()[0]) == shared, "positions count the shared tokens"
-
-
-def test_a_report_shows_both_sides_of_a_pair(words_of_pairs, tmp_path):
-    config = load_config([*words_of_pairs, *TOLERANT])
-    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
-    shown = data_preview._read(RecordedRun(tmp_path), ["a run"])
-    assert [(span.text, span.carries_loss) for span in shown.row if not span.is_special] == [
-        ("a", False),
-        ("b b", True),
-        ("b c", True),
-    ]
-    assert shown.row_place.count(" tokens (chosen), ") == shown.row_place.count(" tokens (rejected), ") == 1
-    assert shown.splits["train"].kind == "preference"
 
 
 def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp_path: Path) -> None:

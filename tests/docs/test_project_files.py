@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import tomllib
 import warnings
-from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, requires
 
 import pytest
 import yaml
@@ -143,32 +141,3 @@ def test_the_ranges_are_of_the_versions_that_were_run():
         else:
             assert pin is not None, f"{each}: neither a row of docs/installing.md nor a pin"
             assert first[0].release == Version(pin).release[: len(first[0].release)], each
-
-
-def ask_for(name: str, extra: str) -> Iterable[str]:
-    """The requirements of a package with one extra; ours as they stand in pyproject.toml now."""
-    if name != DISTRIBUTION:
-        return requires(name) or []
-    return PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
-
-
-def installed_for(requirement: str) -> set[str]:
-    """The names of all packages that are installed with this one."""
-    waiting, seen = [Requirement(requirement)], set()
-    while waiting:
-        each = waiting.pop()
-        name = canonicalize_name(each.name)
-        for extra in {"", *each.extras} - {extra for of, extra in seen if of == name}:
-            seen.add((name, extra))
-            asked = map(Requirement, ask_for(name, extra))
-            waiting += [it for it in asked if it.marker is None or it.marker.evaluate({"extra": extra})]
-    return {name for name, _ in seen}
-
-
-@pytest.mark.slow
-def test_nothing_is_pinned_that_the_tests_do_not_install():
-    try:
-        needed = installed_for(f"{DISTRIBUTION}[test-everything]")
-    except PackageNotFoundError as missing:
-        pytest.skip(f'{missing.name} is not installed: pip install -c constraints.txt -e ".[test-everything]"')
-    assert set(pins()) - needed == set()

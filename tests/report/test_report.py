@@ -16,7 +16,7 @@ from finetune.cli.report import report
 from finetune.config.compose import load_config
 from finetune.diagnose.preview import preview_data
 from finetune.errors import CheckpointError, ConfigError
-from finetune.report.curves import MOST_POINTS, Curve, build_charts, smoothed
+from finetune.report.curves import MOST_POINTS, Curve, smoothed
 from finetune.report.page import setting_rows
 from finetune.report.sentences import best_run, headline, second_line
 from finetune.runs.comparison import compare_runs
@@ -151,19 +151,6 @@ def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
         assert headline(compared) == "2 runs side by side."
         assert second_line(compared) == f"They minimise different losses ({named}), which cannot be compared."
         assert best_run(compared) is None
-
-
-def test_losses_have_the_unit_of_their_objective(tmp_path):
-    sft = write_run(tmp_path / "sft", num_steps=2)
-    kto = write_run(tmp_path / "kto", ["training.objective=kto"], num_steps=0)
-    with MetricsWriter(kto / "metrics.jsonl") as metrics:
-        metrics.write("step", step=1, loss=0.5, reward_margin=0.5, reward_accuracy=0.5)
-
-    def units(*folders):
-        return [chart.unit for chart in build_charts(open_runs(folders))[: len(folders) * 3]]
-
-    assert units(kto) == ["mean over rows, without a unit", "share of rows", "good minus bad"]
-    assert units(sft, kto)[0] == "sft: nats per target token; kto: mean over rows, without a unit"
 
 
 def test_settings_are_compared_with_the_schema(tmp_path):

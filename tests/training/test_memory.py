@@ -214,18 +214,6 @@ def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     assert (one_row.gradient_checkpointing, one_row.max_tokens) == (True, 60)
 
 
-@pytest.mark.slow
-def test_a_mixture_of_experts_is_chosen_for_too() -> None:
-    """Whichever experts the tokens take; `tests/diagnose/test_plan_memory.py` has the forecast beside a real step."""
-    model, rows = tiny("phimoe"), "training.global_batch_size=512"
-    needed = bytes_of_step(model, 4, 60, collate=pad, device_type="cuda")
-    tight = choice_of(config_of(rows), device_type="cuda", room=needed, model=model, collate=pad)
-    assert tight.gradient_checkpointing
-    assert "a step needs at most" in tight.why
-    assert tight.max_tokens is not None
-    assert 60 <= tight.max_tokens < MOST_TOKENS
-
-
 def test_what_cannot_be_predicted_stays_as_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs_data(*_: object, **__: object) -> None:
         raise RuntimeError("the experts of a token depend on it")
