@@ -9,9 +9,9 @@ import torch
 
 from finetune.config.schema import LoraSection
 from finetune.errors import ModelError, RunFailedError
-from finetune.export.logits import compare_logits
 from finetune.export.merge import cast_weights, is_tied, merge_adapter, refuse_far
 from finetune.export.plain_reload import logits_in_fp32
+from finetune.export.vectors import compare_logits
 from finetune.model.lora import add_lora
 from tests.export.finished_runs import TARGETS, add_drawn_adapter, build_base, draw_trained
 from tests.model.variants import VARIANTS
