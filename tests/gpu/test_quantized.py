@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from finetune.engine.quantized import holds_nf4, widened
 
 from finetune import load_config
 from finetune.config.schema import LoraSection, ModelSection
