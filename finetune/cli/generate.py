@@ -39,6 +39,7 @@ _STANDARD_INPUT = "-"
 
 
 def generate(
+    context: typer.Context,
     run_folder: RunFolderArgument,
     prompts: Annotated[
         list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.", show_default=False)
@@ -73,13 +74,8 @@ def generate(
     from finetune.inference.finished_run import find_run
     from finetune.inference.generator import AnswerSettings, Generator
 
-    OptionRules({"--raw": raw, "--system": system, "--tools": tools}).exclude(
-        "--raw",
-        "--system",
-        "--tools",
-        because="the chat template writes them, and --raw leaves the chat template out. Drop --raw, or write them "
-        "into the prompt.",
-    )
+    written = "the chat template writes them, and --raw leaves it out. Drop --raw, or write them into the prompt."
+    OptionRules(context).exclude("--raw", "--system", "--tools", because=written)
     answer_settings = AnswerSettings(
         system=system,
         tools=read_tools_option(tools),

@@ -30,6 +30,7 @@ _MOST_BYTES = 16 << 20
 
 
 def verify(
+    context: typer.Context,
     source: Annotated[
         Path,
         typer.Argument(
@@ -91,10 +92,9 @@ def verify(
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
-    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
-    rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
+    rules = OptionRules(context, *["the folder of a run"] * is_run)
     rules.need("--served-as", "--server")
-    for option in run_options:
+    for option in ("--replay", "--base", "--checkpoint", "--set"):
         rules.need(option, "the folder of a run")
     once = "a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each."
     if runtime not in (None, "vllm"):

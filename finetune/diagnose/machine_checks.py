@@ -9,8 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, metadata, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +28,7 @@ from finetune.distributed.device import (
     has_bf16,
 )
 from finetune.distributed.launch import wished_device
-from finetune.errors import DISTRIBUTION, SUMMARY, CheckpointError, FinetuneError, LaunchError
+from finetune.errors import DISTRIBUTION, CheckpointError, FinetuneError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.runs.default_folder import with_chosen_folder
 from finetune.runs.durable import describe_os_error
@@ -51,14 +50,11 @@ _LEAST_SHARED_BYTES = 512 * 2**20
 def check_versions() -> Iterator[Finding]:
     """Compare the installed versions with those that finetune's own metadata requires."""
     yield ok(_VERSIONS, f"Python {platform.python_version()} ({sys.executable})")
-    for name in (DISTRIBUTION, "finetune"):  # the second name: a checkout that was installed before it changed
-        with suppress(PackageNotFoundError):
-            about = metadata(name)
-            if SUMMARY in str(about["Summary"]):
-                yield from judge_packages(about.get_all("Requires-Dist") or [])
-                return
-    message = f"{DISTRIBUTION} is not installed, so the versions it needs are not known"
-    yield warning(_VERSIONS, message, "run `pip install -e .` in its folder")
+    try:
+        yield from judge_packages(requires(DISTRIBUTION) or [])
+    except PackageNotFoundError:
+        message = f"{DISTRIBUTION} is not installed, so the versions it needs are not known"
+        yield warning(_VERSIONS, message, "run `pip install -e .` in its folder")
 
 
 def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:
@@ -85,7 +81,10 @@ def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:
 def check_devices(config: Config, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check that training will use the device and precision that it should, and that the processors suffice."""
     for index in range(torch.cuda.device_count()):
-        yield ok(_DEVICES, _describe_gpu(index))
+        (free, total), name = torch.cuda.mem_get_info(index), torch.cuda.get_device_name(index)
+        bf16 = "bf16" if has_bf16(torch.device("cuda", index)) else "no bf16"
+        memory = f"{total / 2**30:.0f} GiB memory ({free / 2**30:.0f} free)"
+        yield ok(_DEVICES, f"GPU {index}: {name}, {memory}, {bf16}")
     wish = wished_device(config)
     try:
         if environment.world_size > 1:
@@ -128,12 +127,8 @@ def _judge_device(device: torch.device, wish: str | None) -> Finding:
         )
     elif best == "mps":
         fix = f"start one process, because several cannot train on an Apple GPU; or {fix}"
-    judge = warning if wish is None else problem
-    return judge(
-        _DEVICES,
-        f"training uses {device}, but {best} {'is here' if wish is None else 'was asked for'}: {torch_sees}",
-        fix,
-    )
+    judge, why = (warning, "is here") if wish is None else (problem, "was asked for")
+    return judge(_DEVICES, f"training uses {device}, but {best} {why}: {torch_sees}", fix)
 
 
 def judge_cores(cores: float, threads: int, processes: int) -> Finding:
@@ -155,13 +150,6 @@ def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
         fix = "start the container with --shm-size=2g or --ipc=host, or set training.num_workers=0"
         return warning(_DEVICES, f"{size} for {num_workers} data workers: a worker may die of a bus error", fix)
     return ok(_DEVICES, size)
-
-
-def _describe_gpu(index: int) -> str:
-    free, total = torch.cuda.mem_get_info(index)
-    name = torch.cuda.get_device_name(index)
-    bf16 = "bf16" if has_bf16(torch.device("cuda", index)) else "no bf16"
-    return f"GPU {index}: {name}, {total / 2**30:.0f} GiB memory ({free / 2**30:.0f} free), {bf16}"
 
 
 AREA = "Folders"

@@ -35,10 +35,7 @@ from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
 from finetune.inference.decoding import room_for_answer
 from finetune.model.base import checkpoint_gradients, count_parameters, longrope_boundary
-from finetune.model.quantized import (
-    refuse_where_fp8_is_impossible,
-    wants_fp8,
-)
+from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
@@ -92,7 +89,11 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         LaunchError: the number of processes does not suit `parallel.shard_size`.
         ModelError: there is no such model, or the target modules match nothing.
     """
-    _refuse_quantized_on_cpu(config, device)
+    if is_quantized(config) and device.type != "cuda":
+        raise ConfigError(
+            f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
+            "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
+        )
     refuse_what_is_not_sharded(config, trains=True)
     device = device.limited_to(config.training.memory_fraction)
     device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
@@ -128,14 +129,6 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         plan = replace(plan, seconds_per_step=seconds_per_step, seconds_generating=seconds_generating)
     planner.findings.extend(judge(plan, config))
     return plan
-
-
-def _refuse_quantized_on_cpu(config: Config, device: Device) -> None:
-    if is_quantized(config) and device.type != "cuda":
-        raise ConfigError(
-            f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
-            "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
-        )
 
 
 class Planner:

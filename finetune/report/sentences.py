@@ -48,11 +48,6 @@ class Summary(NamedTuple):
     processes: int | None
 
 
-def headline(runs: Sequence[RecordedRun]) -> str:
-    """Describe the result of one run, or of several, in one or two sentences."""
-    return _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
-
-
 def second_line(runs: Sequence[RecordedRun]) -> str:
     """Return why a run failed, or what differs between several runs. May be empty."""
     if len(runs) == 1:
@@ -66,9 +61,8 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
         difference = " and ".join(objectives) if len(objectives) > 1 else f"{objectives[0]} with other settings"
         return f"They minimise different losses ({difference}), which cannot be compared."
     changed = [row for row in compare_runs(runs) if row.part == "config"]
-    if not changed:
-        return "Their settings are the same."
-    return f"Their settings differ in {name_first([row.name for row in changed], 4)}."
+    names = name_first([row.name for row in changed], 4)
+    return f"Their settings differ in {names}." if changed else "Their settings are the same."
 
 
 def summarize_run(run: RecordedRun) -> Summary:
@@ -155,7 +149,10 @@ def _of_one(run: RecordedRun) -> str:
     return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
 
 
-def _of_several(runs: Sequence[RecordedRun]) -> str:
+def headline(runs: Sequence[RecordedRun]) -> str:
+    """Describe the result of one run, or of several, in one or two sentences."""
+    if len(runs) == 1:
+        return _of_one(runs[0])
     best, metric = best_run(runs), metric_of(runs)
     lead = best_value(best, runs) if best else None
     if best is None or lead is None:
@@ -176,16 +173,15 @@ def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
 
 
 def _losses(runs: Sequence[RecordedRun]) -> set[tuple[object, ...]]:
-    """Return the losses that runs minimise: each an objective with the settings that it reads."""
-    return {
-        (run.objective.name, *(run.config and str(attrgetter(key)(run.config)) for key in _keys_of_loss(run)))
-        for run in runs
-    }
+    """Return the losses that runs minimise: each an objective with the settings that it reads.
 
-
-def _keys_of_loss(run: RecordedRun) -> list[str]:
-    """Return the keys on which a validation loss depends. A run that learns from rewards validates greedy answers."""
-    return [key for key in run.objective.keys if key not in ("grpo", "rollout")]
+    A run that learns from rewards validates greedy answers, which do not depend on `grpo` and `rollout`.
+    """
+    losses: set[tuple[object, ...]] = set()
+    for run in runs:
+        keys = [key for key in run.objective.keys if key not in ("grpo", "rollout")]
+        losses.add((run.objective.name, *(run.config and str(attrgetter(key)(run.config)) for key in keys)))
+    return losses
 
 
 def _fall(name: str, points: list[tuple[int, float]]) -> str:
