@@ -35,12 +35,11 @@ def bisect(
         typer.Argument(
             metavar="[RUN|OVERRIDES…]",
             help="Another run's folder, or OVERRIDES of this one (seed=1). Default: this run, computed again here.",
-            show_default=False,
         ),
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Compare this environment with that of another Python.", show_default=False),
+        typer.Option(metavar="FILE", help="Compare this environment with that of another Python."),
     ] = None,
     steps: StepsOption = None,
     settings: SetOption = None,

@@ -38,7 +38,7 @@ _TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0", *_QUANTIZED), "--onnx": ("f32
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
     Path,
-    typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty.", show_default=False),
+    typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty."),
 ]
 
 
@@ -100,7 +100,6 @@ def export(
         typer.Argument(
             metavar="MODEL",
             help="A folder that `finetune merge` wrote; with --lora, --compress, --imatrix or --smallest, a run's.",
-            show_default=False,
         ),
     ],
     out: OutArgument,
@@ -111,7 +110,7 @@ def export(
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="With --lora: leave out the base.")] = False,
     llama_cpp: Annotated[
         Path | None,
-        typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.", show_default=False),
+        typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR."),
     ] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Build an ONNX model for onnxruntime-genai.")] = False,
     weight_type: Annotated[
@@ -130,7 +129,6 @@ def export(
             metavar="N",
             help="For llama.cpp's quantizer: an importance matrix from N training rows of the run MODEL.",
             min=1,
-            show_default=False,
         ),
     ] = None,
     smallest: Annotated[
@@ -144,7 +142,6 @@ def export(
             help="--smallest: the share of greedy answers that must equal the run's. Default: 0.99.",
             min=0,
             max=1,
-            show_default=False,
         ),
     ] = None,
     compress: Annotated[
@@ -152,14 +149,11 @@ def export(
         typer.Option(
             metavar="SCHEME",
             help="Compress a run for vLLM with llm-compressor: fp8, w8a8 or w4a16.",
-            show_default=False,
         ),
     ] = None,
     rows: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1, show_default=False
-        ),
+        typer.Option(metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1),
     ] = None,
     max_difference: Annotated[
         float | None,
@@ -178,9 +172,7 @@ def export(
     ] = False,
     base: Annotated[
         Path | None,
-        typer.Option(
-            help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora.", show_default=False
-        ),
+        typer.Option(help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora."),
     ] = None,
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
     settings: SetOption = None,
@@ -250,22 +242,17 @@ def export(
 def push(
     source: Annotated[
         Path,
-        typer.Argument(
-            metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote.", show_default=False
-        ),
+        typer.Argument(metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote."),
     ],
     repository: Annotated[
         str,
-        typer.Argument(
-            metavar="OWNER/NAME", help="The repository on the hub.", show_default=False, callback=refuse_password
-        ),
+        typer.Argument(metavar="OWNER/NAME", help="The repository on the hub.", callback=refuse_password),
     ],
     private: Annotated[bool, typer.Option("--private/--public", help="Whether a new repository is private.")] = True,
     base: Annotated[
         str | None,
         typer.Option(
             help="The hub id of the adapter's base, if the run loaded it from a local folder.",
-            show_default=False,
             callback=refuse_password,
         ),
     ] = None,

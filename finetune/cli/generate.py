@@ -41,9 +41,7 @@ _STANDARD_INPUT = "-"
 def generate(
     context: typer.Context,
     run_folder: RunFolderArgument,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.", show_default=False)
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.")] = None,
     from_file: Annotated[
         str | None,
         typer.Option(
@@ -64,7 +62,7 @@ def generate(
     top_p: TopPOption = None,
     top_k: TopKOption = None,
     seed: SeedOption = 0,
-    batch_size: Annotated[int | None, typer.Option(help="Prompts decoded together.", min=1, show_default=False)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Prompts decoded together.", min=1)] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,

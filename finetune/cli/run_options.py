@@ -48,19 +48,16 @@ BaseOption = Annotated[
     typer.Option(
         "--base",
         help="Load the base model from this folder or hub id.",
-        show_default=False,
         callback=refuse_password,
     ),
 ]
 CheckpointOption = Annotated[
     str | None,
-    typer.Option(
-        "--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/.", show_default=False
-    ),
+    typer.Option("--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/."),
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.", show_default=False),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration."),
 ]
 StepsOption = Annotated[
     str | None,
@@ -68,7 +65,6 @@ StepsOption = Annotated[
         "--steps",
         metavar="N-M",
         help="The steps to compute, from 1 or from the step after a kept checkpoint. Default: a few of them.",
-        show_default=False,
     ),
 ]
 SystemOption = Annotated[
@@ -80,23 +76,18 @@ ToolsOption = Annotated[
     typer.Option(
         metavar="FILE",
         help="A JSON file with the tools to offer; empty: none. Default: the most frequent ones in the training rows.",
-        show_default=False,
     ),
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens in an answer.", min=1)]
 TemperatureOption = Annotated[
     float | None,
-    typer.Option(help="Sample at this temperature. Default: take the most likely token.", show_default=False),
+    typer.Option(help="Sample at this temperature. Default: take the most likely token."),
 ]
 TopPOption = Annotated[
     float | None,
-    typer.Option(
-        help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0, show_default=False
-    ),
+    typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0),
 ]
-TopKOption = Annotated[
-    int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1, show_default=False)
-]
+TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -36,21 +36,18 @@ def verify(
         typer.Argument(
             metavar="FOLDER_OR_RUN",
             help="A run's folder, or one that `finetune merge` or `finetune export` wrote.",
-            show_default=False,
         ),
     ],
     vectors: Annotated[
         Path | None,
         typer.Option(
             help="Take the test vectors from this file or folder. Default: those in the folder; a run makes its own.",
-            show_default=False,
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
             help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights.",
-            show_default=False,
         ),
     ] = None,
     max_difference: Annotated[
@@ -65,14 +62,13 @@ def verify(
     ] = 0,
     runtime: Annotated[
         str | None,
-        typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server.", show_default=False),
+        typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server."),
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
             metavar="URL",
             help="Compare in a vLLM server that runs already, and serves this model or its base.",
-            show_default=False,
         ),
     ] = None,
     served_as: Annotated[
@@ -80,7 +76,6 @@ def verify(
         typer.Option(
             metavar="NAME",
             help="--server: the name of the model or adapter there. Default: the model, or the run's own adapter.",
-            show_default=False,
         ),
     ] = None,
     base: BaseOption = None,
