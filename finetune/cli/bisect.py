@@ -38,8 +38,7 @@ def bisect(
         ),
     ] = None,
     python: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Compare this environment with that of another Python."),
+        str | None, typer.Option(metavar="FILE", help="Compare this environment with that of another Python.")
     ] = None,
     steps: StepsOption = None,
     settings: SetOption = None,

@@ -44,19 +44,16 @@ def evaluate(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…")] = None,
     split: Annotated[Split, typer.Option(help="The rows to measure on.")] = "test",
     metric: Annotated[
-        list[str] | None,
-        typer.Option(help="Measure generated answers: a name, or pkg.module.function. Repeatable."),
+        list[str] | None, typer.Option(help="Measure generated answers: a name, or pkg.module.function. Repeatable.")
     ] = None,
     metrics_from: Annotated[
-        list[str] | None,
-        typer.Option(help="A module of your own installed package that --metric may name."),
+        list[str] | None, typer.Option(help="A module of your own installed package that --metric may name.")
     ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
     against: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN2", help="Compare with another run on the same rows, not with the base."),
+        Path | None, typer.Option(metavar="RUN2", help="Compare with another run on the same rows, not with the base.")
     ] = None,
     fail_if_worse: Annotated[
         list[str] | None,
@@ -67,8 +64,7 @@ def evaluate(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write scores and answers to a new JSON file.")] = None,
     harness: Annotated[
-        str | None,
-        typer.Option(metavar="TASKS", help="Run lm-evaluation-harness on TASKS (a,b) instead."),
+        str | None, typer.Option(metavar="TASKS", help="Run lm-evaluation-harness on TASKS (a,b) instead.")
     ] = None,
     harness_tasks: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="A folder that describes more TASKS.")

@@ -37,8 +37,7 @@ _TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0", *_QUANTIZED), "--onnx": ("f32
 """The types of weights that each format can store."""
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
-    Path,
-    typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty."),
+    Path, typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty.")
 ]
 
 
@@ -108,10 +107,7 @@ def export(
         bool, typer.Option("--lora", help="With --gguf: convert a run's adapter, and its base beside it.")
     ] = False,
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="With --lora: leave out the base.")] = False,
-    llama_cpp: Annotated[
-        Path | None,
-        typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR."),
-    ] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.")] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Build an ONNX model for onnxruntime-genai.")] = False,
     weight_type: Annotated[
         Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "int4"],
@@ -146,14 +142,10 @@ def export(
     ] = None,
     compress: Annotated[
         Literal["fp8", "w8a8", "w4a16"] | None,
-        typer.Option(
-            metavar="SCHEME",
-            help="Compress a run for vLLM with llm-compressor: fp8, w8a8 or w4a16.",
-        ),
+        typer.Option(metavar="SCHEME", help="Compress a run for vLLM with llm-compressor: fp8, w8a8 or w4a16."),
     ] = None,
     rows: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1),
+        int | None, typer.Option(metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1)
     ] = None,
     max_difference: Annotated[
         float | None,
@@ -171,8 +163,7 @@ def export(
         ),
     ] = False,
     base: Annotated[
-        Path | None,
-        typer.Option(help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora."),
+        Path | None, typer.Option(help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora.")
     ] = None,
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
     settings: SetOption = None,
@@ -241,19 +232,16 @@ def export(
 
 def push(
     source: Annotated[
-        Path,
-        typer.Argument(metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote."),
+        Path, typer.Argument(metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote.")
     ],
     repository: Annotated[
-        str,
-        typer.Argument(metavar="OWNER/NAME", help="The repository on the hub.", callback=refuse_password),
+        str, typer.Argument(metavar="OWNER/NAME", help="The repository on the hub.", callback=refuse_password)
     ],
     private: Annotated[bool, typer.Option("--private/--public", help="Whether a new repository is private.")] = True,
     base: Annotated[
         str | None,
         typer.Option(
-            help="The hub id of the adapter's base, if the run loaded it from a local folder.",
-            callback=refuse_password,
+            help="The hub id of the adapter's base, if the run loaded it from a local folder.", callback=refuse_password
         ),
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace a model of another base there.")] = False,

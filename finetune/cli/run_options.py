@@ -44,20 +44,13 @@ RunFolderArgument = Annotated[
     Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, for example runs/quickstart.")
 ]
 BaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        help="Load the base model from this folder or hub id.",
-        callback=refuse_password,
-    ),
+    str | None, typer.Option("--base", help="Load the base model from this folder or hub id.", callback=refuse_password)
 ]
 CheckpointOption = Annotated[
-    str | None,
-    typer.Option("--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/."),
+    str | None, typer.Option("--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/.")
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration."),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.")
 ]
 StepsOption = Annotated[
     str | None,
@@ -80,12 +73,10 @@ ToolsOption = Annotated[
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens in an answer.", min=1)]
 TemperatureOption = Annotated[
-    float | None,
-    typer.Option(help="Sample at this temperature. Default: take the most likely token."),
+    float | None, typer.Option(help="Sample at this temperature. Default: take the most likely token.")
 ]
 TopPOption = Annotated[
-    float | None,
-    typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0),
+    float | None, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0)
 ]
 TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]

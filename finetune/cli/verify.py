@@ -34,20 +34,19 @@ def verify(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER_OR_RUN",
-            help="A run's folder, or one that `finetune merge` or `finetune export` wrote.",
+            metavar="FOLDER_OR_RUN", help="A run's folder, or one that `finetune merge` or `finetune export` wrote."
         ),
     ],
     vectors: Annotated[
         Path | None,
         typer.Option(
-            help="Take the test vectors from this file or folder. Default: those in the folder; a run makes its own.",
+            help="Take the test vectors from this file or folder. Default: those in the folder; a run makes its own."
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights.",
+            help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights."
         ),
     ] = None,
     max_difference: Annotated[
@@ -61,14 +60,12 @@ def verify(
         int, typer.Option(metavar="N", help="Compute N recorded steps of a run again, and compare their losses.", min=0)
     ] = 0,
     runtime: Annotated[
-        str | None,
-        typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server."),
+        str | None, typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server.")
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="Compare in a vLLM server that runs already, and serves this model or its base.",
+            metavar="URL", help="Compare in a vLLM server that runs already, and serves this model or its base."
         ),
     ] = None,
     served_as: Annotated[
