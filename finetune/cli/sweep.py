@@ -37,12 +37,9 @@ class SweepOptions(NamedTuple):
 
 
 def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int:
-    """Run the trials that are not finished, and show all of them; with `only`, run one.
+    """Run the trials that are not finished, and show all of them; with `only`, run one. Return the exit code.
 
-    See `finetune sweep` for the arguments.
-
-    Returns:
-        The exit code: 0, or 3 if every trial has failed; with `only`, if this one has.
+    The exit code is 3 if every trial has failed, or with `only` if this one has.
 
     Raises:
         FinetuneError: the sweep was refused before its first trial, or a signal stopped it.

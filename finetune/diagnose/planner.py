@@ -76,18 +76,12 @@ SHARDS = (1, 2, 4, 8)
 
 
 def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:
-    """Predict a run. Nothing is written but the data cache.
+    """Predict a complete run. Nothing is written but the data cache.
 
-    Args:
-        config: a complete run.
-        device: where it will run; processes of this machine share its memory if it is the CPU.
-        is_probed: measure a few steps of a shallow model with random weights on this machine, for the time.
+    With `is_probed`, a few steps of a shallow model with random weights are measured on this machine.
 
     Raises:
-        ConfigError: the run cannot be trained, or a plan does not support it.
-        DataError: `drop_last` leaves nothing of a split.
-        LaunchError: the number of processes does not suit `parallel.shard_size`.
-        ModelError: there is no such model, or the target modules match nothing.
+        FinetuneError: the run cannot be trained, or a plan does not support it.
     """
     if is_quantized(config) and device.type != "cuda":
         raise ConfigError(

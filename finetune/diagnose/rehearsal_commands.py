@@ -32,14 +32,7 @@ def run_command(
 ) -> bool:
     """Run `finetune ARGUMENTS` and write its output to `log`. No process of the command is left behind.
 
-    Args:
-        arguments: of the command.
-        log: is overwritten.
-        seconds: a command that still runs after this time is killed.
-        kill_when: called every few milliseconds. The command is killed when it returns true.
-
-    Returns:
-        Whether `kill_when` ended the command.
+    Return whether the command was killed because `kill_when`, which is called every few milliseconds, was true.
 
     Raises:
         StageError: the command failed, or took longer than `seconds`.

@@ -54,13 +54,8 @@ def find_lost_comparison(
 ) -> LostComparison | None:
     """Return the first comparison that a trial has lost; None if it goes on.
 
-    Args:
-        points: step and metric of its validations so far.
-        read_others: returns the points of every other trial.
-        after: the number of validations after which the trial was compared before.
-        factor: one of this many trials goes on.
-        sign: 1 if a higher metric is better, else -1.
-        last_step: the last step of the trial's run, if it is known.
+    `points` are step and metric of its validations so far, of which it was compared `after` the first ones before. One
+    of `factor` trials goes on. `sign` is 1 if a higher metric is better, else -1.
     """
 
     def merit(value: float) -> float:

@@ -61,10 +61,7 @@ class ValueRange:
 
 
 def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate the arguments of all trials from the keys with several values.
-
-    Returns:
-        The arguments of all trials, and for each other key its values as they were written.
+    """Return the arguments of all trials, and for each key with several values these as they were written.
 
     Raises:
         ConfigError: no key has several values, or one is named twice or has values that cannot be read.
