@@ -189,6 +189,7 @@ def choose(
         longest: tokens of the longest row.
         collate: makes a micro-batch of rows, or of pairs.
         room: bytes that are free on the device beside the weights.
+        world_size: the number of processes.
         keeps_microbatches: leave the size of micro-batches as it is configured.
     """
     limits_tokens = (
