@@ -71,6 +71,7 @@ def generate(
     """Ask a finished run: one answer for each PROMPT, each row of --from FILE, or the text of a pipe."""
     from finetune.inference.finished_run import find_run
     from finetune.inference.generator import AnswerSettings, Generator
+    from finetune.inference.prompts import Prompt
 
     written = "the chat template writes them, and --raw leaves it out. Drop --raw, or write them into the prompt."
     OptionRules(context).exclude("--raw", "--system", "--tools", because=written)
@@ -91,7 +92,9 @@ def generate(
         run = run.on_all_ranks()
     questions = _read_prompts(prompts or [], from_file)
     if raw:
-        questions = [_without_template(prompt) for prompt in questions]
+        if several := [prompt.source for prompt in questions if len(prompt.messages) > 1]:
+            raise DataError(f"{several[0]} has several turns, but --raw takes a single text. Drop --raw.")
+        questions = [Prompt(source=each.source, text=each.shown, expected=each.expected) for each in questions]
     with Generator.open(run, answer_settings) as generator, waiting("answering"):
         if compare:
             generator.require_base()
@@ -122,15 +125,6 @@ def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
     if not text.strip():
         raise DataError("standard input is blank: there is nothing to answer.")
     return [user_prompt(text.rstrip("\r\n"), "standard input")]
-
-
-def _without_template(prompt: Prompt) -> Prompt:
-    """Return a prompt that the model gets without a template."""
-    from finetune.inference.prompts import Prompt
-
-    if len(prompt.messages) > 1:
-        raise DataError(f"{prompt.source} has {len(prompt.messages)} turns, but --raw takes a single text. Drop --raw.")
-    return Prompt(source=prompt.source, text=prompt.shown, expected=prompt.expected)
 
 
 def _answer_all(

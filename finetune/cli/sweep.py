@@ -126,7 +126,7 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
         measured = [f"{point[1]:.4f}", str(point[0])] if point else ["", ""]
         rows.append([name, *trial.values.values(), *measured, (state, STYLES.get(state, ""))])
         if state == "failed":
-            remarks.append(f"{trial.name} failed: {trial.why}\n  its output: {trial.log}")
+            remarks.append(f"{trial.name} failed: {trial.run.why or ''}\n  its output: {trial.log}")
         published_step = trial.run.result.get("best_step")
         if point is not None and published_step not in (None, point[0]):
             remarks.append(

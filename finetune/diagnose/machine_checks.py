@@ -38,7 +38,7 @@ from finetune.threads import num_cores
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, DataSection
+    from finetune.config.schema import Config
     from finetune.distributed.environment import LaunchEnvironment
 
 
@@ -163,7 +163,11 @@ def check_folders(config: Config) -> Iterator[Finding]:
     """Check output_dir, the cache of encoded rows, the files of rows and the model. No file is left behind."""
     yield from _check_output_dir(config)
     yield check_cache(config.data.cache_dir)
-    yield from _check_rows(config.data)
+    if config.data.path or config.data.mixture or config.data.train:
+        try:
+            check_local_rows(config.data)  # an address may need a package that is missing; the hub is not asked
+        except FinetuneError as error:
+            yield problem(AREA, *what_and_fix(str(error), page="docs/data.md"))
     yield from _check_model(config)
 
 
@@ -237,16 +241,6 @@ def _check_output_dir(config: Config) -> Iterator[Finding]:
     yield ok(AREA, f"output_dir={folder.path} can be written")
     place = existing_folder(folder.path)
     yield judge_space(shutil.disk_usage(place).free, place)
-
-
-def _check_rows(section: DataSection) -> Iterator[Finding]:
-    """Look for the files of rows. An address may need a package that is missing. The hub is not asked."""
-    if not (section.path or section.mixture or section.train):
-        return
-    try:
-        check_local_rows(section)
-    except FinetuneError as error:
-        yield problem(AREA, *what_and_fix(str(error), page="docs/data.md"))
 
 
 def _check_model(config: Config) -> Iterator[Finding]:

@@ -102,7 +102,7 @@ def run_trials(sweep: Sweep, trials: Sequence[Trial], chosen: Sequence[Trial], *
                 state = trial.state
                 is_continued = state == "running" and bool(trial.run.note)  # by the command that was printed for it
                 if (state not in FINISHED and not is_continued) or (retries and state == "failed"):
-                    trial.forget_failure()
+                    trial.run.note_file.unlink(missing_ok=True)  # of a failure
                     _RunningTrial(trial, sweep, [other for other in trials if other is not trial]).wait()
         if stopped_by := received_stop_signal():
             finished = sum(trial.state in FINISHED for trial in trials)
