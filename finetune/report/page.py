@@ -38,7 +38,6 @@ _SHOWN_GROUPS = 4
 """Shown prompts of a rollout."""
 _DIGITS = 16
 """Shown digits of a digest, enough to tell two apart."""
-_NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 
 class SettingRow(NamedTuple):
@@ -51,9 +50,9 @@ class SettingRow(NamedTuple):
 
 
 def require_libraries() -> None:
-    """Raise a ConfigError if a library of the extra `report` is not installed."""
-    if missing := [package for module, package in _NEEDED.items() if find_spec(module) is None]:
-        needed = f"`finetune report` needs {' and '.join(missing)}, which this installation lacks"
+    """Raise a ConfigError if the extra `report` is not installed."""
+    if find_spec("vl_convert") is None:
+        needed = "`finetune report` needs vl-convert-python, which this installation lacks"
         raise ConfigError(f"{needed}. Install the extra: {extra_command('report')}")
 
 
