@@ -243,15 +243,3 @@ def test_the_readme_says_what_each_engine_and_column_is():
     columns = [f"| {head.strip()} |" for head in heads.strip("| ").split("|")]
     assert [column for column in columns if column not in said] == []
     assert [name for name in ENGINES if f"`{name}`" not in said] == []
-
-
-def test_a_wrong_word_is_refused(capsys):
-    for words, said in (
-        (["--engines", "trll"], "'trll' names none of: ours"),
-        (["--rounds", "0"], "expected a whole number from 1 on, got '0'"),
-        (["--steps", "1"], "leaves no step behind the warm-up"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            main(words)
-        assert left.value.code == 2
-        assert said in capsys.readouterr().err

@@ -238,18 +238,6 @@ def test_a_model_that_does_not_fit_and_a_metric_that_raises_would_have_failed_al
 
 @pytest.mark.slow
 @pytest.mark.process
-def test_weights_beyond_the_range_of_their_type_would_have_failed_in_merge(job: Job, tmp_path: Path) -> None:
-    """The norms keep the loss finite; in the type of the base the merged weights are not."""
-    words = job("optim.learning_rate=1e6", "optim.max_grad_norm=null")
-    set_dtype(tmp_path / "base", "float16")
-    ended, stages = rehearse(words, "--steps", "3")
-    assert ended.returncode == stages["merge"]["exit_code"] == 3, stages
-    assert [name for name, stage in stages.items() if stage["outcome"] != "ok"] == ["merge", "verify"]
-    assert "is not finite as float16 after the merge" in stages["merge"]["what"]
-
-
-@pytest.mark.slow
-@pytest.mark.process
 def test_a_command_that_does_not_end_in_time_is_ended(job: Job) -> None:
     ended, stages = rehearse(job(), "--minutes", "0.01")
     assert ended.returncode == stages["plan"]["exit_code"] == 3

@@ -70,23 +70,19 @@ def test_the_readme_compares_in_four_rows_with_figures_that_were_recorded():
     table = text.partition("## How it compares\n")[2].partition("\n## ")[0]
     rows = {name: (ours, theirs) for name, ours, theirs in rows_of(table)}
     assert list(rows) == ["Loss curve", "Crashes", "Speed", "What is missing"]
-    assert not set("¹²³*†") & set(table), "no footnotes"
-    assert "(docs/peers.md)" in table
-    assert "(docs/guarantees.md)" in table
     times = f"{RATES['peers/mini/ours'] / RATES['peers/mini/trl-1x16-liger']:.1f} times"
     *others, fastest = sorted(rate for task, rate in RATES.items() if task.startswith("peers/chat/trl"))
     assert len(others) >= 3
     times_with_chats = f"{RATES['peers/chat/ours'] / fastest:.1f} times"
-    assert f"with chat rows, {times_with_chats} the fastest setting of TRL with Liger" in rows["Speed"][0]
-    assert f"rows of 4,096 tokens, {times} TRL with Liger" in rows["Speed"][0]
-    assert f"on one H200: chat rows {times_with_chats} the tokens per second of the fastest" in PAGE
-    assert f"rows of 4,096 tokens {times} those of TRL with Liger" in PAGE
+    for part in (f"with chat rows, {times_with_chats} the fastest", f"rows of 4,096 tokens, {times} TRL with Liger"):
+        assert part in rows["Speed"][0]
+    for part in (f"on one H200: chat rows {times_with_chats} the", f"rows of 4,096 tokens {times} those of TRL"):
+        assert part in PAGE
     for_owners_of_gpus = text.partition("## Your data")[0]
     low, high = sorted(f"{round(RATES[f'phi4/{name}'], -2):,.0f}" for name in ("plain", "defaults"))
     assert f"phi-4 trains {low} to {high} tokens" in for_owners_of_gpus
     plan = RECORDED.last("phi4/defaults") or {}
     assert abs(plan["figures"]["peak_over_plan"] - 1) < 0.01
-    assert "Several GPUs have not been tried yet" in for_owners_of_gpus
     speed = r"\d\.\d to \d\.\d times"
     assert re.findall(speed, rows["Speed"][0]) == re.findall(speed, PAGE) != []
 
