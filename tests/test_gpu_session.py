@@ -32,7 +32,7 @@ FEW = [
 ]
 """Tasks of each function and kind of job, in the order of the session."""
 OF_TWO_RANKS = ("ranks/torchrun-fp32", "ranks/same-bytes", "ranks/fsdp2", "ranks/stopped", "ranks/gather")
-"""One of each function of part `ranks`."""
+"""One task of each function of part `ranks`. Only the first is run here: the others take minutes on a CPU."""
 ELSEWHERE = {"benchmarks.gpu.recovery:run_gpu_tests"}
 """What tests/test_gpu_tests.py runs."""
 README = (REPOSITORY / "benchmarks" / "README.md").read_text()
