@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from finetune.diagnose.rehearsal_commands import error_in
+from finetune.diagnose.rehearsal_commands import error_in, start_command
 from finetune.errors import PreemptedError
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.metrics import MetricsReader, number_in, sign_of
@@ -124,15 +124,8 @@ class _RunningTrial:
         self._num_compared = 0
         self._is_ended_early = False
         _say(f"{trial.name}: {trial.command}")
-        with trial.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "finetune", *trial.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through this process only
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # it saves a checkpoint if this process is killed
-            )
+        # If this process is killed, the trial gets SIGTERM and saves a checkpoint.
+        self._process = start_command(trial.arguments, trial.log, partial(end_with_parent, signal.SIGTERM))
 
     def wait(self) -> None:
         """Wait until the trial ends. Stop it if it is weak or if this process is stopped."""
