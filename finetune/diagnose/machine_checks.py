@@ -9,7 +9,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, requires, version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ from finetune.distributed.device import (
     has_bf16,
 )
 from finetune.distributed.launch import wished_device
-from finetune.errors import DISTRIBUTION, CheckpointError, FinetuneError, LaunchError
+from finetune.errors import DISTRIBUTION, SUMMARY, CheckpointError, FinetuneError, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.runs.default_folder import with_chosen_folder
 from finetune.runs.durable import describe_os_error
@@ -50,11 +51,14 @@ _LEAST_SHARED_BYTES = 512 * 2**20
 def check_versions() -> Iterator[Finding]:
     """Compare the installed versions with those that finetune's own metadata requires."""
     yield ok(_VERSIONS, f"Python {platform.python_version()} ({sys.executable})")
-    try:
-        yield from judge_packages(requires(DISTRIBUTION) or [])
-    except PackageNotFoundError:
-        message = f"{DISTRIBUTION} is not installed, so the versions it needs are not known"
-        yield warning(_VERSIONS, message, "run `pip install -e .` in its folder")
+    for name in (DISTRIBUTION, "finetune"):  # the second name: a checkout that was installed before it changed
+        with suppress(PackageNotFoundError):
+            about = metadata(name)
+            if SUMMARY in str(about["Summary"]):
+                yield from judge_packages(about.get_all("Requires-Dist") or [])
+                return
+    message = f"{DISTRIBUTION} is not installed, so the versions it needs are not known"
+    yield warning(_VERSIONS, message, "run `pip install -e .` in its folder")
 
 
 def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from finetune.config.compose import compose
+from finetune.diagnose import machine_checks
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import (
     check_devices,
@@ -28,6 +29,7 @@ from finetune.diagnose.machine_checks import (
     write_marker,
 )
 from finetune.distributed.environment import LaunchEnvironment, read_environment
+from finetune.errors import SUMMARY
 from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning
 from finetune.runs.folder import existing_folder
 from tests.in_process import run_finetune
@@ -226,6 +228,18 @@ def test_versions_are_compared_with_the_packages_own_metadata():
     assert absent.what == "no-such-package is not installed, but finetune needs no-such-package>=1.2"
     assert absent.fix == "pip install 'no-such-package>=1.2'"
     assert (right.level, right.what.split()[0]) == ("ok", "rich")
+
+
+def test_a_checkout_that_was_installed_under_its_old_name_is_compared_too(tmp_path, monkeypatch):
+    about = tmp_path / "finetune-0.1.0.dist-info" / "METADATA"
+    about.parent.mkdir()
+    head = "Metadata-Version: 2.1\nName: finetune\nVersion: 0.1.0\n"
+    monkeypatch.setattr(machine_checks, "DISTRIBUTION", "not-installed-here")
+    monkeypatch.syspath_prepend(tmp_path)
+    about.write_text(f"{head}Summary: {SUMMARY}: one loss curve\nRequires-Dist: torch>=99\n")
+    assert levels(check_versions()) == ["ok", "problem", "ok"]
+    about.write_text(f"{head}Summary: UNKNOWN\nRequires-Dist: torch>=99\n")  # the other product of this name
+    assert [finding.what for finding in check_versions()][1].startswith("not-installed-here is not installed")
 
 
 def device_findings(*words: str, **environ: str) -> list[Finding]:
