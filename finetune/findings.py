@@ -28,17 +28,13 @@ class Finding:
         area: the part of the report it belongs to.
         level: `problem` if a run would fail or not do what was asked for, `warning` if it would be slow or fragile.
         what: the result, as a sentence without a full stop.
-        fix: what to do about it; required unless the level is `ok`.
+        fix: what to do about it; None if the level is `ok`.
     """
 
     area: str
     level: Level
     what: str
     fix: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.level != "ok" and not self.fix:
-            raise ValueError(f"a {self.level} needs a fix: {self.what}")
 
 
 def ok(area: str, what: str) -> Finding:

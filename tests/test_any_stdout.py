@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from finetune.terminal import as_written, prepare_streams, print_json, print_table, print_texts
-from tests.launches import REPOSITORY, run_command
+from tests.launches import REPOSITORY
 from tests.terminals import run_on_terminal
 
 TEXT = "Zürich, 价格 5 € 🙂"
@@ -57,13 +57,18 @@ def test_what_an_encoding_lacks_is_escaped(encoding, monkeypatch):
     assert shown == ESCAPED[encoding] == as_written(TEXT, TextIOWrapper(BytesIO(), encoding=encoding))
 
 
-def test_decoration_has_a_form_in_ascii(monkeypatch):
+def test_decoration_has_a_form_in_ascii_and_an_error_handler_that_the_user_chose_stays(monkeypatch):
     assert written_by(lambda: sys.stdout.write(DECORATION), "ascii", monkeypatch) == IN_ASCII
-    assert written_by(lambda: sys.stdout.write(DECORATION), "utf-8", monkeypatch) == DECORATION
+    stream = TextIOWrapper(BytesIO(), encoding="ascii", errors="replace")
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "stderr", None)  # closed by the shell: 2>&-
+    prepare_streams()
+    assert stream.errors == "replace"
+    sys.stderr.close()
 
 
 @pytest.mark.parametrize("encoding", ESCAPED)
-def test_the_columns_of_a_table_stay_aligned(encoding, monkeypatch):
+def test_the_columns_of_a_table_stay_aligned_and_json_reads_back(encoding, monkeypatch):
     shown = written_by(
         lambda: print_table(["text", "n"], [[TEXT, "1"], ["…", "2"]], right=["n"]), encoding, monkeypatch
     )
@@ -72,23 +77,10 @@ def test_the_columns_of_a_table_stay_aligned(encoding, monkeypatch):
         assert len({len(line) for line in shown.splitlines()}) == 1, shown
     shown = written_by(lambda: print_texts([("prompt", TEXT)]), encoding, monkeypatch)
     assert shown.split(maxsplit=1)[1].strip() == ESCAPED[encoding]
-
-
-@pytest.mark.parametrize("encoding", ESCAPED)
-def test_json_reads_back_as_the_same_value(encoding, monkeypatch):
     value = {TEXT: f"{DECORATION}\x7f"}
     shown = written_by(lambda: print_json(value), encoding, monkeypatch)
     assert json.loads(shown) == value
     assert (TEXT in shown) == (encoding == "utf-8")
-
-
-def test_an_error_handler_that_the_user_chose_stays(monkeypatch):
-    stream = TextIOWrapper(BytesIO(), encoding="ascii", errors="replace")
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", None)  # closed by the shell: 2>&-
-    prepare_streams()
-    assert stream.errors == "replace"
-    sys.stderr.close()
 
 
 @pytest.mark.process
@@ -105,13 +97,6 @@ def test_a_command_of_a_process():
     assert lines[0] == ESCAPED[encoding]
     assert ESCAPED[encoding] in lines[4]
     assert json.loads(lines[-1]) == {TEXT: "…"}
-
-
-@pytest.mark.process
-def test_help_in_ascii():
-    done = run_command([sys.executable, "-m", "finetune", "sweep", "--help"], variables={"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stdout
-    assert "OVERRIDES..." in done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +128,6 @@ def output_of(*words: str | Path, **variables: str) -> str:
 def test_a_run_without_the_command(run_words, tmp_path):
     shown = output_of("-c", OWN_SCRIPT, *run_words, f"output_dir={tmp_path / 'run'}", PYTHONIOENCODING="ascii")
     assert ESCAPED["ascii"] in shown
-    assert "Next: finetune generate" in shown
     assert "..." in shown.splitlines()[-1], "a prompt that cannot be shown as it is makes no command to copy"
 
 

@@ -15,14 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import profile_ours
-from benchmarks import sharding as sharded_memory
 from benchmarks.base_model import make_base, row_losses, write_base
 from benchmarks.bench import Bench
 from benchmarks.clock import Mark, RankReport
 from benchmarks.engines import ENGINES, torch_varlen
 from benchmarks.engines.peer_rows import labels_of
 from benchmarks.flops import necessary_flops
-from benchmarks.job import LORA_RANK, SHARED_PROMPT_TOKENS, SIZES, Job, RowShape, row_shape
+from benchmarks.job import LORA_RANK, SIZES, Job, RowShape, row_shape
 from benchmarks.limit import matmul_rate
 from benchmarks.machine import machine_and_versions
 from benchmarks.results_page import BEGIN, END, put_into, render
@@ -56,40 +55,18 @@ def test_the_rows_are_chats_of_the_promised_lengths():
     assert sum(sum(row.is_target) for row in rows) / sum(lengths) == pytest.approx(0.4, abs=0.02)
     assert all(row.is_target[-1] and not row.is_target[0] and len(row.ids) == len(row.is_target) for row in rows)
     assert max(max(row.ids) for row in rows) < SIZES["real"].vocabulary
-
-
-def test_equal_seeds_give_equal_rows_and_others_give_others():
-    assert Job(size="tiny").rows() == Job(size="tiny").rows()
-    assert Job(size="tiny").rows() != Job(size="tiny", seed=1).rows()
+    assert Job(size="tiny").rows() == Job(size="tiny").rows() != Job(size="tiny", seed=1).rows()
     assert Job(size="tiny").fingerprint() != Job(size="tiny", seed=1).fingerprint()
 
 
-def test_a_shared_prompt_stands_before_every_row_and_carries_no_loss():
-    plain, shared = Job(size="tiny").rows(), Job(size="tiny", has_shared_prompt=True).rows()
-    prompt = shared[0].ids[:SHARED_PROMPT_TOKENS]
-
-    assert [row.ids[SHARED_PROMPT_TOKENS:] for row in shared] == [row.ids for row in plain]
-    assert all(row.ids[:SHARED_PROMPT_TOKENS] == prompt for row in shared)
-    assert not any(any(row.is_target[:SHARED_PROMPT_TOKENS]) for row in shared)
-
-
-def test_the_head_has_the_share_that_it_has_in_phi_4_mini():
-    def head_share(size):
-        head = size.hidden * size.vocabulary
-        return head / (head + size.layers * sum(a * b for a, b in size.linear_shapes))
-
-    assert head_share(SIZES["real"]) == pytest.approx(head_share(SIZES["phi4-mini"]), abs=0.002)
-
-
-@pytest.mark.parametrize(("name", "giga_per_token"), [("phi4", 62.8), ("phi4-mini", 18.3)])
-def test_the_count_of_operations_gives_the_known_figures_of_the_real_models(name, giga_per_token):
-    size = SIZES[name]
-    count = necessary_flops(size, [RowShape(4096, 4096)])
-    assert count / 4096 / 1e9 == pytest.approx(giga_per_token, rel=0.003)
+def test_the_count_of_operations_gives_the_known_figures_of_the_real_models():
+    for name, giga_per_token in (("phi4", 62.8), ("phi4-mini", 18.3)):
+        count = necessary_flops(SIZES[name], [RowShape(4096, 4096)])
+        assert count / 4096 / 1e9 == pytest.approx(giga_per_token, rel=0.003)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["phi3", "phi", "llama"])
+@pytest.mark.parametrize("family", ["phi3", "phi"])
 def test_the_count_of_operations_is_that_of_torch(family):
     from peft import get_peft_model
 
@@ -117,7 +94,6 @@ def test_our_engine_reports_every_column(bench):
 
     assert figures["first_loss_difference"] < 1e-6
     assert figures["num_tokens"] == sum(len(row.ids) for row in JOB.rows()[16:32])
-    assert figures["first_step_cpu_seconds"] > 0
     assert 0 < figures["first_step_seconds"] < figures["total_seconds"]
     assert 100 < figures["peak_memory_mib"] < 4000
     assert 0 < limit_shares(bench.runs(), JOB.name, "ours training.batch_size=2")[1] < 1
@@ -157,14 +133,7 @@ def test_the_profile_accounts_for_all_of_the_time(bench, monkeypatch, capsys):
 
 @pytest.mark.slow
 @pytest.mark.needs("trl")
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("objective", "engine"),
-    [
-        *(("sft", engine) for engine in ("trl-grouped-targets", "trl-free", "trainer-flat")),
-        *(("dpo", engine) for engine in ("ours", "trl-dpo-targets")),
-    ],
-)
+@pytest.mark.parametrize(("objective", "engine"), [("sft", "trl-grouped-targets"), ("dpo", "trl-dpo-targets")])
 def test_every_engine_trains_the_same_thing(bench, objective, engine):
     figures = bench.train(replace(JOB, objective=objective), engine, 1)
     assert figures["first_loss_difference"] < 1e-6
@@ -190,7 +159,7 @@ def dense_varlen(q, k, v, edges, key_edges, longest, longest_key, *, scale, wind
 @pytest.mark.filterwarnings(
     "ignore:flex_attention called without torch.compile", "ignore:_compile flag on create_block"
 )
-@pytest.mark.parametrize("attention", ["sdpa", "flex_attention", torch_varlen.NAME])
+@pytest.mark.parametrize("attention", ["flex_attention", torch_varlen.NAME])
 def test_rows_without_padding_have_the_loss_that_they_have_alone(bench, attention, monkeypatch):
     """On a CPU, FlexAttention has no backward pass, and varlen attention no kernel: this is their first loss."""
     from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
@@ -251,24 +220,17 @@ def test_ratios_are_taken_within_a_round():
     assert ratios == {1: 2.0, 2: 3.0, 3: 4.0}
     assert spread(ratios.values()) == (3.0, 1.0)
     page = render(runs, {})
-    assert "| `ours` | 80 ± 20 |" in page
-    assert "| 3.00 ± 1.00 | 3 |" in page
-    assert "3, 1 failed" in page
-    assert "| share of the matmul limit, `real`, fp32 (fused) | itself | at least 0.8 | not measured yet |" in page
-    assert "DPO on pairs" not in page, "none of its engines ran"
+    for part in ("| `ours` | 80 ± 20 |", "| 3.00 ± 1.00 | 3 |", "3, 1 failed"):
+        assert part in page
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_results_go_between_the_markers_of_their_device(tmp_path, device):
+def test_results_go_between_the_markers_of_their_device(tmp_path):
     page = tmp_path / "README.md"
     places = {name: f"{BEGIN.format(name)}\n\nold\n\n{END.format(name)}\n" for name in ("cpu", "cuda")}
     page.write_text(f"before\n{places['cpu']}between\n{places['cuda']}after\n")
-    put_into(page, "new\n", device)
-    places[device] = places[device].replace("old", "new")
+    put_into(page, "new\n", "cuda")
+    places["cuda"] = places["cuda"].replace("old", "new")
     assert page.read_text() == f"before\n{places['cpu']}between\n{places['cuda']}after\n"
-    page.write_text("no place")
-    with pytest.raises(ValueError, match=r"README\.md has no place for results"):
-        put_into(page, "new\n", device)
 
 
 def test_the_readme_says_what_each_engine_and_column_is():
@@ -281,37 +243,3 @@ def test_the_readme_says_what_each_engine_and_column_is():
     columns = [f"| {head.strip()} |" for head in heads.strip("| ").split("|")]
     assert [column for column in columns if column not in said] == []
     assert [name for name in ENGINES if f"`{name}`" not in said] == []
-
-
-def test_a_wrong_word_is_refused(capsys):
-    for words, said in (
-        (["--engines", "trll"], "'trll' names none of: ours"),
-        (["--rounds", "0"], "expected a whole number from 1 on, got '0'"),
-        (["--steps", "1"], "leaves no step behind the warm-up"),
-    ):
-        with pytest.raises(SystemExit) as left:
-            main(words)
-        assert left.value.code == 2
-        assert said in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_memory_of_ranks_is_a_row_for_each_kind_of_run(bench, monkeypatch, capsys):
-    """What a rank holds is measured in tests/diagnose/test_plan_in_shards.py."""
-    measured = []
-
-    def measure(base, folder, size, *, method, sharding, num_ranks):
-        measured.append((base, size, method, sharding, num_ranks))
-        return sharded_memory.Held(1_400_000, 2_600_000, num_ranks * 3_000_000), 0.256
-
-    monkeypatch.setattr(sharded_memory, "measure", measure)
-    options = ["--size", "tiny", "--method", "full", "--most-ranks", "2", "--folder", str(bench.folder)]
-    assert sharded_memory.main(options) == 0
-    base = bench.base(JOB)
-    assert measured == [(base, "tiny", "full", "none", 1), (base, "tiny", "full", "fsdp2", 2)]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert [len(row) for row in rows] == [7] * 4
-    assert rows[2:] == [
-        ["full", "none", "1", "1 MB", "3 MB", "3 MB", "0.26 s"],
-        ["full", "fsdp2", "2", "1 MB", "3 MB", "6 MB", "0.26 s"],
-    ]

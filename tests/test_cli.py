@@ -55,15 +55,9 @@ def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code,
 
 
 @pytest.mark.process
-def test_python_m_finetune_is_the_command():
+def test_python_m_finetune_is_the_command_and_tells_every_problem_of_a_config_at_once():
     done = subprocess.run([*FINETUNE, "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"finetune {__version__}\n"), done.stderr
-    done = subprocess.run([*FINETUNE, "train", "quickstart", "optim.learning_rat=1"], capture_output=True, text=True)
-    assert done.returncode == 2, done.stderr
-    assert "optim.learning_rate?" in done.stderr
-
-
-def test_every_problem_of_a_config_is_told_at_once():
     done = run_finetune("train", "quickstart", "optim.learning_rat=1", "training.batch_size=many")
     assert_is_one_message(done, "optim.learning_rate?", "training.batch_size", "command line")
 
@@ -72,15 +66,12 @@ def test_every_problem_of_a_config_is_told_at_once():
     ("words", "parts"),
     [
         (["model.path=nowhere/at/all"], ["model.path is nowhere/at/all", "no such folder"]),
-        (["data.path=gone.jsonl"], ["gone.jsonl"]),
         (["model.path=folder"], ["not a model folder", "no config.json", "notes.txt"]),
         (["data.path=broken.jsonl"], ["broken.jsonl:2"]),
         (["data.path=empty.jsonl"], ["empty.jsonl"]),
         (["data.path=silent.jsonl"], ["silent.jsonl:1", "assistant"]),
-        (["output_dir=notes.txt"], ["notes.txt"]),
         (["output_dir=folder"], ["not empty", "Nothing was changed"]),
         (["optim.optimizer=os.system"], ["os.system"]),
-        (["optim.optimizer=torch.optim.Nonesuch"], ["torch.optim.Nonesuch"]),
         (["lora.target_modules=[q_proj]"], ["q_proj", "qkv_proj"]),
     ],
     ids=lambda value: value[0] if value and "=" in value[0] else "",
@@ -117,11 +108,7 @@ def test_config_show_prints_what_runs_and_where_it_came_from():
     line = next(line for line in done.answer.splitlines() if "learning_rate" in line)
     assert line.endswith("# command line")
     assert "configs/model/phi_tiny.yaml:" in done.answer
-
-
-def test_config_show_can_show_a_part():
-    done = run_finetune("config", "show", "model=phi4")
-    assert "microsoft/phi-4" in done.answer, done.stdout
+    assert "microsoft/phi-4" in run_finetune("config", "show", "model=phi4").answer, "a part"
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["preview", "--rows", "0"]], ids=lambda words: words[0])
@@ -155,13 +142,8 @@ def test_the_task_is_finetune_lora_unless_a_word_or_a_run_file_says_something(tm
 def test_all_commands_before_a_run_take_the_same_words_and_the_run_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_rows(tmp_path / "chats")
-    words = [
-        "chats/train.jsonl",
-        "model=phi_tiny",
-        "training.max_steps=1",
-        "testing.num_samples=0",
-        "data.cache_dir=cache",
-    ]
+    words = ["chats/train.jsonl", "model=phi_tiny", "data.cache_dir=cache"]
+    words += ["training.max_steps=1", "testing.num_samples=0"]
     for command in (["config", "show"], ["preview"], ["plan"], ["doctor"], ["train"]):
         done = run_finetune(*command, *words)
         assert done.returncode == 0, done.stdout
@@ -198,11 +180,7 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     again = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
     assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")
-
-
-def test_a_folder_that_is_no_run_is_told_as_such(tmp_path):
     assert_is_one_message(run_finetune("evaluate", tmp_path), "not the folder of a run", "config.yaml")
-    assert_is_one_message(run_finetune("generate", tmp_path, "hello"), "not the folder of a run")
 
 
 def test_every_train_command_of_the_readme_composes(tmp_path, monkeypatch):

@@ -36,11 +36,8 @@ def test_on_the_cpu_they_pass_but_for_those_of_cuda(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As a session of benchmarks/gpu_session.py runs them."""
-    for name, value in {
-        "FINETUNE_TEST_DEVICE": "cpu",
-        "PYTEST_ADDOPTS": f"-q -k '{FEW}'",
-        "PYTHONWARNINGS": "",
-    }.items():
+    variables = {"FINETUNE_TEST_DEVICE": "cpu", "PYTEST_ADDOPTS": f"-q -k '{FEW}'", "PYTHONWARNINGS": ""}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     figures = run_gpu_tests(Session(device="cpu", is_tiny=True))
     printed = capsys.readouterr().out

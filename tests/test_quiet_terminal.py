@@ -1,4 +1,4 @@
-"""What a person sees on terminals of 80 and of 120 columns: every command, nothing cut, nothing that hides."""
+"""What a person sees on a terminal of 80 columns: every command, nothing cut, nothing that hides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ sys.path.insert(0, str(DOCS / "generate"))
 from commands import all_commands
 
 COMMANDS = dict(all_commands(typer.main.get_command(app), "finetune"))
-SIZES = pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.slow)])
 NAME = "sweeps/november/phi-mini-lora-rank-16-rate-3e-4-seed-1"
 """As long as names of runs become."""
 LOG_LINE = re.compile(r"\[RANK \d|\d\d:\d\d:\d\d|\b(INFO|WARNING|ERROR)\b|\bfinetune\.\w+\.\w+:")
@@ -141,23 +140,19 @@ def test_help_shows_every_name_and_text_whole(path):
         assert set(help_text.split()) <= set(done.words.split()), done.raw
 
 
-def test_a_mistake_is_folded_and_readable(here):
+def test_a_mistake_is_folded_and_readable_and_a_path_longer_than_a_line_is_not_broken(here):
     for words in (["train", "no-such-run"], ["train", "--no-such-option"], ["runs", "no/such/folder/" + "x" * 40]):
         done = run_on_terminal(80, *words)
         assert done.returncode == 2
         done.assert_fits()
         done.assert_readable()
     assert "no/such/folder/" + "x" * 40 in done.words
-
-
-def test_a_path_longer_than_a_line_is_not_broken(here):
     path = "no/such/" + "x" * 100
     assert path in run_on_terminal(80, "runs", path).raw
 
 
-@SIZES
-def test_training_shows_what_and_on_what_then_the_view_then_the_result(columns, here):
-    folder = f"trained-{columns}/a-run-with-a-name"
+def test_training_shows_what_and_on_what_then_the_view_then_the_result(here):
+    columns, folder = 80, "trained/a-run-with-a-name"
     words = training_words(folder)
     done = run_on_terminal(columns, "train", *words)
     assert done.returncode == 0, done.raw
@@ -169,12 +164,7 @@ def test_training_shows_what_and_on_what_then_the_view_then_the_result(columns, 
     assert [line.split()[0] for line in lines] == ["model", "data", "steps", "device", "run"]
     begins = done.lines.index(lines[0])
     assert done.lines[begins : begins + MOST_SUMMARY_LINES] == lines, "five lines in a row"
-    for part in (
-        "base, ",
-        "rows, 18 rows (343 tokens), 5 to validate, 4 to test",
-        "4 of 6 rows, 3 an epoch",
-        "cpu with ",
-    ):
+    for part in ("base, ", "18 rows (343 tokens), 5 to validate, 4 to test", "4 of 6 rows, 3 an epoch", "cpu with "):
         assert part in " ".join(lines)
     assert lines[-1].split() == ["run", folder]
     for part in ("4/4 · epoch 2", "tokens/s", "Test split, 4 rows", f"Written to {folder}:", "Next: finetune generate"):
@@ -196,11 +186,10 @@ def test_the_log_is_complete_from_the_first_warning_on(here):
 
 
 @pytest.mark.parametrize(
-    "variables", [{"CI": "true"}, {"TERM": "dumb"}, {"MORE": "training.debug=true"}], ids=["ci", "dumb", "debug"]
+    ("word", "variables"), [("seed=0", {"CI": "1"}), ("seed=0", {"TERM": "dumb"}), ("training.debug=true", {})]
 )
-def test_a_ci_a_dumb_terminal_and_debugging_get_the_log(variables, here):
-    more = [variables.pop("MORE")] if "MORE" in variables else []
-    done = run_on_terminal(80, "train", *training_words("log"), "resume=never", *more, **variables)
+def test_a_ci_a_dumb_terminal_and_debugging_get_the_log(word, variables, here):
+    done = run_on_terminal(80, "train", *training_words("log"), "resume=never", word, **variables)
     shutil.rmtree("log")
     assert "INFO finetune.training.trainer: Starting training..." in done.words
 
@@ -231,16 +220,6 @@ def test_warnings_of_python_and_of_libraries_are_short_here_and_whole_in_the_log
     log = (tmp_path / "log.txt").read_text()
     assert re.search(r"FutureWarning: this option is old .*test_quiet_terminal\.py:\d+\)", log)
     assert "WARNING transformers: attention falls back" in log
-
-
-def test_a_level_that_a_library_named_is_shown_as_a_warning(monkeypatch):
-    import logging
-
-    from finetune.logs import _PersonHandler
-
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    record = logging.makeLogRecord({"msg": "a row was cut", "levelno": 31, "levelname": "WARN"})
-    assert _PersonHandler().format(record) == "\x1b[1;35mwarn:\x1b[0m a row was cut"
 
 
 @pytest.mark.slow

@@ -36,14 +36,8 @@ def in_shell(command: str, **variables: str):
 
 @pytest.mark.parametrize(
     ("streams", "processes", "unbuffered"),
-    [
-        ("<&- >&- 2>&-", 1, ""),
-        ("2>&1 | head -1", 1, ""),
-        ("2>&1 | head -1", 1, "1"),
-        ("2>&1 | head -1", 2, ""),
-        (">/dev/full 2>&1", 1, ""),
-    ],
-    ids=["closed", "head", "head-unbuffered", "head-2", "full"],
+    [("<&- >&- 2>&-", 1, ""), ("2>&1 | head -1", 1, "1"), ("2>&1 | head -1", 2, ""), (">/dev/full 2>&1", 1, "")],
+    ids=["closed", "head-unbuffered", "head-2", "full"],
 )
 def test_a_run_goes_on_without_anybody_who_reads(streams, processes, unbuffered, words, tmp_path):
     run = tmp_path / "run"
@@ -70,17 +64,8 @@ def test_what_a_template_says_steers_no_terminal(words, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('" + STEERING + "') }}")
     run = tmp_path / "run"
-    done = run_command(
-        [
-            sys.executable,
-            "-m",
-            "finetune",
-            "train",
-            *words.split(),
-            f"data.chat_template={template}",
-            f"output_dir={run}",
-        ]
-    )
+    more = [f"data.chat_template={template}", f"output_dir={run}"]
+    done = run_command([sys.executable, "-m", "finetune", "train", *words.split(), *more])
     assert done.returncode == 2, done.stdout
     assert AS_SHOWN in done.stdout.splitlines()[-1]
     assert not {"\x1b", "\x07", "\u202e"} & set(done.stdout)

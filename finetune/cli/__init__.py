@@ -45,11 +45,7 @@ def _make_help_readable() -> None:
 def command(run: Callable[[list[str]], object], *, arguments: Sequence[str] | None = None) -> None:
     """Run a recipe's `main(overrides)` as a command. A `FinetuneError` ends it with one message and its exit code.
 
-    With `-h` or `--help` it prints the recipe's docstring instead.
-
-    Args:
-        run: the function to call with the arguments of the command line.
-        arguments: the arguments to use instead of the process's own.
+    With `-h` or `--help` it prints the recipe's docstring instead. `arguments` replace the process's own.
     """
     prepare_streams()
     given = _without_local_rank(sys.argv[1:] if arguments is None else arguments)

@@ -28,18 +28,17 @@ if TYPE_CHECKING:
 
 
 def bisect(
+    context: typer.Context,
     run: RunFolderArgument,
     other: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[RUN|OVERRIDES…]",
             help="Another run's folder, or OVERRIDES of this one (seed=1). Default: this run, computed again here.",
-            show_default=False,
         ),
     ] = None,
     python: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Compare this environment with that of another Python.", show_default=False),
+        str | None, typer.Option(metavar="FILE", help="Compare this environment with that of another Python.")
     ] = None,
     steps: StepsOption = None,
     settings: SetOption = None,
@@ -49,7 +48,7 @@ def bisect(
     refuse_several_processes("bisect")
     configure_logs(rank=0)
     is_run = other is not None and len(other) == 1 and "=" not in other[0]
-    rules = OptionRules({"--python": python, "--steps": steps, "another run": is_run, "OVERRIDES": bool(other)})
+    rules = OptionRules(context, *["another run"] * is_run, *["OVERRIDES"] * bool(other))
     rules.exclude("--steps", "another run", because="the steps of two runs are those up to the first difference.")
     rules.exclude("--python", "OVERRIDES", because="an environment is compared under the settings of one run.")
 

@@ -124,7 +124,6 @@ Overrides = Annotated[
         metavar="[RUN] OVERRIDES…",
         help="RUN is a name in configs/ or a YAML file. OVERRIDES choose the model (model=phi4, a folder or a hub id) "
         "and the data (data=chats.jsonl), and set keys (optim.learning_rate=1e-4). Flags do the same: --model phi4.",
-        show_default=False,
         autocompletion=_complete_argument,
     ),
 ]

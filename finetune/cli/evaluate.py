@@ -39,43 +39,35 @@ Split = Literal["train", "validation", "test"]
 
 
 def evaluate(
+    context: typer.Context,
     run_folder: RunFolderArgument,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…", show_default=False)] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…")] = None,
     split: Annotated[Split, typer.Option(help="The rows to measure on.")] = "test",
     metric: Annotated[
-        list[str] | None,
-        typer.Option(help="Measure generated answers: a name, or pkg.module.function. Repeatable.", show_default=False),
+        list[str] | None, typer.Option(help="Measure generated answers: a name, or pkg.module.function. Repeatable.")
     ] = None,
     metrics_from: Annotated[
-        list[str] | None,
-        typer.Option(help="A module of your own installed package that --metric may name.", show_default=False),
+        list[str] | None, typer.Option(help="A module of your own installed package that --metric may name.")
     ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
     against: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="RUN2", help="Compare with another run on the same rows, not with the base.", show_default=False
-        ),
+        Path | None, typer.Option(metavar="RUN2", help="Compare with another run on the same rows, not with the base.")
     ] = None,
     fail_if_worse: Annotated[
         list[str] | None,
         typer.Option(
             metavar="METRIC[:MARGIN]",
             help="Exit with 3 if the metric, or loss, is worse by more than MARGIN (0), at 95 %. Repeatable.",
-            show_default=False,
         ),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Write scores and answers to a new JSON file.", show_default=False)
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write scores and answers to a new JSON file.")] = None,
     harness: Annotated[
-        str | None,
-        typer.Option(metavar="TASKS", help="Run lm-evaluation-harness on TASKS (a,b) instead.", show_default=False),
+        str | None, typer.Option(metavar="TASKS", help="Run lm-evaluation-harness on TASKS (a,b) instead.")
     ] = None,
     harness_tasks: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="A folder that describes more TASKS.", show_default=False)
+        Path | None, typer.Option(metavar="FOLDER", help="A folder that describes more TASKS.")
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -85,27 +77,11 @@ def evaluate(
     from finetune.inference.harness import require_harness
 
     _refuse_to_overwrite(output)
-    rules = OptionRules(
-        {
-            "--harness": harness,
-            "--harness-tasks": harness_tasks,
-            "--split": split != "test",
-            "--metric": metric or None,
-            "--metrics-from": metrics_from or None,
-            "--against": against,
-            "--fail-if-worse": fail_if_worse or None,
-        }
-    )
+    rules = OptionRules(context)
     rules.need("--harness-tasks", "--harness")
-    rules.exclude(
-        "--harness",
-        "--split",
-        "--metric",
-        "--metrics-from",
-        "--against",
-        "--fail-if-worse",
-        because="--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each.",
-    )
+    of_rows = ("--split", "--metric", "--metrics-from", "--against", "--fail-if-worse")
+    once = "--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each."
+    rules.exclude("--harness", *of_rows, because=once)
     if harness is not None:
         require_harness()
     log_as_this_rank()

@@ -37,8 +37,7 @@ _TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0", *_QUANTIZED), "--onnx": ("f32
 """The types of weights that each format can store."""
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
-    Path,
-    typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty.", show_default=False),
+    Path, typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty.")
 ]
 
 
@@ -94,12 +93,12 @@ def merge(
 
 
 def export(
+    context: typer.Context,
     model_folder: Annotated[
         Path,
         typer.Argument(
             metavar="MODEL",
             help="A folder that `finetune merge` wrote; with --lora, --compress, --imatrix or --smallest, a run's.",
-            show_default=False,
         ),
     ],
     out: OutArgument,
@@ -108,10 +107,7 @@ def export(
         bool, typer.Option("--lora", help="With --gguf: convert a run's adapter, and its base beside it.")
     ] = False,
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="With --lora: leave out the base.")] = False,
-    llama_cpp: Annotated[
-        Path | None,
-        typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.", show_default=False),
-    ] = None,
+    llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.")] = None,
     onnx: Annotated[bool, typer.Option("--onnx", help="Build an ONNX model for onnxruntime-genai.")] = False,
     weight_type: Annotated[
         Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "int4"],
@@ -129,7 +125,6 @@ def export(
             metavar="N",
             help="For llama.cpp's quantizer: an importance matrix from N training rows of the run MODEL.",
             min=1,
-            show_default=False,
         ),
     ] = None,
     smallest: Annotated[
@@ -143,22 +138,14 @@ def export(
             help="--smallest: the share of greedy answers that must equal the run's. Default: 0.99.",
             min=0,
             max=1,
-            show_default=False,
         ),
     ] = None,
     compress: Annotated[
         Literal["fp8", "w8a8", "w4a16"] | None,
-        typer.Option(
-            metavar="SCHEME",
-            help="Compress a run for vLLM with llm-compressor: fp8, w8a8 or w4a16.",
-            show_default=False,
-        ),
+        typer.Option(metavar="SCHEME", help="Compress a run for vLLM with llm-compressor: fp8, w8a8 or w4a16."),
     ] = None,
     rows: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1, show_default=False
-        ),
+        int | None, typer.Option(metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1)
     ] = None,
     max_difference: Annotated[
         float | None,
@@ -176,10 +163,7 @@ def export(
         ),
     ] = False,
     base: Annotated[
-        Path | None,
-        typer.Option(
-            help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora.", show_default=False
-        ),
+        Path | None, typer.Option(help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora.")
     ] = None,
     modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
     settings: SetOption = None,
@@ -193,26 +177,7 @@ def export(
     With --smallest, try all types on a run from small to large, and keep the first that answers as the run does.
     """
     refuse_several_processes("export")
-    rules = OptionRules(
-        {
-            "--gguf": gguf,
-            "--onnx": onnx,
-            "--compress": compress,
-            "--rows": rows,
-            "--lora": lora,
-            "--adapter-only": adapter_only,
-            "--llama-cpp": llama_cpp,
-            "--base": base,
-            "--set": settings or None,
-            "--no-modelfile": not modelfile,
-            "--max-difference": max_difference,
-            "--allow-differences": allow_differences,
-            f"--type {weight_type}": weight_type != "auto",
-            "--imatrix": imatrix,
-            "--smallest": smallest,
-            "--keep": keep,
-        }
-    )
+    rules = OptionRules(context, *[f"--type {weight_type}"] * (weight_type != "auto"))
     every = (*_TYPES, "--compress", "--lora", f"--type {weight_type}")
     rules.exclude("--smallest", *every, because="--smallest tries all types and formats. Leave the others out.")
     rules.exclude("--lora", *map("--type {}".format, _QUANTIZED), because="merge the adapter, and export that folder.")
@@ -267,24 +232,16 @@ def export(
 
 def push(
     source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote.", show_default=False
-        ),
+        Path, typer.Argument(metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote.")
     ],
     repository: Annotated[
-        str,
-        typer.Argument(
-            metavar="OWNER/NAME", help="The repository on the hub.", show_default=False, callback=refuse_password
-        ),
+        str, typer.Argument(metavar="OWNER/NAME", help="The repository on the hub.", callback=refuse_password)
     ],
     private: Annotated[bool, typer.Option("--private/--public", help="Whether a new repository is private.")] = True,
     base: Annotated[
         str | None,
         typer.Option(
-            help="The hub id of the adapter's base, if the run loaded it from a local folder.",
-            show_default=False,
-            callback=refuse_password,
+            help="The hub id of the adapter's base, if the run loaded it from a local folder.", callback=refuse_password
         ),
     ] = None,
     replace: Annotated[bool, typer.Option("--replace", help="Replace a model of another base there.")] = False,

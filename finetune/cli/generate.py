@@ -39,10 +39,9 @@ _STANDARD_INPUT = "-"
 
 
 def generate(
+    context: typer.Context,
     run_folder: RunFolderArgument,
-    prompts: Annotated[
-        list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.", show_default=False)
-    ] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.")] = None,
     from_file: Annotated[
         str | None,
         typer.Option(
@@ -63,7 +62,7 @@ def generate(
     top_p: TopPOption = None,
     top_k: TopKOption = None,
     seed: SeedOption = 0,
-    batch_size: Annotated[int | None, typer.Option(help="Prompts decoded together.", min=1, show_default=False)] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Prompts decoded together.", min=1)] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
@@ -72,14 +71,10 @@ def generate(
     """Ask a finished run: one answer for each PROMPT, each row of --from FILE, or the text of a pipe."""
     from finetune.inference.finished_run import find_run
     from finetune.inference.generator import AnswerSettings, Generator
+    from finetune.inference.prompts import Prompt
 
-    OptionRules({"--raw": raw, "--system": system, "--tools": tools}).exclude(
-        "--raw",
-        "--system",
-        "--tools",
-        because="the chat template writes them, and --raw leaves the chat template out. Drop --raw, or write them "
-        "into the prompt.",
-    )
+    written = "the chat template writes them, and --raw leaves it out. Drop --raw, or write them into the prompt."
+    OptionRules(context).exclude("--raw", "--system", "--tools", because=written)
     answer_settings = AnswerSettings(
         system=system,
         tools=read_tools_option(tools),
@@ -97,7 +92,9 @@ def generate(
         run = run.on_all_ranks()
     questions = _read_prompts(prompts or [], from_file)
     if raw:
-        questions = [_without_template(prompt) for prompt in questions]
+        if several := [prompt.source for prompt in questions if len(prompt.messages) > 1]:
+            raise DataError(f"{several[0]} has several turns, but --raw takes a single text. Drop --raw.")
+        questions = [Prompt(source=each.source, text=each.shown, expected=each.expected) for each in questions]
     with Generator.open(run, answer_settings) as generator, waiting("answering"):
         if compare:
             generator.require_base()
@@ -128,15 +125,6 @@ def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:
     if not text.strip():
         raise DataError("standard input is blank: there is nothing to answer.")
     return [user_prompt(text.rstrip("\r\n"), "standard input")]
-
-
-def _without_template(prompt: Prompt) -> Prompt:
-    """Return a prompt that the model gets without a template."""
-    from finetune.inference.prompts import Prompt
-
-    if len(prompt.messages) > 1:
-        raise DataError(f"{prompt.source} has {len(prompt.messages)} turns, but --raw takes a single text. Drop --raw.")
-    return Prompt(source=prompt.source, text=prompt.shown, expected=prompt.expected)
 
 
 def _answer_all(

@@ -30,13 +30,7 @@ _WIDEST_BAR = 30
 def plan_from_overrides(
     overrides: Sequence[str], *, device: str | None = None, is_probed: bool = False, as_json: bool = False
 ) -> int:
-    """Predict a run and print the plan. Under a launcher, only the first process does so.
-
-    See `finetune plan` for the arguments.
-
-    Returns:
-        The exit code: 0, or 2 where the run does not fit (with strict: also where there is a warning).
-    """
+    """Predict a run and print the plan. Under a launcher, only the first process does so. Return the exit code."""
     config = config_from_overrides(overrides, command="plan", needs_data=False)
     if not is_first_process(os.environ):
         return 0

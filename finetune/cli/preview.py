@@ -50,12 +50,9 @@ def preview_from_overrides(
     rows: Sequence[int] = (),
     form: Literal["text", "table", "json"] = "text",
 ) -> int:
-    """Show the rows of a run as its model will see them. Under a launcher, only the first process prints.
+    """Show the rows of a run as its model will see them, and return the exit code. A table has a line for each token.
 
-    See `finetune preview` for the arguments. A table has a line for each token.
-
-    Returns:
-        The exit code: 2 with a problem (with strict: also with a warning), else 0.
+    Under a launcher, only the first process prints.
     """
     config = config_from_overrides(overrides, command="preview")
     if not is_first_process(os.environ):

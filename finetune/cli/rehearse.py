@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 def rehearse_from_overrides(
     overrides: Sequence[str], sizes: Mapping[str, Any], *, device: str | None = None, as_json: bool = False
 ) -> int:
-    """Rehearse a run and print the results.
+    """Rehearse a run, print the results, and return the exit code of the first stage that failed, or 0.
 
-    See `finetune rehearse` for the arguments; `sizes` has `steps`, `minutes` and `processes`.
-
-    Returns:
-        The exit code of the first stage that failed, or 0.
+    `sizes` has `steps`, `minutes` and `processes`.
     """
     refuse_several_processes("rehearse")
     config = with_chosen_folder(config_from_overrides(overrides, command="rehearse"))

@@ -72,13 +72,11 @@ def _refuse_to_replace(path: Path) -> None:
     """Refuse to replace anything but a report."""
     from finetune.report.page import MARK
 
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ConfigError(f"{path} exists and is not a regular file. Nothing was written; name another with --output.")
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return
-    with path.open("rb") as file:
-        if MARK.encode() not in file.read(200):
-            raise ConfigError(
-                f"{path} exists and was not written by finetune report. Nothing was written; name another file "
-                "with --output."
-            )
+    if path.is_file() and not path.is_symlink():
+        with path.open("rb") as file:
+            if MARK.encode() in file.read(200):
+                return
+    problem = f"{path} exists and was not written by finetune report"
+    raise ConfigError(f"{problem}. Nothing was written; name another file with --output.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -45,23 +44,13 @@ RunFolderArgument = Annotated[
     Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, for example runs/quickstart.")
 ]
 BaseOption = Annotated[
-    str | None,
-    typer.Option(
-        "--base",
-        help="Load the base model from this folder or hub id.",
-        show_default=False,
-        callback=refuse_password,
-    ),
+    str | None, typer.Option("--base", help="Load the base model from this folder or hub id.", callback=refuse_password)
 ]
 CheckpointOption = Annotated[
-    str | None,
-    typer.Option(
-        "--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/.", show_default=False
-    ),
+    str | None, typer.Option("--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/.")
 ]
 SetOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.", show_default=False),
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run's configuration.")
 ]
 StepsOption = Annotated[
     str | None,
@@ -69,7 +58,6 @@ StepsOption = Annotated[
         "--steps",
         metavar="N-M",
         help="The steps to compute, from 1 or from the step after a kept checkpoint. Default: a few of them.",
-        show_default=False,
     ),
 ]
 SystemOption = Annotated[
@@ -81,23 +69,16 @@ ToolsOption = Annotated[
     typer.Option(
         metavar="FILE",
         help="A JSON file with the tools to offer; empty: none. Default: the most frequent ones in the training rows.",
-        show_default=False,
     ),
 ]
 MaxNewTokensOption = Annotated[int, typer.Option(help="Maximum number of tokens in an answer.", min=1)]
 TemperatureOption = Annotated[
-    float | None,
-    typer.Option(help="Sample at this temperature. Default: take the most likely token.", show_default=False),
+    float | None, typer.Option(help="Sample at this temperature. Default: take the most likely token.")
 ]
 TopPOption = Annotated[
-    float | None,
-    typer.Option(
-        help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0, show_default=False
-    ),
+    float | None, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this.", max=1.0)
 ]
-TopKOption = Annotated[
-    int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1, show_default=False)
-]
+TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
@@ -132,15 +113,15 @@ def refuse_several_processes(command: str) -> None:
 
 
 class OptionRules:
-    """Rules about the options that a user gave.
+    """Rules about the options of a command that a user gave, and about other facts, in words."""
 
-    Args:
-        options: the value of each option by its name on the command line. None and False mean that the user did not
-            give the option.
-    """
-
-    def __init__(self, options: Mapping[str, object]) -> None:
-        self._given = {name for name, value in options.items() if value is not None and value is not False}
+    def __init__(self, context: typer.Context, *facts: str) -> None:
+        self._given = set(facts)
+        for parameter in context.command.params:
+            source = context.get_parameter_source(parameter.name or "")
+            if source is not None and source.name == "COMMANDLINE":
+                is_negated = context.params[parameter.name or ""] is False
+                self._given.update(parameter.secondary_opts if is_negated else parameter.opts)
 
     def need(self, option: str, *alternatives: str) -> None:
         """Refuse an option when the user gave none of the options that it needs.

@@ -37,12 +37,9 @@ class SweepOptions(NamedTuple):
 
 
 def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int:
-    """Run the trials that are not finished, and show all of them; with `only`, run one.
+    """Run the trials that are not finished, and show all of them; with `only`, run one. Return the exit code.
 
-    See `finetune sweep` for the arguments.
-
-    Returns:
-        The exit code: 0, or 3 if every trial has failed; with `only`, if this one has.
+    The exit code is 3 if every trial has failed, or with `only` if this one has.
 
     Raises:
         FinetuneError: the sweep was refused before its first trial, or a signal stopped it.
@@ -129,7 +126,7 @@ def _show(folder: Path, sweep: Sweep, trials: Sequence[Trial]) -> int:
         measured = [f"{point[1]:.4f}", str(point[0])] if point else ["", ""]
         rows.append([name, *trial.values.values(), *measured, (state, STYLES.get(state, ""))])
         if state == "failed":
-            remarks.append(f"{trial.name} failed: {trial.why}\n  its output: {trial.log}")
+            remarks.append(f"{trial.name} failed: {trial.run.why or ''}\n  its output: {trial.log}")
         published_step = trial.run.result.get("best_step")
         if point is not None and published_step not in (None, point[0]):
             remarks.append(

@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 
 def upgrade(
     run: RunFolderArgument,
-    python: Annotated[
-        str, typer.Option(metavar="FILE", help="The Python of the other environment.", show_default=False)
-    ],
+    python: Annotated[str, typer.Option(metavar="FILE", help="The Python of the other environment.")],
     steps: StepsOption = None,
     same_bytes: Annotated[
         bool, typer.Option("--same-bytes", help="End with exit code 3 if they differ by rounding, too.")

@@ -30,26 +30,23 @@ _MOST_BYTES = 16 << 20
 
 
 def verify(
+    context: typer.Context,
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER_OR_RUN",
-            help="A run's folder, or one that `finetune merge` or `finetune export` wrote.",
-            show_default=False,
+            metavar="FOLDER_OR_RUN", help="A run's folder, or one that `finetune merge` or `finetune export` wrote."
         ),
     ],
     vectors: Annotated[
         Path | None,
         typer.Option(
-            help="Take the test vectors from this file or folder. Default: those in the folder; a run makes its own.",
-            show_default=False,
+            help="Take the test vectors from this file or folder. Default: those in the folder; a run makes its own."
         ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights.",
-            show_default=False,
+            help="The certificate to write. Default: certificate.json or certificate-vllm.json beside the weights."
         ),
     ] = None,
     max_difference: Annotated[
@@ -63,15 +60,12 @@ def verify(
         int, typer.Option(metavar="N", help="Compute N recorded steps of a run again, and compare their losses.", min=0)
     ] = 0,
     runtime: Annotated[
-        str | None,
-        typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server.", show_default=False),
+        str | None, typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server.")
     ] = None,
     server: Annotated[
         str | None,
         typer.Option(
-            metavar="URL",
-            help="Compare in a vLLM server that runs already, and serves this model or its base.",
-            show_default=False,
+            metavar="URL", help="Compare in a vLLM server that runs already, and serves this model or its base."
         ),
     ] = None,
     served_as: Annotated[
@@ -79,7 +73,6 @@ def verify(
         typer.Option(
             metavar="NAME",
             help="--server: the name of the model or adapter there. Default: the model, or the run's own adapter.",
-            show_default=False,
         ),
     ] = None,
     base: BaseOption = None,
@@ -91,10 +84,9 @@ def verify(
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
-    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
-    rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
+    rules = OptionRules(context, *["the folder of a run"] * is_run)
     rules.need("--served-as", "--server")
-    for option in run_options:
+    for option in ("--replay", "--base", "--checkpoint", "--set"):
         rules.need(option, "the folder of a run")
     once = "a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each."
     if runtime not in (None, "vllm"):

@@ -88,7 +88,9 @@ def _check_world(environment: LaunchEnvironment, config: Config, own: list[Findi
             fallbacks=Fallbacks(strict=True),  # training alone would hide the problem
         )
         assert context is not None  # the command line starts without a group
-        _wait_for_all_ranks(timeout)
+        # Only gloo names the ranks that have joined and do not answer.
+        group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        dist.monitored_barrier(group, timeout, wait_all_ranks=True)
         by_rank, hosts = _gather(own), _gather(socket.gethostname())
         machines = "one machine" if len(set(hosts)) == 1 else f"{len(set(hosts))} machines"
         seconds = f"{timeout.total_seconds():g} s"
@@ -111,16 +113,6 @@ def _check_world(environment: LaunchEnvironment, config: Config, own: list[Findi
         return [*own, problem(_AREA, _sentence(error), fix)]
     finally:
         cleanup_ddp()
-
-
-def _wait_for_all_ranks(timeout: timedelta) -> None:
-    """Wait for all ranks that have joined. Only gloo names the ranks that do not answer. Collective.
-
-    Raises:
-        RuntimeError: some ranks do not answer; the message names them.
-    """
-    group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    dist.monitored_barrier(group, timeout, wait_all_ranks=True)
 
 
 def _check_sums(context: ProcessContext, hosts: Sequence[str]) -> Finding:

@@ -114,7 +114,12 @@ def check_address(environment: LaunchEnvironment, config: Config, environ: Mappi
     if environment.rank:
         yield ok(_ADDRESS, f"{host}:{port} resolves")
     elif is_held_by_agent:
-        yield _check_agent(host, port)
+        fault = probe_store(host, port)
+        if fault is None:
+            yield ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
+        else:
+            fix = "end what is left of the previous launch, and start torchrun again"
+            yield problem(_ADDRESS, f"torchrun's agent does not answer at {host}:{port}: {fault}", fix)
     elif not is_own_address(host):
         fix = "start rank 0 there, or set MASTER_ADDR or parallel.master_addr to an address of this machine"
         message = f"rank 0 runs here on {socket.gethostname()}, but {host} is no address of this machine"
@@ -151,14 +156,6 @@ def _check_reach(host: str) -> Iterator[Finding]:
         )
         fix = "start torchrun with --local_addr and this machine's address, or correct the name in /etc/hosts"
         yield warning(_ADDRESS, message, fix)
-
-
-def _check_agent(host: str, port: int) -> Finding:
-    fault = probe_store(host, port)
-    if fault is None:
-        return ok(_ADDRESS, f"torchrun's agent answers at {host}:{port}")
-    fix = "end what is left of the previous launch, and start torchrun again"
-    return problem(_ADDRESS, f"torchrun's agent does not answer at {host}:{port}: {fault}", fix)
 
 
 def _check_port(port: int, *, is_alone: bool) -> Finding:

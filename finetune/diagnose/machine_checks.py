@@ -39,7 +39,7 @@ from finetune.threads import num_cores
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, DataSection
+    from finetune.config.schema import Config
     from finetune.distributed.environment import LaunchEnvironment
 
 
@@ -85,7 +85,10 @@ def judge_packages(requirements: Sequence[str]) -> Iterator[Finding]:
 def check_devices(config: Config, environment: LaunchEnvironment, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Check that training will use the device and precision that it should, and that the processors suffice."""
     for index in range(torch.cuda.device_count()):
-        yield ok(_DEVICES, _describe_gpu(index))
+        (free, total), name = torch.cuda.mem_get_info(index), torch.cuda.get_device_name(index)
+        bf16 = "bf16" if has_bf16(torch.device("cuda", index)) else "no bf16"
+        memory = f"{total / 2**30:.0f} GiB memory ({free / 2**30:.0f} free)"
+        yield ok(_DEVICES, f"GPU {index}: {name}, {memory}, {bf16}")
     wish = wished_device(config)
     try:
         if environment.world_size > 1:
@@ -128,12 +131,8 @@ def _judge_device(device: torch.device, wish: str | None) -> Finding:
         )
     elif best == "mps":
         fix = f"start one process, because several cannot train on an Apple GPU; or {fix}"
-    judge = warning if wish is None else problem
-    return judge(
-        _DEVICES,
-        f"training uses {device}, but {best} {'is here' if wish is None else 'was asked for'}: {torch_sees}",
-        fix,
-    )
+    judge, why = (warning, "is here") if wish is None else (problem, "was asked for")
+    return judge(_DEVICES, f"training uses {device}, but {best} {why}: {torch_sees}", fix)
 
 
 def judge_cores(cores: float, threads: int, processes: int) -> Finding:
@@ -157,13 +156,6 @@ def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
     return ok(_DEVICES, size)
 
 
-def _describe_gpu(index: int) -> str:
-    free, total = torch.cuda.mem_get_info(index)
-    name = torch.cuda.get_device_name(index)
-    bf16 = "bf16" if has_bf16(torch.device("cuda", index)) else "no bf16"
-    return f"GPU {index}: {name}, {total / 2**30:.0f} GiB memory ({free / 2**30:.0f} free), {bf16}"
-
-
 AREA = "Folders"
 _LEAST_BYTES = 100 * 2**20
 _ENOUGH_BYTES = 2 * 2**30
@@ -175,7 +167,11 @@ def check_folders(config: Config) -> Iterator[Finding]:
     """Check output_dir, the cache of encoded rows, the files of rows and the model. No file is left behind."""
     yield from _check_output_dir(config)
     yield check_cache(config.data.cache_dir)
-    yield from _check_rows(config.data)
+    if config.data.path or config.data.mixture or config.data.train:
+        try:
+            check_local_rows(config.data)  # an address may need a package that is missing; the hub is not asked
+        except FinetuneError as error:
+            yield problem(AREA, *what_and_fix(str(error), page="docs/data.md"))
     yield from _check_model(config)
 
 
@@ -249,16 +245,6 @@ def _check_output_dir(config: Config) -> Iterator[Finding]:
     yield ok(AREA, f"output_dir={folder.path} can be written")
     place = existing_folder(folder.path)
     yield judge_space(shutil.disk_usage(place).free, place)
-
-
-def _check_rows(section: DataSection) -> Iterator[Finding]:
-    """Look for the files of rows. An address may need a package that is missing. The hub is not asked."""
-    if not (section.path or section.mixture or section.train):
-        return
-    try:
-        check_local_rows(section)
-    except FinetuneError as error:
-        yield problem(AREA, *what_and_fix(str(error), page="docs/data.md"))
 
 
 def _check_model(config: Config) -> Iterator[Finding]:

@@ -37,13 +37,6 @@ class Evaluating:
     peak: Peak | None
     generating: Generating | None
 
-    def phases(self, section: Section) -> Iterator[tuple[str, int]]:
-        """Yield the names of the phases and the bytes that they use."""
-        if self.peak is not None:
-            yield f"{section}, loss", self.peak.total
-        if self.generating is not None:
-            yield f"{section}, generating answers", self.generating.total
-
 
 class ShardedNeed(NamedTuple):
     """The memory of a process if several shard the weights (`parallel.sharding`)."""
@@ -152,7 +145,8 @@ def most_memory(peak: Peak, generating: Generating | None, evaluating: Mapping[S
     if generating is not None:
         phases.append(("generating answers", generating.total))
     for section, evaluation in evaluating.items():
-        phases += evaluation.phases(section)
+        uses = ("loss", evaluation.peak), ("generating answers", evaluation.generating)
+        phases += [(f"{section}, {name}", use.total) for name, use in uses if use is not None]
     return max(phases, key=lambda phase: phase[1])
 
 

@@ -105,14 +105,7 @@ class AssumedAnswers:
     def of(
         cls, config: Config, model: Any, prompts: Sequence[Sequence[int]] | None, global_batch_size: int
     ) -> AssumedAnswers:
-        """Assume the answers of a run.
-
-        Args:
-            config: the whole run.
-            model: on any device.
-            prompts: of the training split; None: assume those of a step, as long as possible, with nothing in common.
-            global_batch_size: prompts of a step.
-        """
+        """Assume the answers of a run. Without prompts, assume those of a step, each as long as it may be."""
         longest, context = config.rollout.max_completion_length, max_context(model)
         if prompts is None:
             length = config.data.max_length
@@ -165,12 +158,10 @@ class Batching:
     """The division of the rows of a run into micro-batches.
 
     Attributes:
-        config: the whole run.
         rows: the training rows; None if they cannot be read, so that every row is assumed to have data.max_length.
         collate: makes a micro-batch from rows.
         is_padded: rows are padded and go through the model's own forward.
         boundary: see `BatchRule`.
-        world_size: the number of processes.
         answers: the rows that a step learns from if the run generates them, and `rows` are prompts.
     """
 
@@ -297,8 +288,6 @@ class PlannedEvaluation:
     """The rows that are measured, and the prompts that are answered.
 
     Attributes:
-        section: of the configuration.
-        rows: of the split.
         has_loss: whether the loss of the rows is computed; with rewards, a validation only generates answers.
         prompts: token ids of the prompts to answer.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +16,7 @@ from finetune.model.targets import resolve_targets
 from finetune.training.forward import choose_forward
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, ModelSection
+    from finetune.config.schema import Config
 
 
 class PlannedModel:
@@ -41,7 +40,10 @@ class PlannedModel:
             self.findings.append(warning("Model", reason, fix))
         self.is_in_4_bits = self._is_in_fp8 = False
         self.model = self.build()
-        self.findings += _other_sizes(self.sizes, self.model)
+        published = published_sizes(self.sizes)
+        for difference in () if published is None else published.differences(self.model.config):
+            message = f"{self.sizes.path}: {difference}; this plan takes the former"
+            self.findings.append(warning("Model", message, "without the hub a plan would differ: update finetune"))
         self.forward = choose_forward(config.training, self.model)
         is_computed = self.forward.why_not_engine is None and not self.forward.called_layers
         if config.training.kernels != "reference" and not is_computed:
@@ -51,11 +53,9 @@ class PlannedModel:
         if is_quantized(config):
             self.is_in_4_bits = is_computed
             if not is_computed:
-                message = (
-                    "a base in 4 bits is predicted only where the engine computes every layer, so this plan counts"
-                )
+                message = "4 bits are predicted only where the engine computes every layer: this plan counts 16 bits"
                 fix = "the run takes less than the plan says: see `forward`"
-                self.findings.append(warning("Memory", f"{message} 16 bits", fix))
+                self.findings.append(warning("Memory", message, fix))
         if wants_fp8(config):
             refuse_fp8_without_engine(config, self.forward.why_not_engine)
             self._is_in_fp8 = True
@@ -80,14 +80,6 @@ class PlannedModel:
         if checkpointed:
             checkpoint_gradients(model)
         return model.train()
-
-
-def _other_sizes(section: ModelSection, model: Any) -> Iterator[Finding]:
-    """Yield a finding for each size of the model that differs from the shipped one."""
-    published = published_sizes(section)
-    for difference in () if published is None else published.differences(model.config):
-        message = f"{section.path}: {difference}; this plan takes the former"
-        yield warning("Model", message, "without the hub a plan would differ: update finetune")
 
 
 def is_quantized(config: Config) -> bool:

@@ -71,10 +71,7 @@ def _products_with(weight: Any, *, more: int) -> int:
 
 
 def measure_seconds(model: Any, microbatch: Any, how: Computation, section: OptimSection) -> float:
-    """Measure forward, backward and optimizer for one micro-batch, in seconds for the model's whole depth.
-
-    The micro-batch is on the CPU, and the device of `how` is the one at hand. For the model, see `_at_full_depth`.
-    """
+    """Measure forward, backward and optimizer for one micro-batch, in seconds, on the device at hand."""
     device = torch.device(how.device_type)
 
     def measure() -> float:
@@ -94,10 +91,9 @@ def sampling_of(config: Config) -> Sampling:
 def measure_generating(
     config: Config, model: Any, answers: AssumedAnswers, *, order: Sequence[int], world_size: int
 ) -> float:
-    """Measure here how long a process generates for an optimizer step, in seconds for the model's whole depth.
+    """Measure how many seconds a process generates for an optimizer step, by the engine on the CPU.
 
-    The engine generates, on the CPU. `order` has the prompts of the rollout to measure. For the model, see
-    `_at_full_depth`.
+    `order` has the prompts of the rollout to measure.
     """
     rollout = config.rollout
     prompts = [answers.prompts[prompt] for prompt in order for _ in range(answers.per_prompt)]
@@ -131,10 +127,7 @@ def measure_generating(
 def _at_full_depth(model: Any, device: torch.device, measure: Callable[[], float]) -> float:
     """Measure a model of one layer and of three, and return the seconds for its whole depth.
 
-    Args:
-        model: its weights in the types of the run. Those on the meta device that are measured get random values.
-        device: where to measure.
-        measure: measures the seconds that the model takes with the layers that it has then.
+    Weights on the meta device that are measured get random values.
     """
     decoder = bare_model(model).get_decoder()
     layers = name_of_layers(decoder)

@@ -35,10 +35,7 @@ from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
 from finetune.inference.decoding import room_for_answer
 from finetune.model.base import checkpoint_gradients, count_parameters, longrope_boundary
-from finetune.model.quantized import (
-    refuse_where_fp8_is_impossible,
-    wants_fp8,
-)
+from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
@@ -79,20 +76,18 @@ SHARDS = (1, 2, 4, 8)
 
 
 def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:
-    """Predict a run. Nothing is written but the data cache.
+    """Predict a complete run. Nothing is written but the data cache.
 
-    Args:
-        config: a complete run.
-        device: where it will run; processes of this machine share its memory if it is the CPU.
-        is_probed: measure a few steps of a shallow model with random weights on this machine, for the time.
+    With `is_probed`, a few steps of a shallow model with random weights are measured on this machine.
 
     Raises:
-        ConfigError: the run cannot be trained, or a plan does not support it.
-        DataError: `drop_last` leaves nothing of a split.
-        LaunchError: the number of processes does not suit `parallel.shard_size`.
-        ModelError: there is no such model, or the target modules match nothing.
+        FinetuneError: the run cannot be trained, or a plan does not support it.
     """
-    _refuse_quantized_on_cpu(config, device)
+    if is_quantized(config) and device.type != "cuda":
+        raise ConfigError(
+            f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
+            "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
+        )
     refuse_what_is_not_sharded(config, trains=True)
     device = device.limited_to(config.training.memory_fraction)
     device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
@@ -128,14 +123,6 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         plan = replace(plan, seconds_per_step=seconds_per_step, seconds_generating=seconds_generating)
     planner.findings.extend(judge(plan, config))
     return plan
-
-
-def _refuse_quantized_on_cpu(config: Config, device: Device) -> None:
-    if is_quantized(config) and device.type != "cuda":
-        raise ConfigError(
-            f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
-            "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
-        )
 
 
 class Planner:

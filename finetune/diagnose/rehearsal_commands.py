@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -27,32 +28,28 @@ class StageError(FinetuneError):
         self.exit_code = exit_code
 
 
+def start_command(
+    arguments: Sequence[str], log: Path, preexec_fn: Callable[[], object] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start `finetune ARGUMENTS`, which Ctrl-C does not reach, with `log` for its output."""
+    words = [sys.executable, "-P", "-m", "finetune", *arguments]
+    options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "start_new_session": True}
+    with log.open("wb") as file:
+        return subprocess.Popen(words, stdout=file, preexec_fn=preexec_fn, **options)
+
+
 def run_command(
     arguments: Sequence[str], log: Path, *, seconds: float, kill_when: Callable[[], bool] = lambda: False
 ) -> bool:
     """Run `finetune ARGUMENTS` and write its output to `log`. No process of the command is left behind.
 
-    Args:
-        arguments: of the command.
-        log: is overwritten.
-        seconds: a command that still runs after this time is killed.
-        kill_when: called every few milliseconds. The command is killed when it returns true.
-
-    Returns:
-        Whether `kill_when` ended the command.
+    Return whether the command was killed because `kill_when`, which is called every few milliseconds, was true.
 
     Raises:
         StageError: the command failed, or took longer than `seconds`.
     """
     until = time.monotonic() + seconds
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "finetune", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = start_command(arguments, log)
     try:
         while process.poll() is None and not kill_when():
             if time.monotonic() >= until:

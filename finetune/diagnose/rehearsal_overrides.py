@@ -42,14 +42,8 @@ def rehearsed_values(
 ) -> dict[str, Any]:
     """Return the keys that a rehearsal changes, with their values.
 
-    Args:
-        config: of the real run.
-        stand_in: the model in place of the real one.
-        processes: the number of processes of the real launch.
-        minutes: the time limit of the rehearsal.
-        steps: optimizer steps of the rehearsal.
-        real_steps: optimizer steps of the real run. None if the number is not known.
-        measured_rows: rows of the validation split or of the test split, whichever is larger.
+    `processes` and `real_steps` are those of the real run. `measured_rows` are the rows of the validation split or of
+    the test split, whichever is larger.
     """
     real = values(config)
     chosen = {
@@ -142,13 +136,8 @@ def write_stand_in(section: ModelSection, folder: Path, *, seed: int, least_widt
     """Write a tiny random model into a folder that a rehearsal uses as `model.path`, and return its description.
 
     The tiny model keeps the vocabulary, positions, window, tied embeddings, dtype, stop ids, ratio of heads to
-    key-value heads and layer names of the real model.
-
-    Args:
-        section: describes the real model.
-        folder: is created.
-        seed: of the random weights.
-        least_width: the fewest inputs and outputs of a layer. PiSSA needs as many as its rank.
+    key-value heads and layer names of the real model. `least_width` is the fewest inputs and outputs of a layer: PiSSA
+    needs as many as its rank.
 
     Raises:
         ModelError: there is no such model, or its sizes can neither be read nor are shipped with finetune.

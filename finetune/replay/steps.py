@@ -175,11 +175,8 @@ def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> 
 def open_replay(run: RecordedRun, config: Config, base: Path | None) -> Iterator[OpenReplay]:
     """Set up a run in one process and in a temporary folder, without training it.
 
-    Args:
-        run: supplies recorded answers to runs that learn from rewards, and the device that drew random masks.
-        config: see `replay_config`.
-        base: the folder of the random base that a run saved. If it is None or does not exist, the base is built as the
-            configuration says.
+    The configuration is from `replay_config`. `base` is the folder of the random base that a run saved. If it is None
+    or does not exist, the base is built as the configuration says.
 
     Raises:
         ConfigError: this machine cannot compute what the run did.

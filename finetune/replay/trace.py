@@ -66,11 +66,7 @@ def recorded_trace(run: RecordedRun) -> Trace:
 def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path | None = None) -> Trace:
     """Compute steps in this process. Nothing in the run's folder is changed.
 
-    Args:
-        run: has the checkpoints.
-        config: see `replay_config`.
-        plan: the steps; empty: at most `NUM_REPLAYED_STEPS` of the recorded steps.
-        base: see `open_replay`.
+    An empty plan means at most `NUM_REPLAYED_STEPS` of the recorded steps. For the other arguments, see `open_replay`.
 
     Raises:
         FinetuneError: a step cannot be computed.
@@ -109,13 +105,7 @@ def compute_trace_with(python: str, run: RecordedRun, plan: StepPlan, settings: 
 
 
 def run_other_python(python: str, words: Sequence[str], file: Path, task: str) -> Any:
-    """Run one of our modules by another Python, and read the JSON file that it writes.
-
-    Args:
-        python: the Python of an environment that has finetune.
-        words: the module and its arguments.
-        file: the file that the module writes.
-        task: completes "did not …" in the error.
+    """Run one of our modules, given with its arguments, by another Python, and read the JSON file that it writes.
 
     Raises:
         ConfigError: the Python cannot be started or did not write the file.

@@ -116,17 +116,9 @@ class Chart:
         points = [point for curve in self.curves for point in curve.drawn()]
         steps, values = [step for step, _ in points], [value for _, value in points]
         span = max(max(steps) - min(steps), 1)  # more ticks than steps would name a step twice
-        x = {
-            "field": "step",
-            "type": "quantitative",
-            "title": None,
-            "scale": {"domain": [min(steps), min(steps) + span], "nice": False},
-            "axis": {
-                "format": ",d",
-                "tickMinStep": 1,
-                "tickCount": {"expr": f"min(max(3, floor(width / 90)), {span})"},
-            },
-        }
+        ticks = {"format": ",d", "tickMinStep": 1, "tickCount": {"expr": f"min(max(3, floor(width / 90)), {span})"}}
+        domain = {"domain": [min(steps), min(steps) + span], "nice": False}
+        x = {"field": "step", "type": "quantitative", "title": None, "scale": domain, "axis": ticks}
         axis: dict[str, Any] = {"format": "~s" if max(values) >= 1000 else "~g", "tickCount": 5}
         scale: dict[str, Any] = {"type": "linear", "nice": True, "zero": self.starts_at_zero}
         if form == "log":
@@ -145,11 +137,8 @@ class Chart:
         if any(curve.errors for curve in self.curves):
             selection = {"filter": "datum.measured && isValid(datum.low)"}
             encoding = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
-            yield {
-                "transform": [selection],
-                "mark": {"type": "rule", "strokeWidth": 1.2, "opacity": 0.6},
-                "encoding": encoding,
-            }
+            mark = {"type": "rule", "strokeWidth": 1.2, "opacity": 0.6}
+            yield {"transform": [selection], "mark": mark, "encoding": encoding}
         if any(curve.is_measured for curve in self.curves):
             line: dict[str, Any] = {"type": "line", "strokeWidth": 1.4, "strokeDash": [5, 3]}
             dots: dict[str, Any] = {"type": "point", "filled": True, "size": 38, "opacity": 1}
@@ -181,17 +170,11 @@ def compile_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height
     return compiled
 
 
+_LABELS = {"labelColor": "var(--quiet)", "labelFontSize": 11, "labelPadding": 6}
 _CONFIG: dict[str, Any] = {
     "font": "system-ui, sans-serif",
     "view": {"stroke": None},
-    "axis": {
-        "labelColor": "var(--quiet)",
-        "labelFontSize": 11,
-        "labelPadding": 6,
-        "gridColor": "var(--line)",
-        "ticks": False,
-        "domain": False,
-    },
+    "axis": {**_LABELS, "gridColor": "var(--line)", "ticks": False, "domain": False},
     "axisX": {"grid": False, "domain": True, "domainColor": "var(--line-strong)", "labelFlush": True},
 }
 
@@ -206,6 +189,13 @@ _OF_ANSWERS = (
     ("kl", "KL divergence from the reference", "nats"),
 )
 """Metrics of steps, each with the title and the unit of its chart."""
+_OF_RESOURCES = (
+    ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", _PER_GIB),
+    ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", _PER_GIB),
+    ("data-wait", "Waiting for data", "% of the time", "data_wait_share", 100.0),
+    ("slowest-rank", "Waiting for the slowest rank", "% of the time", "slowest_rank_share", 100.0),
+)
+"""Name, title and unit of a chart of `resources` events, the metric, and the factor of its values."""
 
 
 def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -225,7 +215,10 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
         _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),
         _chart(runs, "throughput", "Throughput", "tokens per second", "step", "tokens_per_second"),
-        *_resources(runs),
+        *(
+            _chart(runs, name, title, unit, "resources", metric, smooth=False, factor=factor)
+            for name, title, unit, metric, factor in _OF_RESOURCES
+        ),
     ]
     return [chart for chart in charts if any(curve.drawn() for curve in chart.curves)]
 
@@ -233,14 +226,8 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 def _rewards(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield the charts of runs that learn from rewards: the rewards first, then what the answers are like."""
     prefix = "reward_"
-    names = dict.fromkeys(
-        name
-        for run in runs
-        if run.objective.rows == "prompts"
-        for event in run.of("validation")
-        for name in measured_beside_loss(event)
-        if name.startswith(prefix)
-    )
+    learning = [run for run in runs if run.objective.rows == "prompts"]
+    names = [name for name in _measured(learning) if name.startswith(prefix)]
     yield _chart(runs, "reward", "Reward", "weighted sum, mean over answers", "step", "reward")
     for index, name in enumerate(names):
         yield _chart(runs, f"reward-{index}", visible(name.removeprefix(prefix)), "mean over answers", "step", name)
@@ -250,13 +237,15 @@ def _rewards(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
 
 def _metrics(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield a chart of each metric of answers that was measured in validations."""
-    names = dict.fromkeys(
-        name for run in runs for event in run.of("validation") for name in measured_beside_loss(event)
-    )
-    for index, name in enumerate(names):
+    for index, name in enumerate(_measured(runs)):
         if not any(run.points("step", name) for run in runs):  # rewards have a chart by steps
             title = visible(name).replace("_", " ").capitalize()
             yield _chart(runs, f"metric-{index}", title, "mean over answers", "validation", name, smooth=False)
+
+
+def _measured(runs: Sequence[RecordedRun]) -> dict[str, None]:
+    """Return the names of the metrics that validations measured beside the loss, each once."""
+    return dict.fromkeys(name for run in runs for event in run.of("validation") for name in measured_beside_loss(event))
 
 
 def _subsets(runs: Sequence[RecordedRun], unit: str) -> Iterator[Chart]:
@@ -346,17 +335,6 @@ def _chart(
         else:
             curves.append(Curve(name=curve_name, run=index, hue=hue, points=points))
     return Chart(name=name, title=title, unit=unit, curves=curves, starts_at_zero=True)
-
-
-def _resources(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
-    """Yield the charts of memory and waiting, from `resources` events."""
-    for name, title, unit, metric, factor in (
-        ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", _PER_GIB),
-        ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", _PER_GIB),
-        ("data-wait", "Waiting for data", "% of the time", "data_wait_share", 100.0),
-        ("slowest-rank", "Waiting for the slowest rank", "% of the time", "slowest_rank_share", 100.0),
-    ):
-        yield _chart(runs, name, title, unit, "resources", metric, smooth=False, factor=factor)
 
 
 def _as_points(index: int, curve: Curve) -> Iterator[dict[str, Any]]:

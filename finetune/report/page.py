@@ -38,7 +38,6 @@ _SHOWN_GROUPS = 4
 """Shown prompts of a rollout."""
 _DIGITS = 16
 """Shown digits of a digest, enough to tell two apart."""
-_NEEDED = {"vl_convert": "vl-convert-python", "jinja2": "jinja2"}
 
 
 class SettingRow(NamedTuple):
@@ -51,50 +50,38 @@ class SettingRow(NamedTuple):
 
 
 def require_libraries() -> None:
-    """Refuse a missing library before the data are read.
-
-    Raises:
-        ConfigError: a library of the extra `report` is not installed.
-    """
-    missing = [package for module, package in _NEEDED.items() if find_spec(module) is None]
-    if missing:
-        raise ConfigError(
-            f"`finetune report` needs {' and '.join(missing)}, which this installation lacks. Install the extra: "
-            f"{extra_command('report')}"
-        )
+    """Raise a ConfigError if the extra `report` is not installed."""
+    if find_spec("vl_convert") is None:
+        needed = "`finetune report` needs vl-convert-python, which this installation lacks"
+        raise ConfigError(f"{needed}. Install the extra: {extra_command('report')}")
 
 
 def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> str:
     """Build the page about one run, or about several to compare, as HTML. The previews of their data may be empty."""
     jinja2 = import_module("jinja2")
     folder = jinja2.FileSystemLoader(_FOLDER)
-    environment = jinja2.Environment(
-        loader=folder,
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        finalize=_visible_unless_markup,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=folder, finalize=_visible_unless_markup, **options)
     environment.filters |= {"number": sentences.format_number, "percent": sentences.percent, "size": _size}
     charts, best = [*parallel_charts(runs), *build_charts(runs)], sentences.best_run(runs)
     scripts = [_vega(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
     template = environment.get_template("page.html.j2")
-    text: str = template.render(
-        mark=_markup(MARK),
-        policy=_policy(scripts),
-        style=_markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
-        scripts=[_markup(script) for script in scripts],
-        payload=_markup(script_data([chart.as_record() for chart in charts])),
-        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
-        headline=sentences.headline(runs),
-        second_line=sentences.second_line(runs),
-        runs=[_run_values(run, index, is_best=run is best) for index, run in enumerate(runs)],
-        charts=charts,
-        differences=compare_runs(runs) if len(runs) > 1 else [],
-        data=data,
+    return str(
+        template.render(
+            mark=_markup(MARK),
+            policy=_policy(scripts),
+            style=_markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+            scripts=[_markup(script) for script in scripts],
+            payload=_markup(script_data([chart.as_record() for chart in charts])),
+            title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+            headline=sentences.headline(runs),
+            second_line=sentences.second_line(runs),
+            runs=[_run_values(run, index, is_best=run is best) for index, run in enumerate(runs)],
+            charts=charts,
+            differences=compare_runs(runs) if len(runs) > 1 else [],
+            data=data,
+        )
     )
-    return text
 
 
 def script_data(value: object) -> str:
@@ -122,11 +109,9 @@ def _vega() -> str:
 
 def _policy(scripts: Sequence[str]) -> str:
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
-    )
+    own = " ".join(f"'sha256-{digest}'" for digest in digests)
+    forbidden = "base-uri 'none'; form-action 'none'"
+    return f"default-src 'none'; script-src {own}; style-src 'unsafe-inline'; img-src data:; {forbidden}"
 
 
 def setting_rows(run: RecordedRun) -> list[SettingRow]:
@@ -159,9 +144,9 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "warnings": [{"step": step_of(event), "text": str(event.get("text", ""))} for event in run.of("warning")],
         "has_config": run.config is not None,
         "changed": setting_rows(run),
-        "fallbacks": [_fallback(entry) for entry in run.entries("fallbacks")],
+        "fallbacks": [mapping(entry) for entry in run.entries("fallbacks")],
         "resume_changes": [mapping(entry) for entry in run.entries("resume_changes")],
-        "has_scores": bool(summary.base or summary.tuned),
+        "has_scores": bool(summary["base"] or summary["tuned"]),
         "answers": _answers(run),
         "verdict": _verdict(run),
         "rollouts": _rollouts(run),
@@ -169,10 +154,6 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "versions": {str(name): str(value) for name, value in run.part("versions").items()},
         "facts": _facts(run),
     }
-
-
-def _fallback(record: object) -> dict[str, str]:
-    return {name: str(mapping(record).get(name, "?")) for name in ("what", "wanted", "used", "why")}
 
 
 def _facts(run: RecordedRun) -> dict[str, str]:
@@ -219,17 +200,12 @@ def _best_and_worst(group: Mapping[str, Any]) -> dict[str, Any]:
     answers = [mapping(answer) for answer in listed] if isinstance(listed, list) else []
     ordered = sorted(answers, key=lambda answer: number_in(answer, "advantage") or 0.0)
     ends = {"best": ordered[-1], "worst": ordered[0]} if ordered else {}
-    return {
-        "prompt": str(group.get("text", "")),
-        "answers": [
-            {"name": name, "text": str(answer.get("text", "")), "rewards": _shown_rewards(answer.get("rewards"))}
-            for name, answer in ends.items()
-        ],
-    }
-
-
-def _shown_rewards(rewards: object) -> str:
-    return ", ".join(f"{name} {'none' if value is None else value}" for name, value in mapping(rewards).items())
+    shown = []
+    for name, answer in ends.items():
+        rewards = mapping(answer.get("rewards")).items()
+        text = ", ".join(f"{reward} {'none' if value is None else value}" for reward, value in rewards)
+        shown.append({"name": name, "text": str(answer.get("text", "")), "rewards": text})
+    return {"prompt": str(group.get("text", "")), "answers": shown}
 
 
 def _checkpoints(run: RecordedRun) -> list[dict[str, Any]]:

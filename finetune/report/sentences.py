@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from datetime import datetime
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any
 
 from finetune.runs.comparison import compare_runs
 from finetune.runs.metrics import sign_of
@@ -23,36 +23,6 @@ _NOT_COMPLETED = {
 _LONGEST_REASON = 300
 
 
-class Summary(NamedTuple):
-    """The values of one run that the page shows first. None if the run did not record them."""
-
-    steps: str
-    """Optimizer steps: `375`, or `120 of 375`."""
-    best_validation: tuple[int, float] | None
-    """Step and value of the lowest validation loss."""
-    first_loss: float | None
-    last_loss: float | None
-    """The training loss of the first step and of the last one."""
-    base: dict[str, float]
-    tuned: dict[str, float]
-    """The scores on the tested split, by name."""
-    tested_split: str
-    rows_of_test_loss: str
-    """`4 of 5 rows` if the test loss leaves rows out, else empty."""
-    epoch: int | None
-    tokens: float
-    tokens_per_second: float | None
-    """The median over the steps."""
-    time: str
-    """The time from the last start to the end. Empty if it is not known."""
-    processes: int | None
-
-
-def headline(runs: Sequence[RecordedRun]) -> str:
-    """Describe the result of one run, or of several, in one or two sentences."""
-    return _of_one(runs[0]) if len(runs) == 1 else _of_several(runs)
-
-
 def second_line(runs: Sequence[RecordedRun]) -> str:
     """Return why a run failed, or what differs between several runs. May be empty."""
     if len(runs) == 1:
@@ -66,32 +36,31 @@ def second_line(runs: Sequence[RecordedRun]) -> str:
         difference = " and ".join(objectives) if len(objectives) > 1 else f"{objectives[0]} with other settings"
         return f"They minimise different losses ({difference}), which cannot be compared."
     changed = [row for row in compare_runs(runs) if row.part == "config"]
-    if not changed:
-        return "Their settings are the same."
-    return f"Their settings differ in {name_first([row.name for row in changed], 4)}."
+    names = name_first([row.name for row in changed], 4)
+    return f"Their settings differ in {names}." if changed else "Their settings are the same."
 
 
-def summarize_run(run: RecordedRun) -> Summary:
-    """Collect the values that the page shows first."""
+def summarize_run(run: RecordedRun) -> dict[str, Any]:
+    """Collect the values that the page shows first; None, or an empty text, if the run did not record them."""
     losses = finite(run.points("step", "loss"))
     epochs = finite(run.points("step", "epoch"))
     speeds = [value for _, value in finite(run.points("step", "tokens_per_second"))]
     world_size = run.record.get("world_size")
-    return Summary(
-        steps=_count(run),
-        best_validation=run.best_validation,
-        first_loss=losses[0][1] if losses else None,
-        last_loss=losses[-1][1] if losses else None,
-        base=run.scores().get("base", {}),
-        tuned=run.scores().get("tuned", {}),
-        tested_split=run.tested_split,
-        rows_of_test_loss=run.rows_of_test_loss,
-        epoch=int(epochs[-1][1]) + 1 if epochs else None,
-        tokens=run.num_tokens,
-        tokens_per_second=statistics.median(speeds) if speeds else None,
-        time=_took(run),
-        processes=world_size if type(world_size) is int else None,
-    )
+    return {
+        "steps": _count(run),  # `375`, or `120 of 375`
+        "best_validation": run.best_validation,  # step and loss
+        "first_loss": losses[0][1] if losses else None,
+        "last_loss": losses[-1][1] if losses else None,
+        "base": run.scores().get("base", {}),
+        "tuned": run.scores().get("tuned", {}),
+        "tested_split": run.tested_split,
+        "rows_of_test_loss": run.rows_of_test_loss,  # `4 of 5 rows`, if the loss leaves rows out
+        "epoch": int(epochs[-1][1]) + 1 if epochs else None,
+        "tokens": run.num_tokens,
+        "tokens_per_second": statistics.median(speeds) if speeds else None,
+        "time": _took(run),
+        "processes": world_size if type(world_size) is int else None,
+    }
 
 
 def best_run(runs: Sequence[RecordedRun]) -> RecordedRun | None:
@@ -155,7 +124,10 @@ def _of_one(run: RecordedRun) -> str:
     return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
 
 
-def _of_several(runs: Sequence[RecordedRun]) -> str:
+def headline(runs: Sequence[RecordedRun]) -> str:
+    """Describe the result of one run, or of several, in one or two sentences."""
+    if len(runs) == 1:
+        return _of_one(runs[0])
     best, metric = best_run(runs), metric_of(runs)
     lead = best_value(best, runs) if best else None
     if best is None or lead is None:
@@ -176,16 +148,15 @@ def _validation_rows(runs: Sequence[RecordedRun]) -> set[str]:
 
 
 def _losses(runs: Sequence[RecordedRun]) -> set[tuple[object, ...]]:
-    """Return the losses that runs minimise: each an objective with the settings that it reads."""
-    return {
-        (run.objective.name, *(run.config and str(attrgetter(key)(run.config)) for key in _keys_of_loss(run)))
-        for run in runs
-    }
+    """Return the losses that runs minimise: each an objective with the settings that it reads.
 
-
-def _keys_of_loss(run: RecordedRun) -> list[str]:
-    """Return the keys on which a validation loss depends. A run that learns from rewards validates greedy answers."""
-    return [key for key in run.objective.keys if key not in ("grpo", "rollout")]
+    A run that learns from rewards validates greedy answers, which do not depend on `grpo` and `rollout`.
+    """
+    losses: set[tuple[object, ...]] = set()
+    for run in runs:
+        keys = [key for key in run.objective.keys if key not in ("grpo", "rollout")]
+        losses.add((run.objective.name, *(run.config and str(attrgetter(key)(run.config)) for key in keys)))
+    return losses
 
 
 def _fall(name: str, points: list[tuple[int, float]]) -> str:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from finetune.diagnose.rehearsal_commands import error_in
+from finetune.diagnose.rehearsal_commands import error_in, start_command
 from finetune.errors import PreemptedError
 from finetune.runs.file_lock import try_file_lock
 from finetune.runs.metrics import MetricsReader, number_in, sign_of
@@ -54,13 +54,8 @@ def find_lost_comparison(
 ) -> LostComparison | None:
     """Return the first comparison that a trial has lost; None if it goes on.
 
-    Args:
-        points: step and metric of its validations so far.
-        read_others: returns the points of every other trial.
-        after: the number of validations after which the trial was compared before.
-        factor: one of this many trials goes on.
-        sign: 1 if a higher metric is better, else -1.
-        last_step: the last step of the trial's run, if it is known.
+    `points` are step and metric of its validations so far, of which it was compared `after` the first ones before. One
+    of `factor` trials goes on. `sign` is 1 if a higher metric is better, else -1.
     """
 
     def merit(value: float) -> float:
@@ -107,7 +102,7 @@ def run_trials(sweep: Sweep, trials: Sequence[Trial], chosen: Sequence[Trial], *
                 state = trial.state
                 is_continued = state == "running" and bool(trial.run.note)  # by the command that was printed for it
                 if (state not in FINISHED and not is_continued) or (retries and state == "failed"):
-                    trial.forget_failure()
+                    trial.run.note_file.unlink(missing_ok=True)  # of a failure
                     _RunningTrial(trial, sweep, [other for other in trials if other is not trial]).wait()
         if stopped_by := received_stop_signal():
             finished = sum(trial.state in FINISHED for trial in trials)
@@ -129,15 +124,8 @@ class _RunningTrial:
         self._num_compared = 0
         self._is_ended_early = False
         _say(f"{trial.name}: {trial.command}")
-        with trial.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "finetune", *trial.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C reaches it through this process only
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # it saves a checkpoint if this process is killed
-            )
+        # If this process is killed, the trial gets SIGTERM and saves a checkpoint.
+        self._process = start_command(trial.arguments, trial.log, partial(end_with_parent, signal.SIGTERM))
 
     def wait(self) -> None:
         """Wait until the trial ends. Stop it if it is weak or if this process is stopped."""

@@ -20,22 +20,6 @@ _OWN_KEYS = ("output_dir", "resume", "run")
 
 
 @dataclass(frozen=True)
-class ValueList:
-    """A list of values: `8,16,32`."""
-
-    values: tuple[str, ...]
-
-    @property
-    def size(self) -> float:
-        """The number of values."""
-        return len(self.values)
-
-    def draw(self, uniform: float) -> str:
-        """Map a number in [0, 1) to one of the values: values[floor(uniform * len(values))]."""
-        return self.values[int(uniform * len(self.values))]
-
-
-@dataclass(frozen=True)
 class ValueRange:
     """An interval with both ends: `log(1e-5,1e-3)`, `uniform(0,0.1)` or `int(1,8)`."""
 
@@ -49,22 +33,9 @@ class ValueRange:
         """The number of values; infinite for numbers that are not whole."""
         return self.high - self.low + 1 if self.scale == "int" else math.inf
 
-    def draw(self, uniform: float) -> str:
-        """Map a number in [0, 1) to a value of the range, evenly on a linear or logarithmic scale."""
-        if self.scale == "int":
-            return str(int(self.low) + int(uniform * self.size))
-        if self.scale == "log":
-            value = self.low * (self.high / self.low) ** uniform
-        else:
-            value = self.low + (self.high - self.low) * uniform
-        return f"{min(max(float(f'{value:.{_DIGITS}g}'), self.low), self.high):g}"
-
 
 def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Separate the arguments of all trials from the keys with several values.
-
-    Returns:
-        The arguments of all trials, and for each other key its values as they were written.
+    """Return the arguments of all trials, and for each key with several values these as they were written.
 
     Raises:
         ConfigError: no key has several values, or one is named twice or has values that cannot be read.
@@ -95,8 +66,8 @@ def read_space(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return same, space
 
 
-def read_values(key: str, text: str) -> ValueList | ValueRange | None:
-    """Read the values of a key; None if it has one value only.
+def read_values(key: str, text: str) -> list[str] | ValueRange | None:
+    """Read the list or the range of values of a key; None if it has one value only.
 
     Raises:
         ConfigError: a range is not two numbers in ascending order, or a list has an empty value or one twice.
@@ -113,7 +84,7 @@ def read_values(key: str, text: str) -> ValueList | ValueRange | None:
         raise ConfigError(
             f"{key}={text}: the list has {problem}. Write {key}=A,B, or quotes around a value with commas."
         )
-    return ValueList(tuple(values))
+    return values
 
 
 def _read_range(key: str, text: str, scale: str, numbers: str) -> ValueRange:
@@ -157,9 +128,9 @@ def draw_trials(space: Mapping[str, str], *, seed: int, num_trials: int | None) 
     if num_trials is None:
         if ranges := [f"{key}={space[key]}" for key, values in candidates.items() if isinstance(values, ValueRange)]:
             raise ConfigError(f"{' and '.join(ranges)}: a range needs --trials N, the number of trials to draw.")
-        lists = (values.values for values in candidates.values() if isinstance(values, ValueList))
+        lists = (values for values in candidates.values() if isinstance(values, list))
         return [dict(zip(candidates, combination, strict=True)) for combination in itertools.product(*lists)]
-    size = math.prod(values.size for values in candidates.values())
+    size = math.prod(len(values) if isinstance(values, list) else values.size for values in candidates.values())
     if num_trials > size:
         raise ConfigError(
             f"--trials is {num_trials}, but these values have only {size:.0f} combinations. Leave out --trials to try "
@@ -168,7 +139,18 @@ def draw_trials(space: Mapping[str, str], *, seed: int, num_trials: int | None) 
     generator = random.Random(seed)
     trials: list[dict[str, str]] = []
     while len(trials) < num_trials:
-        trial = {key: values.draw(generator.random()) for key, values in candidates.items()}
+        trial = {key: _draw(values, generator.random()) for key, values in candidates.items()}
         if size == math.inf or trial not in trials:
             trials.append(trial)
     return trials
+
+
+def _draw(values: list[str] | ValueRange, uniform: float) -> str:
+    """Map a number in [0, 1) to a value, evenly on a linear or logarithmic scale."""
+    if isinstance(values, list):
+        return values[int(uniform * len(values))]
+    low, high = values.low, values.high
+    if values.scale == "int":
+        return str(int(low) + int(uniform * values.size))
+    value = low * (high / low) ** uniform if values.scale == "log" else low + (high - low) * uniform
+    return f"{min(max(float(f'{value:.{_DIGITS}g}'), low), high):g}"

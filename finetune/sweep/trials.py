@@ -76,11 +76,6 @@ class Trial:
         run = self.run
         return "not started" if run.state == "unknown" and not run.folder.holds_run() else run.state
 
-    @property
-    def why(self) -> str:
-        """The reason that it failed; empty if that is not known."""
-        return self.run.why or ""
-
     def points(self) -> Points:
         """Return step and metric of each validation, up to the validation after which the trial was ended early."""
         run = self.run
@@ -89,10 +84,6 @@ class Trial:
     def end(self, state: str, facts: Mapping[str, Any]) -> None:
         """Note that the trial ended early or failed."""
         replace_file(self.run.note_file, _as_file({"state": state, **facts}))
-
-    def forget_failure(self) -> None:
-        """Let a failed trial start again."""
-        self.run.note_file.unlink(missing_ok=True)
 
 
 def open_sweep(folder: Path, sweep: Sweep) -> None:

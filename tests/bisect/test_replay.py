@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -23,7 +22,7 @@ SAVES = ("training.max_steps=9", "training.batch_size=2", "checkpoint.save_every
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Nine steps, with dropout; of the checkpoints, only the best of step 6 is left, if it was the best."""
+    """Nine steps, with dropout. Only the checkpoint of step 6 is left, if it was the best."""
     place = tmp_path_factory.mktemp("replay")
     done = run_finetune("train", *words_to_train(place, *SAVES, "lora.dropout=0.1", "validation.validate_every=6"))
     assert done.returncode == 0, done.stdout
@@ -31,12 +30,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
-def content(folder: Path) -> dict[str, str]:
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+def content(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def with_record(run: Path, copy: Path, **values: object) -> Path:
@@ -92,16 +87,11 @@ def test_runs_that_no_longer_fit_and_other_folders_are_refused(trained, tmp_path
     other_rows = {"fingerprints": {**fingerprints, "data.train": "0" * 64}}
     resumed = {"resume_changes": [{"at": "2026-01-01", "key": "optim.learning_rate", "before": "1", "now": "2"}]}
     for name, change, message in (
-        ("rows", other_rows, "its training rows are not those that it was trained on"),
-        ("resumed", resumed, r"it was resumed with other values of optim\.learning_rate"),
+        ("rows", other_rows, "its training rows are not those"),
+        ("resumed", resumed, r"resumed with other values of optim\.learning_rate"),
     ):
         with pytest.raises(CheckpointError, match=message):
             replay_losses(with_record(trained, tmp_path / name, **change), 1)
-    with pytest.raises(CheckpointError, match="is not the folder of a run"):
-        replay_losses(tmp_path, 1)
-
-
-def test_masks_of_another_device_are_refused(trained, tmp_path):
     done = run_finetune("verify", with_record(trained, tmp_path / "copy", device="cuda"), "--replay", "1")
     assert done.returncode == 2
     assert "drops tokens by random masks, which cuda draws differently from cpu" in done.errors

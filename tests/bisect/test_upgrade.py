@@ -41,6 +41,12 @@ def test_an_optimizer_that_rounds_differently_is_the_same_within_rounding(scene,
     assert (done.returncode, result["verdict"], result["cause"]) == (3, "same within rounding", None), result
     assert not result["has_equal_steps"]
     assert 0 < result["largest_difference"] < result["bound"]
+    # An optimizer with other steps is named by its first one.
+    (tmp_path / "other").mkdir()
+    python = patched(tmp_path / "other", "torch.optim.adam", step_size, f"{step_size} * 1.001")
+    result = json.loads(upgrade(scene, python, "--steps", "1-3", "--json").answer)
+    assert (result["verdict"], result["step"], result["num_steps"]) == ("differs", 2, 3), result
+    assert result["cause"]["name"] == "loss of step 2"
 
 
 @pytest.mark.slow
@@ -55,14 +61,3 @@ def test_other_answers_name_the_package_although_all_steps_are_equal(scene, tmp_
     assert "Verdict: differs." in done.answer
     assert "logits at position" in done.answer
     assert "differ only in peft (" in done.answer.replace("\n", " ")
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_an_optimizer_with_other_steps_names_the_first_one(scene, tmp_path):
-    step_size = "step_size = lr / bias_correction1"
-    python = patched(tmp_path, "torch.optim.adam", step_size, f"{step_size} * 1.001")
-    done = upgrade(scene, python, "--steps", "1-3", "--json")
-    result = json.loads(done.answer)
-    assert (done.returncode, result["verdict"], result["step"], result["num_steps"]) == (3, "differs", 2, 3), result
-    assert result["cause"]["name"] == "loss of step 2"

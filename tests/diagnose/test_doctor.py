@@ -30,8 +30,9 @@ from finetune.diagnose.machine_checks import (
 )
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.errors import SUMMARY
-from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning, what_and_fix
+from finetune.findings import Finding, exit_code, findings_of_others, ok, problem, warning
 from finetune.runs.folder import existing_folder
+from tests.in_process import run_finetune
 from tests.launches import free_port, place_variables, run_launched
 from tests.readable_hub import point_to, running_hub
 from tests.two_nodes import reason_against, torchrun, two_nodes
@@ -86,19 +87,6 @@ def config_of(*words: str):
 # Findings
 
 
-def test_all_but_good_news_needs_a_fix():
-    assert ok("Area", "fine").fix is None
-    for level in ("warning", "problem"):
-        for fix in (None, ""):
-            with pytest.raises(ValueError, match="needs a fix: broken"):
-                Finding("Area", level, "broken", fix)
-
-
-def test_a_refusal_becomes_a_finding_with_a_fix():
-    assert what_and_fix("It is so. For it is. Do this.", page="docs/data.md") == ("It is so. For it is", "Do this")
-    assert what_and_fix("It is so.", page="docs/data.md") == ("It is so", "see docs/data.md")
-
-
 def test_warnings_count_only_when_strict():
     findings = [ok("a", "b"), warning("a", "c", "d")]
     assert [exit_code(findings, strict=strict) for strict in (False, True)] == [0, 2]
@@ -122,26 +110,18 @@ def test_findings_of_other_ranks_say_whose_they_are():
 def test_alone_it_reports_on_every_area_and_leaves_nothing_behind(tmp_path):
     code, output = doctor(tmp_path, "quickstart", f"data.cache_dir={tmp_path / 'cache'}")
     assert code == 0, output
-    for part in (
-        "started by no launcher: rank 0 of 1",
-        "WORLD_SIZE=1",
-        "torch 2.",
-        "processor cores: ",
-        "precision fp32",
-    ):
-        assert part in output
-    for part in ("no address is needed", "shared memory", "can be written", "locked", "0 problems"):
+    started = ("started by no launcher: rank 0 of 1", "torch 2.", "processor cores: ", "precision fp32")
+    for part in (*started, "no address is needed", "shared memory", "can be written", "locked", "0 problems"):
         assert part in output
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.warm
-def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(tmp_path):
-    code, output = doctor(tmp_path, "--json", RANK="1", WORLD_SIZE="4")
-    report = json.loads(output)
-    assert code == report["exit_code"] == 2
+def test_a_broken_launch_is_a_problem_with_a_fix_as_json_too(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ended = run_finetune("doctor", "--json")
+    report = json.loads(ended.answer)
+    assert ended.returncode == report["exit_code"] == 2
     found = only_bad([Finding(**finding) for finding in report["findings"]])
     assert found.area == "This process"
     assert "missing LOCAL_RANK" in found.what
@@ -198,13 +178,8 @@ FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 )
 def test_shards_are_described_or_refused_as_training_refuses_them(words, environ, level, part):
     (found,) = check_sharding(read_environment(environ), config_of(*words), environ)
-    assert found.level == level
-    assert part in found.what
-
-
-def test_nothing_is_said_of_shards_that_nobody_asked_for_or_that_are_refused_already():
-    for environ in (FOUR, {**FOUR, "ACCELERATE_USE_FSDP": "true"}):
-        assert list(check_sharding(read_environment(environ), config_of(), environ)) == []
+    assert (found.level, part in found.what) == (level, True)
+    assert list(check_sharding(read_environment(FOUR), config_of(), FOUR)) == []
 
 
 def test_a_held_port_is_a_problem_for_several_processes_and_a_warning_for_one():
@@ -231,15 +206,8 @@ def test_an_address_that_leads_nowhere_or_elsewhere_is_found():
 
 
 def test_a_loopback_address_cannot_join_several_machines():
-    several = LaunchEnvironment(
-        launcher="mpi",
-        rank=1,
-        local_rank=0,
-        world_size=2,
-        local_world_size=1,
-        master_addr="127.0.0.1",
-        master_port=29500,
-    )
+    world = {"rank": 1, "local_rank": 0, "world_size": 2, "local_world_size": 1}
+    several = LaunchEnvironment(launcher="mpi", master_addr="127.0.0.1", master_port=29500, **world)
     found = next(check_address(several, config_of(), {}))
     assert found.level == "warning"
     assert "on every machine 127.0.0.1 means that machine itself, but the world spans several machines" in found.what
@@ -331,13 +299,6 @@ def test_folders_that_can_be_used_are_ok_and_stay_as_they_are(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_output_dir_that_cannot_be_written_is_a_problem(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "run", Path("/proc/run")):
-        found = folder_findings(tmp_path, f"output_dir={path}")
-        assert any(f"output_dir={path} cannot be written" in each.what for each in found if each.level == "problem")
-
-
 def test_an_output_dir_that_holds_a_run_is_a_warning(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
@@ -346,33 +307,28 @@ def test_an_output_dir_that_holds_a_run_is_a_warning(tmp_path):
     assert set(levels(folder_findings(tmp_path, "resume=auto"))) == {"ok"}
 
 
-def test_a_cache_that_cannot_be_used_is_a_problem(tmp_path):
-    found = only_bad(folder_findings(tmp_path, "data.cache_dir=/proc/cache"))
-    assert (found.level, "data.cache_dir=/proc/cache cannot be used" in found.what) == ("problem", True)
+@pytest.mark.parametrize(
+    ("word", "part"),
+    [
+        ("output_dir=/proc/run", "output_dir=/proc/run cannot be written"),
+        ("data.cache_dir=/proc/cache", "data.cache_dir=/proc/cache cannot be used"),
+        ("data.path=gone.jsonl", "data.path is gone.jsonl, but there is no such file or folder"),
+        ("data.path=s3://bucket/rows.jsonl", "a package that is not installed (Install s3fs to access S3)"),
+        ("model.path=/gone", "no such folder"),
+        ("model.path=microsoft/phi-4", "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_what_cannot_be_read_or_written_is_a_problem(tmp_path, word, part):
+    found = [each.what for each in folder_findings(tmp_path, word) if each.level == "problem"]
+    assert part in found[0]
 
 
-def test_rows_that_are_not_there_and_packages_that_their_address_needs_are_problems(tmp_path):
-    gone = only_bad(folder_findings(tmp_path, "data.path=gone.jsonl"))
-    assert (gone.level, gone.fix) == ("problem", "Correct the path")
-    assert gone.what == "data.path is gone.jsonl, but there is no such file or folder"
-    package = only_bad(folder_findings(tmp_path, "data.path=s3://bucket/rows.jsonl"))
-    assert package.what.endswith("which needs a package that is not installed (Install s3fs to access S3)")
-    assert package.fix == "Install it into this environment"
-    assert set(levels(folder_findings(tmp_path, "data=orders"))) == {"ok"}
-
-
-def test_a_model_that_is_not_here_is_found(tmp_path, monkeypatch):
-    gone = only_bad(folder_findings(tmp_path, f"model.path={tmp_path / 'gone'}"))
-    assert (gone.level, "no such folder" in gone.what) == ("problem", True)
-    offline = only_bad(folder_findings(tmp_path, "model.path=microsoft/phi-4"))
-    assert (offline.level, "HF_HUB_OFFLINE is set" in offline.what) == ("problem", True)
+def test_a_model_that_must_be_loaded_from_the_hub_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     point_to(monkeypatch, f"http://127.0.0.1:{free_port()}")
     cut_off = only_bad(folder_findings(tmp_path, "model.path=microsoft/phi-4"))
     assert (cut_off.level, "cannot be reached" in cut_off.what) == ("problem", True)
-    assert cut_off.fix.startswith(
-        "run `hf download microsoft/phi-4 --local-dir phi-4` on a machine that reaches the hub"
-    )
+    assert "`hf download microsoft/phi-4 --local-dir phi-4`" in cut_off.fix
     with running_hub() as hub:
         hub.folders["microsoft/phi-4"] = tmp_path
         point_to(monkeypatch, hub.address)
@@ -409,21 +365,17 @@ def test_under_torchrun_it_forms_the_world_and_reports_once(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.warm
-@pytest.mark.few(1)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_what_only_one_rank_finds_is_in_the_report_and_in_the_exit_code_of_all(tmp_path, rank):
-    port, wrong = free_port(), [f"parallel.rank={1 - rank}"]
-    words = ["--json", f"data.cache_dir={tmp_path}"]
-    other = start(*DOCTOR, *words, *(wrong if rank else []), cwd=tmp_path, **rank_variables(1, port))
+def test_what_only_one_rank_finds_is_in_the_report_and_in_the_exit_code_of_all(tmp_path):
+    port, words = free_port(), ["--json", f"data.cache_dir={tmp_path}"]
+    other = start(*DOCTOR, *words, "parallel.rank=0", cwd=tmp_path, **rank_variables(1, port))
     try:
-        code, output = doctor(tmp_path, *words, *([] if rank else wrong), **rank_variables(0, port))
+        code, output = doctor(tmp_path, *words, **rank_variables(0, port))
         assert other.communicate(timeout=240)[0] == ""
     finally:
         other.kill()
     found = [finding["what"] for finding in json.loads(output)["findings"] if finding["level"] == "problem"]
-    whose = f"rank 1 on {socket.gethostname()}: " if rank else ""
-    place = f"RANK={rank}, WORLD_SIZE=2"
-    assert found == [f"{whose}parallel.rank is {1 - rank} (command line) but spawn started this process with {place}"]
+    (what,) = found
+    assert what.startswith(f"rank 1 on {socket.gethostname()}: parallel.rank is 0 (command line) but ")
     assert code == other.returncode == 2
 
 
@@ -436,9 +388,7 @@ def test_a_rank_that_never_comes_is_named_in_time(tmp_path):
     assert code == 2
     before, _, world = output.partition("World\n")
     assert "port " in before, "this rank's own findings are printed before the world is tried"
-    assert "problem" in world
     assert "rank 1 of 2 did not join" in world, output
-    assert "fix: look at the output of the ranks" in world
 
 
 @pytest.mark.slow

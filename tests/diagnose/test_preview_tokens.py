@@ -43,13 +43,15 @@ def test_pieces_hold_every_token_and_the_whole_text(style):
     assert [len(piece.token_ids) for piece in pieces if piece.text == "🙂"] == [4]
 
 
-def test_a_character_that_was_cut_in_two_ends_with_its_loss():
+def test_a_character_that_was_cut_in_two_ends_with_its_loss_and_an_id_without_a_token_is_shown():
     tokenizer = tiny_tokenizer()
     ids = tokenizer("🙂a", add_special_tokens=False)["input_ids"]
     pieces = read_pieces(tokenizer, ids, [False, False, True, True, True], ())
     assert [(piece.carries_loss, len(piece.token_ids)) for piece in pieces][-1] == (True, 1)
     assert sum(len(piece.token_ids) for piece in pieces if not piece.carries_loss) == 2
     assert pieces[-1].text == "a"
+    (piece,) = read_pieces(tokenizer, [100_000], [False], ())
+    assert piece.text == "<id 100000>"
 
 
 def test_spaces_that_a_decoder_drops_at_the_beginning_are_kept_inside():
@@ -61,11 +63,6 @@ def test_spaces_that_a_decoder_drops_at_the_beginning_are_kept_inside():
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
     pieces = read_pieces(tokenizer, [1, 2, 3], [False] * 3, {4})
     assert [piece.text for piece in pieces] == ["Hello", " big", " world"]
-
-
-def test_an_id_without_a_token_is_shown_as_such():
-    (piece,) = read_pieces(tiny_tokenizer(), [100_000], [False], ())
-    assert piece.text == "<id 100000>"
 
 
 def test_what_only_looks_like_a_special_token_is_found():

@@ -88,8 +88,7 @@ def test_a_stand_in_keeps_the_type_of_the_weights_and_what_ends_an_answer(tmp_pa
     write_stand_in(section, tmp_path / "one", seed=1, least_width=100)
     write_stand_in(section, tmp_path / "same", seed=1, least_width=100)
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "one")
-    assert made.dtype == torch.bfloat16
-    assert made.generation_config.eos_token_id == [320, 321]
+    assert (made.dtype, made.generation_config.eos_token_id) == (torch.bfloat16, [320, 321])
     assert made.config.num_key_value_heads * HEAD_SIZE >= 100
     assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "same/model.safetensors").read_bytes()
 
@@ -112,6 +111,8 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
     assert "data.max_rows" not in changed("data.validation=500", measured_rows=10_000)
     rewarded = changed("task=finetune_grpo", "reward.functions=length", "checkpoint.save_every=2")
     assert (rewarded["rollout.max_completion_length"], rewarded["validation.num_samples"]) == (16, 8)
+    for path in ("/runs/a #1/ü", "/runs/a: b", "null", "/runs/a\\b"):
+        assert compose([override("output_dir", path)], complete=False).output_dir == path
 
 
 def test_a_world_that_this_machine_cannot_start_is_smaller_and_keeps_the_global_batch(
@@ -137,11 +138,6 @@ def test_a_strict_rehearsal_does_not_refuse_what_four_bits_change_in_random_weig
     words = ["training.device=cpu", "lora.quantize=nf4"]
     assert changed(*words, "strict=true")["lora.quantize"] == "none"
     assert "lora.quantize" not in changed(*words)
-
-
-def test_a_path_is_read_again_from_its_override() -> None:
-    for path in ("/runs/a #1/ü", "/runs/a: b", "null", "/runs/a\\b"):
-        assert compose([override("output_dir", path)], complete=False).output_dir == path
 
 
 Job = Callable[..., list[str]]
@@ -175,10 +171,6 @@ def rehearse(words: list[str], *options: str) -> tuple[Ended, dict[str, dict[str
     return ended, {stage["name"]: stage for stage in record["stages"]}
 
 
-def outcomes(stages: dict[str, dict[str, Any]]) -> dict[str, str]:
-    return {name: stage["outcome"] for name, stage in stages.items()}
-
-
 @pytest.mark.slow
 @pytest.mark.process
 def test_a_bad_row_of_the_validation_split_would_have_failed_and_so_would_a_folder(job: Job, tmp_path: Path) -> None:
@@ -191,9 +183,7 @@ def test_a_bad_row_of_the_validation_split_would_have_failed_and_so_would_a_fold
     assert ended.returncode == 2
     record = json.loads(ended.answer)
     assert record["plan"]["batches"]["world_size"] == 3
-    if not torch.cuda.is_available():
-        assert "the plan is made with lora.quantize=none: name the GPU with --device" in record["not_rehearsed"]
-    assert outcomes(stages) == {
+    assert {name: stage["outcome"] for name, stage in stages.items()} == {
         **{"plan": "ok", "folders": "failed", "stand-in": "ok", "data": "failed"},
         **dict.fromkeys(["train", "kill", "resume", "merge", "verify"], "not run"),
     }
@@ -201,20 +191,17 @@ def test_a_bad_row_of_the_validation_split_would_have_failed_and_so_would_a_fold
     assert "validation.jsonl, row 4" in stages["data"]["what"] or "validation.jsonl:4" in stages["data"]["what"]
 
 
-def with_long_answers(splits: dict[str, list[Any]]) -> None:
-    for row in splits["train"]:
-        row["messages"][1]["content"] = "send three crates of oranges " * 40
-
-
 @pytest.mark.slow
 @pytest.mark.process
 def test_what_preview_finds_would_have_failed_with_each_finding(job: Job, tmp_path: Path) -> None:
-    """The rows can be encoded here, so `preview` reports several problems and the stage names all of them."""
+    def lengthen(splits: dict[str, list[Any]]) -> None:
+        for row in splits["train"]:
+            row["messages"][1]["content"] = "send three crates of oranges " * 40
+
     template = tmp_path / "closed.jinja"
     template.write_text("{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}")
-    ended, stages = rehearse(job(f"data.chat_template={template}", "data.max_length=64", change=with_long_answers))
-    assert (ended.returncode, stages["data"]["outcome"]) == (2, "failed")
-    assert stages["data"]["exit_code"] == 2
+    ended, stages = rehearse(job(f"data.chat_template={template}", "data.max_length=64", change=lengthen))
+    assert ended.returncode == stages["data"]["exit_code"] == 2
     assert "data.max_length" in stages["data"]["what"]
     assert "no generation prompt: <|assistant|> carries loss" in stages["data"]["what"]
     assert not (tmp_path / "runs/run").exists()
@@ -238,37 +225,15 @@ def test_a_model_that_does_not_fit_and_a_metric_that_raises_would_have_failed_al
     ended = run_finetune("rehearse", *words, *preset, "--device", "MyGPU 2GB", "--steps", "4")
     shown = " ".join(ended.stdout.split())
     assert "phi3, 2 layers, hidden size 96, " in shown
-    offline = "HF_HUB_OFFLINE is set, so the sizes of microsoft/Phi-4-mini-instruct are those shipped with finetune"
-    assert offline in shown
-    assert "Not rehearsed the weights of the model" in shown
     assert ended.returncode == 2
     assert "Would have failed plan (exit code 2): " in shown
-    assert "but MyGPU 2GB has 2.08 GB. Fix: " in shown
     assert "not run: it needs what `train` makes" in shown
     assert "division by zero" in shown.partition(" train (exit code ")[2]
-    assert shown.endswith(
-        "The real run would fail: plan, train. Nothing of it was written but the cache of encoded rows."
-    )
+    assert "The real run would fail: plan, train. " in shown
     (log,) = tmp_path.glob("*.rehearsal-*/logs/train.log")
     assert f"log: {log}" in shown
     assert "ratio" in log.read_text()
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.process
-def test_weights_beyond_the_range_of_their_type_would_have_failed_in_merge(job: Job, tmp_path: Path) -> None:
-    """The norms keep the loss finite; in the type of the base the merged weights are not."""
-    words = job("optim.learning_rate=1e6", "optim.max_grad_norm=null")
-    set_dtype(tmp_path / "base", "float16")
-    ended, stages = rehearse(words, "--steps", "3")
-    assert ended.returncode == stages["merge"]["exit_code"] == 3, stages
-    assert outcomes(stages) == {
-        **dict.fromkeys(["plan", "folders", "stand-in", "data", "train", "kill", "resume"], "ok"),
-        "merge": "failed",
-        "verify": "not run",
-    }
-    assert "is not finite as float16 after the merge" in stages["merge"]["what"]
 
 
 @pytest.mark.slow

@@ -58,13 +58,12 @@ _SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM
 
 
 def maker(function: Callable[[Path, pytest.MonkeyPatch], Printed]) -> Callable[[Path, pytest.MonkeyPatch], Printed]:
-    """Let this function make the message of its name."""
     MAKERS[function.__name__] = function
     return function
 
 
 def printed_by(call: Callable[[], object]) -> Printed:
-    """Every line that a call logs, and the error that ends it, each whole."""
+    """Return every line that a call logs, and the error that ends it."""
     screen = io.StringIO()
     logging.getLogger("finetune").handlers.clear()
     with redirect_stderr(screen):
@@ -109,17 +108,13 @@ def _set(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str]) -> None:
         monkeypatch.setenv(name, value)
 
 
-# --- starting -----------------------------------------------------------------------------------------------------
-
-
 @maker
 def port_in_use(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     _set(monkeypatch, _SLURM)
+    strict = Fallbacks(strict=True)
     with occupied_port() as port:
         printed = printed_by(
-            lambda: initialize_ddp(
-                _ONE_SECOND, master_addr="127.0.0.1", master_port=port, fallbacks=Fallbacks(strict=True)
-            )
+            lambda: initialize_ddp(_ONE_SECOND, master_addr="127.0.0.1", master_port=port, fallbacks=strict)
         )
     return put(printed, **{str(port): "29500"})
 
@@ -146,11 +141,6 @@ def rank_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 
 @maker
-def no_process_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return printed_by(dist.barrier)
-
-
-@maker
 def half_a_launch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     _set(monkeypatch, {"WORLD_SIZE": "2"})
     return printed_by(lambda: _enter(_config()))
@@ -166,18 +156,10 @@ def another_world_size(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed
     return printed_by(lambda: _enter(load_config(["parallel=configs/parallel/lab.yaml"], run="quickstart")))
 
 
-# --- one process --------------------------------------------------------------------------------------------------
-
-
 @maker
 def outside_of_srun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     _set(monkeypatch, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2"})
     return printed_by(lambda: _enter(_config()))
-
-
-@maker
-def ddp_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return printed_by(lambda: _enter(_config(ddp=True)))
 
 
 @maker
@@ -214,9 +196,6 @@ def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     return printed
 
 
-# --- GPUs ---------------------------------------------------------------------------------------------------------
-
-
 @maker
 def too_few_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -230,19 +209,9 @@ def different_devices(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 
 @maker
-def shared_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return printed_by(lambda: device.refuse_shared_devices(dict.fromkeys((0, 1), "node1 GPU-5d1a")))
-
-
-@maker
 def no_such_gpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return printed_by(lambda: device._resolve_device("cuda:3"))
-
-
-@maker
-def nccl_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return printed_by(lambda: initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu"))
 
 
 def _wrapped(device_ids: object) -> Printed:
@@ -254,19 +223,8 @@ def _wrapped(device_ids: object) -> Printed:
         dist.destroy_process_group()
 
 
-@maker
-def device_ids_is_a_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return _wrapped(0)
-
-
-@maker
-def device_ids_are_several(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return _wrapped([0, 1])
-
-
-@maker
-def device_ids_on_the_cpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return _wrapped([0])
+WRAPPED = {"device_ids_is_a_number": 0, "device_ids_are_several": [0, 1], "device_ids_on_the_cpu": [0]}
+MAKERS.update({name: lambda folder, monkeypatch, ids=ids: _wrapped(ids) for name, ids in WRAPPED.items()})
 
 
 @maker
@@ -280,9 +238,6 @@ def out_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
             raise explain(error, None) from error
 
     return printed_by(use_a_petabyte)
-
-
-# --- waiting ------------------------------------------------------------------------------------------------------
 
 
 @maker
@@ -328,9 +283,6 @@ def two_worlds(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
         forget_accelerate()
 
 
-# --- the folder, the loss -----------------------------------------------------------------------------------------
-
-
 @maker
 def holds_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     (folder / "adapter").mkdir()
@@ -368,9 +320,6 @@ def untrained_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     )
 
 
-# --- the hub ------------------------------------------------------------------------------------------------------
-
-
 def _read_from(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     point_to(monkeypatch, address)
@@ -396,11 +345,6 @@ def no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 
 @maker
-def other_tokens_in_llama_cpp(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    return printed_by(lambda: refuse_other_ids(find_rules(lowercasing_tokenizer())))
-
-
-@maker
 def offline_mode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return _read_from("http://127.0.0.1:1", folder, monkeypatch)
@@ -420,3 +364,14 @@ def no_such_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with running_hub() as state:
         return _read_from(state.address, folder, monkeypatch)
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "no_process_group": dist.barrier,
+    "ddp_alone": lambda: _enter(_config(ddp=True)),
+    "shared_gpu": lambda: device.refuse_shared_devices(dict.fromkeys((0, 1), "node1 GPU-5d1a")),
+    "nccl_on_the_cpu": lambda: initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu"),
+    "other_tokens_in_llama_cpp": lambda: refuse_other_ids(find_rules(lowercasing_tokenizer())),
+}
+"""Calls that print the message of their name without any preparation."""
+MAKERS.update({name: lambda folder, monkeypatch, call=call: printed_by(call) for name, call in CALLS.items()})

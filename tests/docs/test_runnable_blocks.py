@@ -73,14 +73,6 @@ def test_tiny_words_go_to_every_command_of_a_block():
     ]
 
 
-def test_the_readme_leads_from_a_clone_to_the_report():
-    commands = [
-        command for block in marked_blocks(README) if block.marker == "runnable" for command in _commands(block)
-    ]
-    assert commands[0].startswith("finetune train quickstart ")
-    assert commands[1] == "finetune report runs/quickstart"
-
-
 def _require_the_extra_of(command: str) -> None:
     if command.startswith("finetune report"):
         pytest.importorskip("vl_convert", reason='a report is made with: pip install -e ".[report]"')

@@ -51,7 +51,7 @@ def text_of(page: Path) -> str:
 
 @pytest.mark.slow
 @needs_mkdocs
-def test_the_site_is_complete(site):
+def test_the_site_is_complete_and_a_reader_fetches_nothing_from_elsewhere(site):
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS)).with_suffix(".html").is_file()
     python = text_of(site / "reference/python.html")
@@ -64,10 +64,6 @@ def test_the_site_is_complete(site):
     assert "def test_" in text_of(site / "source/tests/test_one_curve.py.html")
     assert not (site / "generate").exists()
 
-
-@pytest.mark.slow
-@needs_mkdocs
-def test_a_reader_fetches_nothing_from_elsewhere(site):
     pages = list(site.rglob("*.html"))
     assert len(pages) > 20
     assert [page for page in pages if _FETCHED.search(page.read_text(encoding="utf-8"))] == []

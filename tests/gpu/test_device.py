@@ -43,22 +43,13 @@ def test_doctor_finds_the_device_and_its_precision(device: torch.device, tmp_pat
     words = [f"training.device={device}", f"output_dir={tmp_path / 'run'}"]
     findings = json.loads(run_finetune("doctor", "--json", *words).answer)["findings"]
     texts = [finding["what"] for finding in findings if finding["area"] == "Devices" and finding["level"] == "ok"]
-    assert any(text.startswith(f"training uses {device.type}") for text in texts), findings
-    assert any(text.startswith("precision ") for text in texts), findings
-    if device.type == "cuda":
-        assert any(torch.cuda.get_device_name(device) in text for text in texts)
+    for beginning in (f"training uses {device.type}", "precision "):
+        assert any(text.startswith(beginning) for text in texts), findings
 
 
-def test_plan_finds_the_device(device: torch.device) -> None:
+def test_plan_finds_the_device_and_measures_the_time_of_a_step(device: torch.device, tmp_path: Path) -> None:
     found = find_device(str(device))
-    assert (found.type, found.is_here) == (device.type, True)
-    if device.type == "cuda":
-        assert found.memory == torch.cuda.get_device_properties(device).total_memory
-    else:
-        assert found.memory > 2**30
-
-
-def test_plan_measures_the_time_of_a_step(device: torch.device, tmp_path: Path) -> None:
+    assert (found.type, found.is_here, found.memory > 2**30) == (device.type, True, True)
     words = [*words_for(write_inputs(tmp_path), tmp_path / "run"), f"training.device={device}"]
     done = run_finetune("plan", "--json", "--probe", *words, "training.precision=auto")
     assert done.returncode == 0, done.stdout

@@ -90,13 +90,10 @@ def test_a_step_on_shared_prefixes(family: str, method: str, precision: Precisio
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["phi-3", "phi-4-mini"])
-def test_a_step_on_rows_apart(family: str, precision: Precision, device: torch.device) -> None:
-    assert_same_step(family, device, precision, share_prefixes=False)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_layers_that_are_called_as_peft_made_them(precision: Precision, device: torch.device) -> None:
+def test_a_step_on_rows_apart_and_one_of_layers_that_are_called_as_peft_made_them(
+    precision: Precision, device: torch.device
+) -> None:
+    assert_same_step("phi-4-mini", device, precision, share_prefixes=False)
     assert_same_step("phi-4", device, precision, dora=True)
 
 

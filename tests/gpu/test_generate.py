@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +23,9 @@ WAYS = {"greedy": None, "sampled": Sampling(temperature=0.9, top_p=0.95, top_k=4
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["phi-3", "phi-4-mini"])
 def test_answers(
-    family: str,
-    way: str,
-    is_deterministic: bool,
-    by_engine: bool,
-    device: torch.device,
-    monkeypatch: pytest.MonkeyPatch,
+    family: str, way: str, is_deterministic: bool, by_engine: bool, device: torch.device, monkeypatch: Any
 ) -> None:
-    """Of the engine too, which does not answer on a GPU before its speed has been measured on one."""
+    """Also by the engine, which answers on no GPU before its speed has been measured on one."""
     monkeypatch.setattr(decoding, "_engine_continues", lambda model: by_engine or model.device.type == "cpu")
     asked = Decoding(stop_ids=[63], max_new_tokens=12, sampling=WAYS[way])
     with deterministic_algorithms() if is_deterministic else nullcontext():

@@ -118,7 +118,7 @@ def test_a_run_that_breaks_ends_with_the_bytes_of_the_whole_one_if_deterministic
 def test_a_run_that_breaks_ends_close_to_the_whole_one(
     precision: str, device: torch.device, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Up to rounding, as docs/checkpoints.md says: CUDA adds some numbers up in an order of its own in each run."""
+    """Up to rounding, as docs/checkpoints.md says, because CUDA adds in another order in each run."""
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     tiny_training.train(words_on(device, precision, inputs, whole))
     words = words_on(device, precision, inputs, broken)

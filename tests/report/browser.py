@@ -116,11 +116,6 @@ class Browser:
         kinds = {"Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.entryAdded"}
         return [event["params"] for event in self.events if event.get("method") in kinds]
 
-    def screenshot(self, path: Path) -> None:
-        """Take a picture of the whole page as PNG."""
-        data = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
-
     def pdf(self) -> bytes:
         """Print the page to PDF, on A4."""
         answer = self.send("Page.printToPDF", paperWidth=8.27, paperHeight=11.69, printBackground=False)

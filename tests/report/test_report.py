@@ -16,7 +16,7 @@ from finetune.cli.report import report
 from finetune.config.compose import load_config
 from finetune.diagnose.preview import preview_data
 from finetune.errors import CheckpointError, ConfigError
-from finetune.report.curves import MOST_POINTS, Curve, build_charts, smoothed
+from finetune.report.curves import MOST_POINTS, Curve, smoothed
 from finetune.report.page import setting_rows
 from finetune.report.sentences import best_run, headline, second_line
 from finetune.runs.comparison import compare_runs
@@ -96,7 +96,6 @@ def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     page = page_of(first, second)
     assert [attributes.get("class") for tag, attributes in page.elements if tag == "tr"][:3] == [None, None, "best"]
     assert re.search(r"second\s*completed\s*60\s*0\.2083", page.text)
-    assert re.search(r"2083\s*60\s*0\.1583\s*87\.5 %\s*0\.5\s*1,03[01]", page.text)
     assert headline(runs) == "second has the lowest validation loss: 0.2083. The next best has 0.4167."
     assert second_line(runs) == "Their settings differ in optim.learning_rate."
     settings = [(row.name, row.texts()) for row in compare_runs(runs) if row.part != "result"]
@@ -127,13 +126,8 @@ def test_three_runs_with_other_settings_are_shown_as_parallel_coordinates(tmp_pa
         "optim.schedule": [0, 1, 0],
         "validation loss": [round(1 / 3, 3), 0, 1],
     }, "the learning rates span more than a factor of 50, so their axis is logarithmic"
-    labels = {point["label"] for point in chart["points"] if "label" in point and point["axis"] == "optim.schedule"}
-    assert labels == {"cosine", "linear"}
     widths = {point["run"]: point["width"] for point in chart["points"] if "label" not in point}
     assert max(widths, key=widths.get) == 1, "the best one is bold"
-    assert "b: lora.r 32, optim.learning_rate 0.001, optim.schedule linear, validation loss 0.2083" in str(
-        page.elements
-    )
     assert "parallel" not in charts_of(page_of(*made[:2]), made[0])
     other = write_run(tmp_path / "other", ["lora.r=4"], digest="other rows")
     assert "parallel" not in charts_of(page_of(*made, other), made[0]), "their losses cannot be compared"
@@ -149,30 +143,14 @@ def test_runs_are_compared_by_the_metric_that_chooses_their_weights(tmp_path):
 
 
 def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
-    runs = {
-        "sft": [],
-        "dpo": ["training.objective=dpo"],
-        "softer": ["training.objective=dpo", "preference.beta=0.5"],
-    }
+    dpo = ["training.objective=dpo"]
+    runs = {"sft": [], "dpo": dpo, "softer": [*dpo, "preference.beta=0.5"]}
     made = {name: write_run(tmp_path / name, more, factor=0.5) for name, more in runs.items()}
     for others, named in (("sft", "dpo and sft"), ("softer", "dpo with other settings")):
         compared = open_runs([made["dpo"], made[others]])
         assert headline(compared) == "2 runs side by side."
         assert second_line(compared) == f"They minimise different losses ({named}), which cannot be compared."
         assert best_run(compared) is None
-
-
-def test_losses_have_the_unit_of_their_objective(tmp_path):
-    sft = write_run(tmp_path / "sft", num_steps=2)
-    kto = write_run(tmp_path / "kto", ["training.objective=kto"], num_steps=0)
-    with MetricsWriter(kto / "metrics.jsonl") as metrics:
-        metrics.write("step", step=1, loss=0.5, reward_margin=0.5, reward_accuracy=0.5)
-
-    def units(*folders):
-        return [chart.unit for chart in build_charts(open_runs(folders))[: len(folders) * 3]]
-
-    assert units(kto) == ["mean over rows, without a unit", "share of rows", "good minus bad"]
-    assert units(sft, kto)[0] == "sft: nats per target token; kto: mean over rows, without a unit"
 
 
 def test_settings_are_compared_with_the_schema(tmp_path):
@@ -185,29 +163,16 @@ def test_settings_are_compared_with_the_schema(tmp_path):
         "optim.args": ('{"betas": [0.9, 0.95]}', "{}"),
     }
     assert all(row.meaning for row in setting_rows(run))
-
-
-def test_settings_under_older_names_are_shown_under_todays(tmp_path):
-    folder = write_run(tmp_path / "a")
-    text = (folder / "config.yaml").read_text()
-    (folder / "config.yaml").write_text(text.replace("  save_total_limit: 2", "  keep: 7"))
-    (run,) = open_runs([folder])
-    assert [row[:3] for row in setting_rows(run) if row.key.startswith("checkpoint.save_t")] == [
-        ("checkpoint.save_total_limit", "7", "2")
-    ]
-    assert not [row for row in setting_rows(run) if row.meaning == "not a key of this version"]
-
-
-@pytest.mark.slow
-def test_what_a_profile_found_is_told(tmp_path):
-    run = write_run(tmp_path / "a")
-    edit_json(run / "run.json", profile={"summary": "profile of step 3: 100 % attention"})
-    assert "profile of step 3: 100 % attention" in page_of(run).text
+    config = run.folder.path / "config.yaml"
+    config.write_text(config.read_text().replace("  save_total_limit: 2", "  keep: 7"))
+    (run,) = open_runs([run.folder.path])
+    assert ("checkpoint.save_total_limit", "7", "2") in [row[:3] for row in setting_rows(run)], "its older name"
 
 
 @pytest.mark.slow
 def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     folder = write_run(tmp_path / "a")
+    edit_json(folder / "run.json", profile={"summary": "profile of step 3: 100 % attention"})
     charts = charts_of(page_of(folder), folder)
     loss = charts["loss"]
     raw = [(p["step"], p["value"]) for p in loss["points"] if p.get("raw")]
@@ -216,6 +181,7 @@ def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     assert measured == [(s, *(float(f"{loss_at(s) + d:.6g}") for d in (0.1, 0.08, 0.12))) for s in (20, 40, 60)]
     assert {"learning-rate", "grad-norm", "throughput"} <= charts.keys()
     assert "host-memory" not in charts  # the run has no such events
+    assert "profile of step 3: 100 % attention" in (folder.parent / "page.html").read_text(encoding="utf-8")
 
 
 def test_memory_is_drawn_where_it_was_recorded(tmp_path):
@@ -233,14 +199,12 @@ def test_memory_is_drawn_where_it_was_recorded(tmp_path):
 def test_a_run_on_pairs_says_so_and_shows_its_rewards(tmp_path):
     folder = write_run(tmp_path / "a", num_steps=5)
     assert charts_of(page_of(folder), folder)["loss"]["unit"] == "nats per target token"
-    edit_lines(
-        folder / "metrics.jsonl",
-        lambda events: [
-            {**event, "reward_margin": event["step"] / 4, "reward_accuracy": 0.5}
-            for event in events
-            if event["event"] == "step"
-        ],
-    )
+
+    def rewarded(events):
+        steps = [event for event in events if event["event"] == "step"]
+        return [{**event, "reward_margin": event["step"] / 4, "reward_accuracy": 0.5} for event in steps]
+
+    edit_lines(folder / "metrics.jsonl", rewarded)
     charts = charts_of(page_of(folder), folder)
     assert charts["loss"]["unit"] == "nats per pair"
     assert [(p["step"], p["value"]) for p in charts["reward-margin"]["points"]] == [(n, n / 4) for n in range(1, 6)]
@@ -266,24 +230,18 @@ def test_torn_missing_and_strange_files_are_no_error(tmp_path):
             "step", step=5, epoch=0, loss=float("nan"), learning_rate=0.1, grad_norm=float("inf"), num_targets=1,
             num_tokens=1, num_computed=1, tokens_per_second=1.0,
         )  # fmt: skip
-    strange = [
-        '{"event": "step", "step": "6", "loss": []}',
-        '{"event": "test", "model": {}}',
-        "[1]",
-        "\x00",
-        '{"event": 3}',
-    ]
+    strange = ['{"event": "step", "step": "6", "loss": []}', '{"event": "test", "model": {}}', "[1]", "\x00"]
+    strange.append('{"event": 3}')
     with (folder / "metrics.jsonl").open("a") as file:
         file.write("\n".join([*strange, '{"event": "st']))
     page = page_of(folder)
     assert "4 of 11 lines are half-written and left out" in page.text
     assert "Not drawn, because the value is not finite: step 5." in page.text
-    (folder / "run.json").write_text(
-        '{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": ["x"], "result": 1'
-    )
+    odd = '{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": [1], "result": 1}'
+    (folder / "run.json").write_text(odd[:-1])
     (folder / "config.yaml").write_text("a: [\n")
     assert "run.json is half-written" in page_of(folder).text
-    (folder / "run.json").write_text('{"status": ["odd"], "versions": 3, "starts": [1], "fallbacks": [1], "result": 1}')
+    (folder / "run.json").write_text(odd)
     assert "a unknown" in page_of(folder).text
     for name in ("run.json", "metrics.jsonl"):
         (folder / name).unlink()
@@ -316,14 +274,9 @@ def test_nothing_in_a_run_becomes_a_part_of_the_page(tmp_path):
         assert "<U+202E><U+001B>[31m<U+D800>" in page.text
         assert "{{ 7777*7777 }}" in page.text
         assert str(7777 * 7777) not in page.text
-
-
-def test_only_the_pages_own_scripts_may_run(tmp_path):
-    page = page_of(write_run(tmp_path / "a"))
     (policy,) = [a["content"] for _, a in page.elements if a.get("http-equiv") == "Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe-eval" not in policy
-    assert "script-src 'unsafe" not in policy
 
 
 def test_a_row_is_shown_as_preview_shows_it(tmp_path):
@@ -381,6 +334,8 @@ def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, m
     folder = write_run(tmp_path / "a", num_steps=2)
     with pytest.raises(CheckpointError, match="named twice"):
         report([folder, tmp_path / "a" / ".." / "a"])
+    runs = open_runs([folder, write_run(tmp_path / "other" / "a", num_steps=1)])
+    assert [run.name for run in runs] == [f"{tmp_path.name}/a", "other/a"]
     mine = tmp_path / "mine.html"
     mine.write_text("<!doctype html>")
     with pytest.raises(ConfigError, match="was not written by finetune report"):
@@ -399,15 +354,8 @@ def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, m
         report([folder])
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path):
-    runs = open_runs([write_run(tmp_path / name / "run", num_steps=1) for name in ("a", "b")])
-    assert [run.name for run in runs] == ["a/run", "b/run"]
-
-
 @pytest.mark.process
 def test_the_library_is_imported_by_this_command_alone():
-    code = (
-        "import sys, finetune.cli.commands, finetune.cli.report, finetune.report.page as page; page.require_libraries()"
-    )
+    code = "import sys, finetune.cli.commands, finetune.report.page as page; page.require_libraries()"
     check = "; sys.exit(bool({'vl_convert', 'jinja2', 'torch'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code + check]).returncode == 0

@@ -49,10 +49,6 @@ def test_the_answers_of_the_test_phase_stand_on_the_page(run):
         assert page.count(f"<dd><bdi>{answer['expected']}</bdi></dd>") >= 1
     assert page.count('<div class="base">') == page.count('<div class="tuned">') == len(answers) == 2
 
-
-@pytest.mark.slow
-def test_every_curve_of_training_is_there(run):
-    page = (run / "report.html").read_text(encoding="utf-8")
     for name in ("loss", "learning-rate", "grad-norm", "throughput", "host-memory", "data-wait"):
         assert f'id="chart-{name}"' in page
     assert "slowest-rank" not in page  # there was one rank
@@ -77,11 +73,8 @@ def test_run_json_says_what_it_was(run):
     assert record["fingerprints"].keys() == digests
     assert all(len(digest) == 64 for digest in record["fingerprints"].values())
     assert (record["launcher"], record["world_size"], record["status"]) == ("none", 1, "completed")
-    assert record["fallbacks"] == []
-    assert record["git_commit"] is None, "it was started outside of any repository"
+    assert (record["fallbacks"], record["git_commit"]) == ([], None)  # it was started outside of any repository
     assert record["result"].keys() >= {"step", "best_step", "best_loss", "test_base", "test_tuned", "answers"}
     documented = (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8").split("## `run.json`")[1]
-    for name in record:
+    for name in (*record, *record["result"]):
         assert f"`{name}`" in documented, f"docs/watching.md does not describe {name} of run.json"
-    for name in record["result"]:
-        assert f"`{name}`" in documented, f"docs/watching.md does not describe result.{name} of run.json"

@@ -36,10 +36,6 @@ def sweep(folder: Path, *words: str, steps: int | str = 30) -> list[str]:
     return [sys.executable, "-m", "finetune", "sweep", *words_of(folder, *words, steps=steps)]
 
 
-def adapters(folder: Path) -> dict[str, bytes]:
-    return {file.parts[-3]: file.read_bytes() for file in folder.glob("trial-*/adapter/adapter_model.safetensors")}
-
-
 def wait_until(is_so: Callable[[], object], process: subprocess.Popen[str]) -> None:
     end = time.monotonic() + _SECONDS
     while not is_so():
@@ -65,10 +61,9 @@ def undisturbed(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     ("number", "steps", "name"),
     [
-        (signal.SIGKILL, "30,2", "trial-001"),
-        pytest.param(signal.SIGTERM, "2,30", "trial-002", marks=pytest.mark.warm),
+        pytest.param(signal.SIGKILL, "30,2", "trial-001", id="killed"),
+        pytest.param(signal.SIGTERM, "2,30", "trial-002", marks=pytest.mark.warm, id="stopped"),
     ],
-    ids=["killed in its first trial", "stopped in its last trial"],
 )
 def test_a_sweep_that_was_stopped_goes_on_to_the_same_bytes(number, steps, name, undisturbed, tmp_path):
     folder = tmp_path / "sweep"
@@ -129,12 +124,10 @@ def test_processes_share_the_trials_of_an_array_and_the_same_command_shows_them(
     logs = [(folder / f"trial-00{number}.log").read_text() for number in (1, 2)]
     encoded = [re.search(r"orders/train\.jsonl.*encoded before, read from", log) is not None for log in logs]
     assert sorted(encoded) == [False, True], "the second process waits for the first one's rows"
-    before = adapters(folder)
     shown = run_command([*words, "--report"])
     assert shown.returncode == 0, shown.stdout
     assert len(re.findall("completed", shown.stdout)) == 2
     assert "(best)" in shown.stdout
-    assert adapters(folder) == before
 
 
 @pytest.mark.warm
@@ -144,10 +137,8 @@ def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path):
     first = start_command([*words, "--only", "1"])
     wait_until(is_training(folder / "trial-001"), first)
     second = run_command(words)
-    status = status_of(folder / "trial-001")
+    assert status_of(folder / "trial-001") == "running"
     first.terminate()
     output, _ = first.communicate(timeout=_SECONDS)
     assert (first.returncode, second.returncode) == (75, 0), output + second.stdout
     assert "trial-001 is left to the process that runs it" in second.stdout
-    assert "trial-002: completed" in second.stdout
-    assert status == "running"

@@ -32,13 +32,11 @@ def test_it_survives_a_failure_ends_a_weak_trial_and_finds_the_best(swept):
     assert (failed["state"], failed["exit_code"]) == ("failed", 3)
     assert re.search("trial-002: failed with exit code 3: .*not finite|is nan|is inf", ended.stdout), ended.stdout
     weak = noted(folder / "trial-004")
-    assert (weak["state"], weak["validation"], weak["step"]) == ("ended early", 1, 2)
-    assert weak["better"] == 2
+    assert (weak["state"], weak["validation"], weak["step"], weak["better"]) == ("ended early", 1, 2, 2)
     assert status_of(folder / "trial-004") == "preempted"
     states = {run["name"][-9:]: run["state"] for run in json.loads(run_finetune("runs", folder, "--json").answer)}
     assert (states["trial-002"], states["trial-004"]) == ("failed", "ended early")
     assert "ended early" in run_finetune("watch", folder / "trial-004").stdout
-    assert [path.name for path in (folder / "trial-004/checkpoints").iterdir()], "it could be taken up again"
     logs = [(folder / f"trial-00{number}.log").read_text() for number in range(1, 5)]
     assert ["encoded before, read from" in log for log in logs] == [False, True, True, True]
     best = min(("trial-001", "trial-003"), key=lambda name: min(loss for _, loss in losses_of(folder / name)[-1:]))
@@ -48,6 +46,18 @@ def test_it_survives_a_failure_ends_a_weak_trial_and_finds_the_best(swept):
         [state] for state in ("completed", "failed", "completed", "ended early")
     ]
     assert "(best)" in rows[int(best[-1]) - 1]
+    pytest.importorskip("vl_convert", reason="the extra [report] is not installed")
+    page = (folder / "report.html").read_text()
+    charts = {
+        chart["name"]: chart
+        for chart in json.loads(re.search(r'id="charts">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    }
+    assert {curve["run"] for curve in charts["loss"]["curves"]} == {0, 1, 2, 3}
+    lines = [point for point in charts["parallel"]["points"] if "label" not in point]
+    assert {(point["run"], point["axis"]) for point in lines} == {
+        *((run, "optim.learning_rate") for run in range(4)),
+        *((run, "validation loss") for run in (0, 2, 3)),
+    }
 
 
 def test_a_trial_that_is_judged_by_a_step_without_a_checkpoint_is_named(tmp_path):
@@ -68,22 +78,6 @@ def test_a_trial_is_the_run_of_the_printed_command(swept, tmp_path):
     again = run_finetune(*words[:-2], f"output_dir={tmp_path / 'alone'}")
     assert again.returncode == 0, again.stdout
     assert losses_of(tmp_path / "alone") == losses_of(folder / "trial-001")
-
-
-def test_the_page_has_every_curve_and_the_settings_with_the_result(swept):
-    pytest.importorskip("vl_convert", reason="the extra [report] is not installed")
-    folder, _ = swept
-    page = (folder / "report.html").read_text()
-    charts = {
-        chart["name"]: chart
-        for chart in json.loads(re.search(r'id="charts">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
-    }
-    assert {curve["run"] for curve in charts["loss"]["curves"]} == {0, 1, 2, 3}
-    lines = [point for point in charts["parallel"]["points"] if "label" not in point]
-    assert {(point["run"], point["axis"]) for point in lines} == {
-        *((run, "optim.learning_rate") for run in range(4)),
-        *((run, "validation loss") for run in (0, 2, 3)),
-    }
 
 
 def test_the_same_command_starts_nothing_that_is_finished_and_a_failed_trial_only_if_asked(swept):

@@ -39,7 +39,7 @@ from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
 from tests.methods.tiny_training import adapter_tensors, curve, record
 from tests.model.variants import VARIANTS
-from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
+from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config
 from tests.tiny_runs import conversation_words, write_base, write_rows
 
 WITHOUT = Need(Size(1000, 1_000), Size(16_000, 16_000))
@@ -72,19 +72,8 @@ def test_checkpointing_is_for_steps_that_do_not_fit_without_it(room: int, wish: 
     assert asked == (both if wish is None else [wish]), "each takes seconds"
 
 
-def test_one_size_of_micro_batches_fits_or_does_not() -> None:
-    def need(is_checkpointing: bool) -> Need:
-        size = Size(300, 50 if is_checkpointing else 100)
-        return Need(size, size)
-
-    assert decide(need, 100, wish=None) == Decision(False, 300, 100)
-    assert decide(need, 99, wish=None) == Decision(True, 300, 50)
-    assert decide(need, 49, wish=None) == Decision(True, 300, 50)
-
-
 CONFIGS = {
     "phi3": tiny_phi3_config,
-    "phi": tiny_phi_config,
     "gemma2": tiny_gemma2_config,
     "phimoe": partial(VARIANTS["Phi-3.5-MoE"].config, vocab_size=64),
 }
@@ -98,9 +87,6 @@ def tiny(family: str = "phi3") -> Any:
 
 def config_of(*words: str) -> Config:
     return load_config(["model=phi_tiny", "data=orders", "output_dir=run", *words], task="finetune_lora")
-
-
-NOT_COUNTED = OptimizerNeed(0, 0)
 
 
 def loss_of(choices: Choices) -> LossFunction:
@@ -121,18 +107,12 @@ def choice_of(config: Config, *, device_type: str, room: int, model: Any = None,
 
 
 def bytes_of_step(
-    model: Any,
-    num_rows: int,
-    length: int,
-    *,
-    collate: Any = None,
-    device_type: str = "cpu",
-    optimizer: OptimizerNeed = NOT_COUNTED,
+    model: Any, num_rows: int, length: int, *, collate: Any = None, device_type: str = "cpu", optimizer: Any = None
 ) -> int:
     rows = longest_rows("sft", num_rows, length)
     microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
     copy = memory_choice.copy_without_data(model)
-    peak = forecast_step(copy, microbatch, computation_on(device_type)).peak(optimizer)
+    peak = forecast_step(copy, microbatch, computation_on(device_type)).peak(optimizer or OptimizerNeed(0, 0))
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]
 
 
@@ -178,10 +158,7 @@ def test_the_tokens_that_memory_allows_fit_and_not_many_more_would() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "length"),
-    [*zip(CONFIGS, (40, 700, 40, 700), strict=True)],
-)
+@pytest.mark.parametrize(("family", "length"), [("phi3", 40), ("gemma2", 700), ("phimoe", 700)])
 def test_what_surely_fits_is_known_without_a_trace(family: str, length: int) -> None:
     model = tiny(family)
     collate = pad if family in PADDED else None
@@ -194,9 +171,7 @@ def test_what_surely_fits_does_so_for_a_few_tokens_too(method: str, vocabulary: 
     sizes = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": vocabulary}
     base = build_tiny(tiny_phi3_config(**sizes))
     model: Any = add_lora(base, LoraSection(r=2, dora=True)) if method == "DoRA" else base
-    optimizer = build_optimizer(memory_choice.copy_without_data(model), config_of().optim)
-    need = optimizer_need(optimizer, device_type="cpu")
-    assert need is not None
+    need = optimizer_need(build_optimizer(memory_choice.copy_without_data(model), config_of().optim), device_type="cpu")
     assert bytes_of_step(model, 1, 4, optimizer=need) < memory_choice._bound(model, rows=1, length=4)
 
 
@@ -226,9 +201,7 @@ def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     rows = "training.global_batch_size=512"
     roomy = choice_of(config_of(rows), device_type="cuda", room=10**12)
     assert (roomy.gradient_checkpointing, roomy.max_rows, roomy.max_tokens) == (False, 512, MOST_TOKENS)
-    assert choice_of(config_of(rows), device_type="cuda", room=10**12, world_size=3).max_rows == 171, (
-        "each rank has some"
-    )
+    assert choice_of(config_of(rows), device_type="cuda", room=10**12, world_size=3).max_rows == 171  # of each rank
     assert choice_of(config_of(rows, "training.batch_size=4"), device_type="cuda", room=10**12).max_rows == 4
     asked = choice_of(config_of(rows, "training.max_tokens_per_microbatch=900"), device_type="cuda", room=10**12)
     assert (asked.max_rows, asked.max_tokens) == (8, 900)
@@ -239,18 +212,6 @@ def test_on_cuda_memory_limits_the_tokens_of_a_micro_batch() -> None:
     assert 60 <= tight.max_tokens < 500
     one_row = choice_of(config_of(rows), device_type="cuda", room=0)
     assert (one_row.gradient_checkpointing, one_row.max_tokens) == (True, 60)
-
-
-@pytest.mark.slow
-def test_a_mixture_of_experts_is_chosen_for_too() -> None:
-    """Whichever experts the tokens take; `tests/diagnose/test_plan_memory.py` has the forecast beside a real step."""
-    model, rows = tiny("phimoe"), "training.global_batch_size=512"
-    needed = bytes_of_step(model, 4, 60, collate=pad, device_type="cuda")
-    tight = choice_of(config_of(rows), device_type="cuda", room=needed, model=model, collate=pad)
-    assert tight.gradient_checkpointing
-    assert "a step needs at most" in tight.why
-    assert tight.max_tokens is not None
-    assert 60 <= tight.max_tokens < MOST_TOKENS
 
 
 def test_what_cannot_be_predicted_stays_as_it_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +229,6 @@ def test_a_record_holds_as_long_as_the_same_is_asked() -> None:
     recorded = json.loads(json.dumps(choice.as_record()))
     assert MemoryChoice.from_record(recorded, config_of()) == choice
     assert MemoryChoice.from_record(recorded, config_of("training.batch_size=4")) is None
-    assert MemoryChoice.from_record({**recorded, "more": 1}, config_of()) is None
     assert MemoryChoice.from_record({}, config_of()) is None
     del recorded["offloads"]
     assert MemoryChoice.from_record(recorded, config_of()) == choice, "older runs lack it"
@@ -309,7 +269,6 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
     chosen = record(tmp_path / "run")["memory"]
     assert chosen["gradient_checkpointing"] is True
     assert "20 kB that are free" in chosen["why"]
-    assert done.stdout.count("gradient checkpointing is on: ") == 1
     assert done.stdout.count("checkpointed: True") == 2
     done = run_launched("python", [SCRIPT, *words, "resume=auto", "resume.allow=training.max_steps"])
     assert done.returncode == 0, done.stdout
@@ -318,17 +277,13 @@ def test_two_ranks_choose_by_the_one_with_less_memory_and_a_resumed_run_keeps_th
     assert record(tmp_path / "run")["memory"] == chosen
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_checkpointing_changes_no_byte_with_or_without_dropout(
-    words: list[str], tmp_path: Path, dropout: float
-) -> None:
+def test_checkpointing_changes_no_byte_with_dropout(words: list[str], tmp_path: Path) -> None:
     from finetune.cli.overrides import train_from_overrides
 
     adapters = []
     for word in ("true", "false"):
         run = tmp_path / word
-        more = [f"output_dir={run}", f"lora.dropout={dropout}", f"training.gradient_checkpointing={word}"]
+        more = [f"output_dir={run}", "lora.dropout=0.2", f"training.gradient_checkpointing={word}"]
         train_from_overrides([*words, "task=finetune_lora", *more])
         adapters.append((run / "adapter" / "adapter_model.safetensors").read_bytes())
     assert adapters[0] == adapters[1]
@@ -368,7 +323,6 @@ def test_memory_that_runs_out_in_the_first_step_makes_micro_batches_smaller(
     limit = record(run)["memory"]["max_tokens"]
     assert record(run)["fallbacks"] == []
     assert f"micro-batches compute up to {limit} tokens: memory ran out in step 1 with larger ones" in done.stdout
-    assert done.stdout.count("out of memory in step 1, which is tried again") >= 1
     more = ["training.max_steps=4", "resume=auto", "resume.allow=training.max_steps"]
     again = train_short(words, run, "0:40", *more)
     assert again.returncode == 0, again.stdout
@@ -392,23 +346,10 @@ def test_with_dropout_smaller_micro_batches_are_a_fallback_that_strict_refuses(
 ) -> None:
     done = train_short(words, tmp_path / "run", "0:40", "lora.dropout=0.1")
     assert done.returncode == 0, done.stdout
-    taken = record(tmp_path / "run")["fallbacks"]
-    assert {(one["what"], one["why"]) for one in taken} == {
-        ("training.max_tokens_per_microbatch", "memory ran out in step 1")
-    }
+    assert {one["what"] for one in record(tmp_path / "run")["fallbacks"]} == {"training.max_tokens_per_microbatch"}
     refused = train_short(words, tmp_path / "strict", "0:40", "lora.dropout=0.1", "strict=true")
     assert refused.returncode == 2
     assert "The run is strict" in refused.stdout
-
-
-@pytest.mark.slow
-def test_one_row_that_finds_no_memory_ends_the_run(words: list[str], tmp_path: Path) -> None:
-    done = train_short(words, tmp_path / "run", "0:5")
-    assert done.returncode == 3
-    assert "out of memory: DefaultCPUAllocator" in done.stdout
-    assert "Lower training.batch_size" in done.stdout
-    assert done.stdout.count("which is tried again") > 1
-    assert not RunFolder(tmp_path / "run").checkpoint_steps()
 
 
 @pytest.mark.slow
@@ -423,7 +364,9 @@ def test_a_rank_that_runs_out_of_memory_takes_the_others_back_with_it(
     assert record(tmp_path / "run")["memory"]["max_tokens"] <= 40
     done = run_launched("torchrun", [SCRIPT, *words, f"output_dir={tmp_path / 'none'}"], SHORT="1:5")
     assert done.returncode != 0
-    assert "rank 1" in done.stdout.splitlines()[-1] or "out of memory: DefaultCPUAllocator" in done.stdout
+    assert "Lower training.batch_size" in done.stdout
+    assert done.stdout.count("which is tried again") > 1
+    assert not RunFolder(tmp_path / "none").checkpoint_steps()
     assert record(tmp_path / "none")["status"] == "failed"
     assert "out of memory" in record(tmp_path / "none")["result"]["error"]
 
@@ -435,6 +378,5 @@ def test_with_torchs_reducer_memory_that_runs_out_ends_the_run(words: list[str],
     done = run_launched("torchrun", [SCRIPT, *words, *more], SHORT="1:40")
     assert done.returncode != 0
     assert "out of memory: DefaultCPUAllocator" in done.stdout
-    assert "Lower training.batch_size" in done.stdout
     assert "which is tried again" not in done.stdout
     assert record(run)["status"] == "failed"

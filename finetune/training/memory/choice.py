@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
@@ -205,9 +205,15 @@ def choose(
     row_type = OBJECTIVES[config.training.objective].rows
     row_tokens = longest * (2 if row_type == "pairs" else 1)
     if config.training.memory == "least":
-        least = _least(configured, config, how)
-        is_free = least.max_tokens is None and not keeps_microbatches
-        return replace(least, max_tokens=row_tokens) if is_free else least
+        is_on = config.training.gradient_checkpointing is not False
+        is_free = configured.max_tokens is None and not keeps_microbatches
+        return replace(
+            configured,
+            gradient_checkpointing=is_on,
+            max_tokens=row_tokens if is_free else configured.max_tokens,
+            offloads=is_on and how.device_type == "cuda",
+            why="training.memory=least",
+        )
     if config.training.gradient_checkpointing != "auto" and not limits_tokens:
         return configured
     if how.device_type not in ("cpu", "cuda"):
@@ -221,12 +227,18 @@ def choose(
     bound = _bound(model, rows=most * row_tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
         return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {free}")
+    fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
     try:
-        steps = _Steps(config, model, how, longest=longest, collate=collate, world_size=world_size)
-        fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
-        decision = _decide_by_forecast(
-            steps, fewest, most, row_tokens=row_tokens, usable=usable, wish=None if wish == "auto" else wish
+        size = _step_sizes(config, model, how, longest=longest, collate=collate, world_size=world_size)
+        decision = decide(
+            lambda is_on: Need(size(fewest, is_on), size(most, is_on)), usable, wish=None if wish == "auto" else wish
         )
+        if row_tokens < decision.tokens < most * row_tokens:
+            # Memory is not quite a straight line: forecast this size, and decide again.
+            fitting = decision.tokens // row_tokens
+            decision = decide(
+                lambda is_on: Need(size(fewest, is_on), size(fitting, is_on)), usable, wish=decision.is_checkpointing
+            )
     except CANNOT_TRACE as error:
         why = f"the memory of a step cannot be predicted without data ({type(error).__name__}: {first_line(error)})"
         return replace(configured, max_rows=config.training.batch_size, why=why)
@@ -238,28 +250,6 @@ def choose(
         return chosen
     fits_most = decision.tokens >= most * row_tokens
     return replace(chosen, max_tokens=max(row_tokens, MOST_TOKENS if fits_most else decision.tokens))
-
-
-def _least(configured: MemoryChoice, config: Config, how: Computation) -> MemoryChoice:
-    is_checkpointing = config.training.gradient_checkpointing is not False
-    return replace(
-        configured,
-        gradient_checkpointing=is_checkpointing,
-        offloads=is_checkpointing and how.device_type == "cuda",
-        why="training.memory=least",
-    )
-
-
-def _decide_by_forecast(
-    steps: _Steps, fewest: int, most: int, *, row_tokens: int, usable: int, wish: bool | None
-) -> Decision:
-    """Decide for micro-batches that have from `fewest` to `most` rows of the greatest length."""
-    decision = decide(partial(steps.need, fewest, most), usable, wish=wish)
-    if not row_tokens < decision.tokens < most * row_tokens:
-        return decision
-    # Memory is not quite a straight line: forecast this size, and decide again.
-    most = decision.tokens // row_tokens
-    return decide(partial(steps.need, fewest, most), usable, wish=decision.is_checkpointing)
 
 
 def agree_on_memory(
@@ -371,47 +361,25 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
     return 4 * int(8 * rows * length * (features + scores) + 6 * trained + 8 * square)
 
 
-class _Steps:
-    """Predict steps with micro-batches of various sizes. Arguments as for `choose`."""
+def _step_sizes(
+    config: Config, model: Any, how: Computation, *, longest: int, collate: Callable[[Any], Any], world_size: int
+) -> Callable[[int, bool], Size]:
+    """Return a function that predicts a step, given the rows of its micro-batches and whether it is checkpointed.
 
-    def __init__(
-        self,
-        config: Config,
-        model: Any,
-        how: Computation,
-        *,
-        longest: int,
-        collate: Callable[[Any], Any],
-        world_size: int,
-    ) -> None:
-        self._config = config
-        self._how = how
-        self._longest = longest
-        self._collate = collate
-        self._world_size = world_size
-        self._model = copy_without_data(model)
-        optimizer = build_optimizer(self._model, config.optim)
-        self._optimizer = optimizer_need(optimizer, device_type=how.device_type) or OptimizerNeed(0, 0)
-        self._is_checkpointing = False
-        self._known: dict[tuple[int, bool], Size] = {}
+    Calls with checkpointing come last. For the arguments, see `choose`.
+    """
+    copy = copy_without_data(model)
+    optimizer = optimizer_need(build_optimizer(copy, config.optim), device_type=how.device_type) or OptimizerNeed(0, 0)
+    shards = shards_of(config.parallel, world_size)
 
-    def need(self, fewest: int, most: int, is_checkpointing: bool) -> Need:
-        """Predict the memory for micro-batches of the longest rows. Calls with checkpointing come last."""
-        if is_checkpointing and not self._is_checkpointing:
-            checkpoint_gradients(self._model)
-            self._is_checkpointing = True
-        largest = self._size(most)
-        return Need(largest if fewest == most else self._size(fewest), largest)
-
-    def _size(self, num_rows: int) -> Size:
-        known = (num_rows, self._is_checkpointing)
-        if known in self._known:
-            return self._known[known]
-        rows = longest_rows(self._config.training.objective, num_rows, self._longest)
-        microbatch = self._collate([rows[index] for index in range(num_rows)])
-        shards = shards_of(self._config.parallel, self._world_size)
-        forecast = forecast_step(self._model, microbatch, self._how)
-        peak = forecast.peak(self._optimizer, world_size=self._world_size, shards=shards)
+    @cache
+    def size(num_rows: int, is_checkpointing: bool) -> Size:
+        if is_checkpointing and not copy.is_gradient_checkpointing:
+            checkpoint_gradients(copy)
+        rows = longest_rows(config.training.objective, num_rows, longest)
+        microbatch = collate([rows[index] for index in range(num_rows)])
+        peak = forecast_step(copy, microbatch, how).peak(optimizer, world_size=world_size, shards=shards)
         weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))
-        self._known[known] = Size(microbatch.num_computed, peak.total - weights)
-        return self._known[known]
+        return Size(microbatch.num_computed, peak.total - weights)
+
+    return size

@@ -27,16 +27,12 @@ def choices_on(device_type: str, dtype: torch.dtype) -> Choices:
         attention=attention,
         mlp_chunk_rows=CHUNK_ROWS[device_type],
         logits_chunk_bytes=CHUNK_BYTES[device_type],
-        offload=partial(torch.autograd.graph.saved_tensors_hooks, _shape_of, _empty_again),
+        offload=partial(
+            torch.autograd.graph.saved_tensors_hooks,
+            lambda tensor: (tensor.shape, tensor.dtype),
+            lambda kept: torch.empty(kept[0], dtype=kept[1]),
+        ),
     )
-
-
-def _shape_of(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
-    return tensor.shape, tensor.dtype
-
-
-def _empty_again(shape_and_dtype: tuple[torch.Size, torch.dtype]) -> torch.Tensor:
-    return torch.empty(shape_and_dtype[0], dtype=shape_and_dtype[1])
 
 
 def _cpu_attention(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -111,7 +111,11 @@ class Weights:
         self.is_adapted = hasattr(model, "peft_config")
         self._unsharded = sum(buffer.nbytes for buffer in model.buffers())
         self._unsharded += sum(state_bytes(weight) for weight in model.parameters())
-        weights = list(_sizes_of(model))
+        weights = []
+        for name, parameter in model.named_parameters():
+            match = IN_A_LAYER.search(name)
+            num_rows, layer = len(parameter) if parameter.ndim else 0, int(match[1]) if match else None
+            weights.append(_Weight(parameter.nbytes, num_rows, parameter.requires_grad, layer))
         self._trained = [weight for weight in weights if weight.is_trained]
         self._sharded = [weight for weight in weights if not (self.is_adapted and weight.is_trained)]
         self.adapter = sum(weight.num_bytes for weight in self._trained) if self.is_adapted else 0
@@ -121,7 +125,10 @@ class Weights:
         self.outside = layers.pop(-1, 0)
         self._layers = sorted(layers.values())
         self.largest_layer = self._layers[-1] if self._layers else 0
-        self.trained_head = 0 if self.is_adapted else _bytes_of_own_head(bare_model(model))
+        bare = bare_model(model)
+        head, embedding = bare.get_output_embeddings().weight, bare.get_input_embeddings().weight
+        has_own_head = head.requires_grad and head is not embedding and not self.is_adapted
+        self.trained_head = head.nbytes if has_own_head else 0
 
     def held(self, shards: Shards) -> int:
         """Return the bytes of a rank's shards of all weights except the adapter's, with buffers and 4-bit scales."""
@@ -274,18 +281,6 @@ def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | 
     if row_type == "labelled":
         return EncodedLabelled(side(0, least=2), "train", max_length=length)
     return side(0) if row_type in ("answers", "prompts") else EncodedPairs(side(0), side(number), "train")
-
-
-def _bytes_of_own_head(model: Any) -> int:
-    head = model.get_output_embeddings().weight
-    return head.nbytes if head.requires_grad and head is not model.get_input_embeddings().weight else 0
-
-
-def _sizes_of(model: torch.nn.Module) -> Iterator[_Weight]:
-    for name, weight in model.named_parameters():
-        match = IN_A_LAYER.search(name)
-        num_rows = len(weight) if weight.ndim else 0
-        yield _Weight(weight.nbytes, num_rows, weight.requires_grad, int(match[1]) if match else None)
 
 
 def trace_deep(model: torch.nn.Module, trace_layers: Callable[[], Phases]) -> Phases:

@@ -127,8 +127,6 @@ def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Comput
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """One piece of memory."""
-
     label: str
     num_bytes: int
 
@@ -254,7 +252,11 @@ def _stand_in(
     elif name == "aten.rand.generator":
         result = torch.empty(args[0], dtype=kwargs.get("dtype"))
     elif name == "aten._grouped_mm.default":
-        result = _grouped_products(*args[:3])
+        # Products of experts: of (rows, in) with (experts, in, out), or as gradients (in, rows) with (rows, out). A
+        # token has a row for each of its experts, so memory is the same whichever experts the tokens take.
+        x, weights, ends = args[:3]
+        shape = (len(x), weights.shape[2]) if weights.ndim == 3 else (len(ends), len(x), weights.shape[1])
+        result = x.new_empty(shape)
     elif name == "aten.index_put.default" and args[3:] == (True,):
         result = args[0]
     elif name == "aten.nonzero.default" and tuple(args[0].shape) in choices:
@@ -264,16 +266,6 @@ def _stand_in(
         if mask.dtype == torch.bool and tuple(mask.shape) in choices:
             result = args[0].new_empty(choices[tuple(mask.shape)], *args[0].shape[mask.ndim :])
     return result
-
-
-def _grouped_products(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Make the products of experts: of (rows, in) with (experts, in, out), or as gradients (in, rows) with (rows, out).
-
-    A token has a row for each of its experts, and the rows are sorted by expert. So whichever experts the tokens take,
-    evenly or all the same, memory is the same.
-    """
-    shape = (len(x), weights.shape[2]) if weights.ndim == 3 else (len(ends), len(x), weights.shape[1])
-    return x.new_empty(shape)
 
 
 @contextmanager
