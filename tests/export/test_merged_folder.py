@@ -123,8 +123,7 @@ def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     run = write_run(tmp_path / "run", words=(f"data.path={tmp_path}/rows.jsonl",))
     plain, out = tmp_path / "plain", tmp_path / "out"
-    done = run_finetune("merge", run.folder.path, plain)
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("merge", run.folder.path, plain, code=0)
     note = f"most training rows begin with the system turn {system!r}, which a server does not add"
     assert note in done.stdout
     (of_verify,) = verify_folder(plain).comparison.notes
@@ -133,7 +132,7 @@ def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
         f"so send it with each conversation:\n\n~~~~{'~' * ('~' in system)}text\n{system}\n~~~~"
         in (plain / "README.md").read_text()
     )
-    assert run_finetune("merge", run.folder.path, out, "--add-system").returncode == 0
+    run_finetune("merge", run.folder.path, out, "--add-system", code=0)
     assert "The chat template adds it" in (out / "README.md").read_text()
     assert verify_folder(out).comparison.notes == ()
 
@@ -217,8 +216,8 @@ def test_nothing_is_overwritten(run, tmp_path):
     (folder / "mine.txt").write_text("mine")
     link.symlink_to(folder)
     before = sorted(tmp_path.rglob("*"))
-    done = run_finetune("merge", run.folder.path, file)
-    assert (done.returncode, "already exists and is not an empty folder" in done.stdout) == (2, True)
+    done = run_finetune("merge", run.folder.path, file, code=2)
+    assert "already exists and is not an empty folder" in done.stdout
     for out, reason in ((folder, "not an empty folder"), (link, "not an empty folder"), (file / "out", "can write to")):
         with pytest.raises(CheckpointError, match=reason):
             write_merged(run, out)
@@ -275,8 +274,7 @@ def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(
         return reload(folder, *rest)
 
     monkeypatch.setattr(merging, "_reload", spoilt)
-    done = run_finetune("merge", run.folder.path, tmp_path / "out")
-    assert done.returncode == 3
+    done = run_finetune("merge", run.folder.path, tmp_path / "out", code=3)
     assert "does not answer like base and adapter" in done.stdout
     assert list(tmp_path.rglob("*")) == [tmp_path / "out"], "the empty folder that was there"
 

@@ -50,8 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     saves = ("checkpoint.save_every=2", "checkpoint.save_total_limit=2")
     words = words_to_train(place, "training.max_steps=8", "training.batch_size=4", *saves)
     for command in (["train", *words], ["merge", place / "run", place / "merged"]):
-        done = run_finetune(*command)
-        assert done.returncode == 0, done.stdout
+        run_finetune(*command, code=0)
     return Made(place / "run", place / "merged")
 
 
@@ -90,8 +89,7 @@ def certificate(folder: Path) -> dict[str, object]:
 
 @pytest.mark.process
 def test_a_merged_model_equals_the_run_in_transformers_and_says_what_was_compared(made, merged):
-    done = run_finetune("verify", merged)
-    assert done.returncode == 0, done.stdout
+    run_finetune("verify", merged, code=0)
     found = certificate(merged)
     assert (found["verdict"], found["mismatches"]) == ("same", [])
     assert found["runtime"].startswith("transformers ")
@@ -107,15 +105,13 @@ def test_a_merged_model_equals_the_run_in_transformers_and_says_what_was_compare
 
 @pytest.mark.process
 def test_a_run_equals_itself_in_peft_by_its_own_engine_and_by_the_vectors_of_its_merge(made, run):
-    done = run_finetune("verify", run, "--json")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("verify", run, "--json", code=0)
     found = json.loads(done.answer)
     assert found["runtime"].startswith("peft ")
     assert (found["verdict"], found["vectors_sha256"]) == ("same", None)
     assert found["tensors"] == {"compared": 16, "equal": 16}
     assert found == certificate(run / "adapter")
-    done = run_finetune("verify", run, "--vectors", made.merged)
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("verify", run, "--vectors", made.merged, code=0)
     assert certificate(run / "adapter")["vectors_sha256"] is not None
 
 
@@ -133,8 +129,7 @@ def test_the_smallest_change_of_one_weight_is_found_and_the_tensor_named(merged,
     for source, folder, tensor in ((merged, merged, WEIGHT), (run, run / "adapter", LORA)):
         if is_hidden:
             rewrite_checksums(folder)
-        done = run_finetune("verify", source)
-        assert done.returncode == 3, done.stdout
+        done = run_finetune("verify", source, code=3)
         assert f"tensor {tensor} is not the one that was written" in done.errors
         if is_hidden:
             assert certificate(folder)["verdict"] == "differs"
@@ -143,16 +138,14 @@ def test_the_smallest_change_of_one_weight_is_found_and_the_tensor_named(merged,
 def test_a_damaged_checkpoint_is_not_what_an_intact_adapter_is_compared_with(run):
     best = json.loads((run / "run.json").read_text())["result"]["best_step"]
     nudge(run / "checkpoints" / f"step-{best:06d}" / "adapter_model.safetensors", LORA)
-    done = run_finetune("verify", run, "--json")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("verify", run, "--json", code=0)
     assert json.loads(done.answer)["notes"][0].startswith("no intact checkpoint holds another copy of these weights")
 
 
 def test_a_tensor_that_was_not_written_is_named_and_not_counted(merged):
     file = merged / "model.safetensors"
     save_file({**load_file(file), "added": torch.zeros(1)}, file, {"format": "pt"})
-    done = run_finetune("verify", merged)
-    assert done.returncode == 3, done.stdout
+    done = run_finetune("verify", merged, code=3)
     assert "tensor added was not written by finetune" in done.errors
     assert certificate(merged)["tensors"] == {"compared": 14, "equal": 14}
 
@@ -194,8 +187,7 @@ def spoil_tokenizer(folder: Path) -> None:
 def test_what_else_decides_an_answer_is_found_and_the_prompt_named(merged, spoil, expected):
     spoil(merged)
     rewrite_checksums(merged)
-    done = run_finetune("verify", merged)
-    assert done.returncode == 3, done.stdout
+    done = run_finetune("verify", merged, code=3)
     found = certificate(merged)["mismatches"]
     assert any(re.search(expected, line) for line in found), found
     assert found[0].startswith("file ")
@@ -208,8 +200,7 @@ def test_vectors_from_elsewhere_find_a_forger_who_rewrote_those_of_the_folder(ma
     edit_json(file, written=digest_weight_files(merged))
     rewrite_checksums(merged)
     assert run_finetune("verify", merged).returncode == 0, "nothing in the folder says otherwise"
-    done = run_finetune("verify", merged, "--vectors", made.merged)
-    assert done.returncode == 3
+    done = run_finetune("verify", merged, "--vectors", made.merged, code=3)
     assert f"tensor {WEIGHT}" in done.errors
 
 
@@ -217,8 +208,7 @@ def test_vectors_from_elsewhere_find_a_forger_who_rewrote_those_of_the_folder(ma
 def test_a_run_s_template_is_compared_with_the_one_that_trained_it(run):
     spoil_template(run / "adapter")
     rewrite_checksums(run / "adapter")
-    done = run_finetune("verify", run)
-    assert done.returncode == 3, done.stdout
+    done = run_finetune("verify", run, code=3)
     assert "its chat template has SHA-256" in done.errors
 
 
@@ -235,8 +225,8 @@ def test_a_run_s_template_is_compared_with_the_one_that_trained_it(run):
 def test_what_cannot_be_compared_is_the_user_s_to_mend(made, tmp_path, spoil, reason):
     folder = shutil.copytree(made.merged, tmp_path / "folder")
     spoil(folder)
-    done = run_finetune("verify", folder)
-    assert (done.returncode, reason in done.errors) == (2, True), done.stdout
+    done = run_finetune("verify", folder, code=2)
+    assert reason in done.errors
 
 
 @pytest.mark.parametrize("option", [{"base": "owner/base"}, {"checkpoint": "latest"}], ids=lambda it: next(iter(it)))
@@ -261,8 +251,7 @@ def test_an_adapter_without_all_stop_ids_is_told_so(tmp_path):
     adapter = write_run(tmp_path / "run").weights
     edit_json(adapter / "generation_config.json", eos_token_id=320)
     rewrite_checksums(adapter)
-    done = run_finetune("verify", tmp_path / "run")
-    assert done.returncode == 3
+    done = run_finetune("verify", tmp_path / "run", code=3)
     assert "it stops at [320], expected [320, 321]" in done.errors
 
 
@@ -284,8 +273,7 @@ def test_whole_layers_stay_exact_on_a_base_in_16_bits_and_another_base_is_refuse
     words = ["quickstart", "data.max_rows=24", f"data.cache_dir={tmp_path}/cache", "training.max_steps=2"]
     words += ["testing.num_samples=0", "testing.metrics=[]", "lora.modules_to_save=[embed_tokens]"]
     run = tmp_path / "run"
-    done = run_finetune("train", *words, "training.device=cpu", "optim.warmup_steps=0", f"output_dir={run}")
-    assert done.returncode == 0, done.stdout
+    run_finetune("train", *words, "training.device=cpu", "optim.warmup_steps=0", f"output_dir={run}", code=0)
     verified = verify_run(run)
     assert verified.vectors.vectors
     assert verified.mismatches == []
@@ -389,9 +377,9 @@ def test_a_certificate_of_other_files_or_of_a_difference_is_refused(made, merged
     assert "## Certificate" in read_certificates(merged)
     edit_json(merged / "config.json", note="changed since")
     rewrite_checksums(merged)
-    done = run_finetune("push", merged, "me/orders")
-    assert (done.returncode, "is of other files than those in the folder" in done.errors) == (2, True), done.stdout
-    assert run_finetune("verify", merged).returncode == 3
+    done = run_finetune("push", merged, "me/orders", code=2)
+    assert "is of other files than those in the folder" in done.errors
+    run_finetune("verify", merged, code=3)
     done = run_finetune("push", merged, "me/orders")
     assert "says that this model is not the trained one: file config.json" in done.errors
 
@@ -415,7 +403,7 @@ def test_a_card_loses_the_section_of_a_certificate_that_is_gone(made, merged, ca
 
 
 def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run):
-    assert run_finetune("verify", merged).returncode == 0
+    run_finetune("verify", merged, code=0)
     package = build_package(merged)
     assert {"certificate.json", "test_vectors.json", "test_vectors.npy"} <= package.files.keys()
     card = package.files["README.md"]
@@ -443,20 +431,18 @@ def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run
     assert "| runtime | vLLM 0.32.0 |" in card
     assert "| note | one &#124; two |" in card
 
-    assert run_finetune("verify", run).returncode == 0
+    run_finetune("verify", run, code=0)
     package = build_package(run, base="owner/base")
     assert "certificate.json" in package.files
     assert "| test vectors | made by the run |" in package.files["README.md"].decode()
 
 
 def test_an_export_has_the_vectors_of_the_merge_or_says_that_there_are_none(made, tmp_path, merged, caplog):
-    done = run_finetune("export", made.merged, tmp_path / "out")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("export", made.merged, tmp_path / "out", code=0)
     for name in ("test_vectors.json", "test_vectors.npy"):
         assert (tmp_path / "out" / name).read_bytes() == (made.merged / name).read_bytes()
     (merged / "test_vectors.json").unlink()
-    done = run_finetune("export", merged, tmp_path / "without")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("export", merged, tmp_path / "without", code=0)
     assert "has no test vectors, so what is exported cannot be verified. Merge the run again" in done.errors
     assert not (tmp_path / "without" / "test_vectors.npy").exists()
 
@@ -476,5 +462,4 @@ def test_other_adapters_templates_and_methods_are_verified_too(tmp_path, setting
     assert found["mismatches"] == []
     assert found["runtime"].startswith("transformers " if "full" in settings else "peft ")
     assert ("vLLM does not serve" in " ".join(found["notes"])) == ("use_dora" in settings)
-    done = run_finetune("verify", tmp_path / "merged")
-    assert done.returncode == 0, done.stdout
+    run_finetune("verify", tmp_path / "merged", code=0)

@@ -56,8 +56,7 @@ def test_a_missing_tracker_is_refused_with_its_command_before_any_model_is_looke
     words = ["train", "model.path=microsoft/phi-4", f"data.path={rows}", "training.report_to=[tensorboard]"]
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     monkeypatch.chdir(tmp_path)
-    done = run_finetune(*words)
-    assert done.returncode == 2, done.stdout
+    done = run_finetune(*words, code=2)
     assert "names tensorboard, which is not installed. Run pip install tensorboard, or drop it" in done.stdout
     assert "phi-4" not in done.stdout
     assert "Traceback" not in done.stdout
