@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from finetune.config.compose import load_config as load_config
     from finetune.data.encode import encode_examples as encode_examples
     from finetune.data.examples import load_examples as load_examples
-    from finetune.data.labelled import encode_labelled as encode_labelled
+    from finetune.data.preferences import encode_labelled as encode_labelled
     from finetune.data.objective import encode_for_objective as encode_for_objective
     from finetune.data.preferences import encode_preferences as encode_preferences
     from finetune.data.templates import stop_ids as stop_ids
@@ -70,7 +70,7 @@ _HOMES = {
     "command": "finetune.cli",
     "encode_examples": "finetune.data.encode",
     "encode_for_objective": "finetune.data.objective",
-    "encode_labelled": "finetune.data.labelled",
+    "encode_labelled": "finetune.data.preferences",
     "encode_preferences": "finetune.data.preferences",
     "initialize_ddp": "finetune.distributed.ddp_init",
     "launch": "finetune.distributed.launch",

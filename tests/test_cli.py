@@ -13,7 +13,7 @@ import yaml
 
 from finetune import __version__
 from finetune.cli import _command_first
-from finetune.config.shipped_files import shipped_folder
+from finetune.config.config_files import shipped_folder
 from tests.in_process import Ended, run_finetune
 from tests.tiny_runs import write_rows
 

@@ -18,9 +18,9 @@ from packaging.version import Version
 
 from finetune import load_config
 from finetune.config import hub
+from finetune.config.config_files import resolve_shipped
 from finetune.config.hub import Repository, find_fault
 from finetune.config.schema import DataSection, ModelSection
-from finetune.config.shipped_files import resolve_shipped
 from finetune.data.encode import encode_examples
 from finetune.data.examples import load_examples
 from finetune.errors import DataError, ModelError

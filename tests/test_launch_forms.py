@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from finetune.config.shipped_files import resolve_shipped
+from finetune.config.config_files import resolve_shipped
 from tests.bisect.scene import change_tensor
 from tests.curve_table import Row
 from tests.curves import (

@@ -59,7 +59,7 @@ def with_adapter(model: Any, precision: str) -> Any:
     from peft import get_peft_model
 
     from benchmarks.engines.transformers_trainer import lora_config
-    from finetune.distributed.precision import convert_weights
+    from finetune.distributed.device import convert_weights
 
     adapted = get_peft_model(model, lora_config(model.config.model_type))
     for name, parameter in adapted.named_parameters():

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.diff import show_differences
-from finetune.cli.option_rules import OptionRules
+from finetune.cli.bisect import show_differences
+from finetune.cli.run_options import OptionRules
 from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, StepsOption, refuse_several_processes
 from finetune.errors import RunFailedError
 from finetune.logs import configure_logs, importing, waiting

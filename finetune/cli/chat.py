@@ -31,7 +31,7 @@ from finetune.terminal import EMPTY, fold, visible
 
 if TYPE_CHECKING:
     from finetune.data.turns import Turn
-    from finetune.inference.answer_reader import Answer
+    from finetune.inference.answers import Answer
     from finetune.inference.generator import Generator
     from finetune.inference.prompts import Prompt
 

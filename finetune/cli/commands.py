@@ -337,7 +337,7 @@ def config_list(as_json: JsonOption = False) -> None:
 def recipes_list(context: typer.Context, as_json: JsonOption = False) -> None:
     """List the recipes."""
     if context.invoked_subcommand is None:
-        from finetune.cli.recipes import list_recipes
+        from finetune.cli.init import list_recipes
 
         if as_json:
             print_json(dict(list_recipes()), indent=None)
@@ -353,7 +353,7 @@ def recipes_copy(
     folder: Annotated[Path, typer.Argument(help="The folder to write to.")] = Path(),
 ) -> None:
     """Copy a recipe to a folder. Nothing is overwritten."""
-    from finetune.cli.recipes import copy_recipe
+    from finetune.cli.init import copy_recipe
 
     path = copy_recipe(name, folder)
     given = "" if 'run="' in path.read_text(encoding="utf-8") else " model=phi_tiny data=orders"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from finetune.cli.option_rules import OptionRules
+from finetune.cli.run_options import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from finetune.distributed.runtime import Runtime
-    from finetune.inference.answer_metrics import Metric
+    from finetune.inference.answers import Metric
     from finetune.inference.finished_run import FinishedRun, LoadedRun
     from finetune.inference.harness import Results
     from finetune.inference.scores import Evaluation
@@ -80,7 +80,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a finished run on its test split, base against tuned. OVERRIDES change its config."""
-    from finetune.inference.answer_metrics import resolve_metrics
+    from finetune.inference.answers import resolve_metrics
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
 

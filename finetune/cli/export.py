@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from finetune.cli.option_rules import OptionRules
+from finetune.cli.run_options import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,

@@ -23,8 +23,8 @@ from finetune.config.config_files import (
 )
 from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, name_files
-from finetune.config.shipped_files import resolve_shipped
-from finetune.data.compressed import suffix_of
+from finetune.config.config_files import resolve_shipped
+from finetune.data.readers import suffix_of
 from finetune.data.examples import holds_out_by_default
 from finetune.data.readers import SUFFIXES
 from finetune.errors import ConfigError

@@ -19,7 +19,7 @@ from rich.text import Text
 from finetune.cli.overrides import config_from_overrides
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import ROW_TYPE_NAMES
-from finetune.diagnose.preview_tokens import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible_token
+from finetune.diagnose.preview_splits import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible_token
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
 from finetune.findings import print_findings as show_findings

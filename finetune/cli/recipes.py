@@ -6,7 +6,7 @@ import ast
 import shutil
 from pathlib import Path
 
-from finetune.config.shipped_files import shipped_folder
+from finetune.config.config_files import shipped_folder
 from finetune.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ def watch(
     from rich.console import Console
 
     from finetune.runs.recorded_run import open_run
-    from finetune.runs.watch import Watch
+    from finetune.runs.view import Watch
 
     configure_logs(0, level=logging.ERROR)
     folder = open_run(run_folder).folder

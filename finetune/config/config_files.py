@@ -10,7 +10,7 @@ from glob import iglob
 from pathlib import Path
 
 from finetune.config.keys import did_you_mean
-from finetune.config.shipped_files import SHIPPED_PREFIX, shipped_folder
+from finetune.config.config_files import SHIPPED_PREFIX, shipped_folder
 
 GROUPS = ("model", "data", "task", "parallel")
 """The groups, in the order in which their files are merged: a later one wins over an earlier one."""

@@ -9,12 +9,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.data.cache import encoding_key, load_or_encode
+from finetune.data.row_file import encoding_key, load_or_encode
 from finetune.data.chat_template import ChatTemplate, describe_key, use_chat_template
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
-from finetune.data.held_out import AUTO_NEEDS_ROWS
+from finetune.data.splits import AUTO_NEEDS_ROWS
 from finetune.data.parallel import (
     PAYS_FROM_CHARACTERS,
     ROWS_AT_ONCE,

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.data.split_files import SPLIT_NAMES
+from finetune.data.splits import SPLIT_NAMES
 from finetune.errors import DataError
 from finetune.runs.durable import describe_os_error, replacing
 from finetune.runs.file_lock import file_lock

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import IO, Any, AnyStr, NoReturn
 
-from finetune.data.compressed import is_compressed, opened, suffix_of, suffixes_of
+from finetune.data.readers import is_compressed, opened, suffix_of, suffixes_of
 from finetune.errors import DataError
 from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from finetune.config.config_files import LOCAL
-from finetune.data.compressed import suffix_of, suffixes_of
+from finetune.data.readers import suffix_of, suffixes_of
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import DataError, PreemptedError, extra_command, first_line

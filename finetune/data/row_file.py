@@ -17,7 +17,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 import torch
 
-from finetune.data.held_out import digest_row
+from finetune.data.splits import digest_row
 from finetune.data.templates import TokenisedRow
 from finetune.runs.durable import replacing
 from finetune.runs.tensors import TensorFile, digest_tensor

@@ -18,7 +18,7 @@ from finetune.data.formats import (
     detect_format,
     parse_row,
 )
-from finetune.data.held_out import digest_row
+from finetune.data.splits import digest_row
 from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
 from finetune.data.values import BadRowError

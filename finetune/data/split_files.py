@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 
-from finetune.data.compressed import stem_of
+from finetune.data.readers import stem_of
 
 SPLIT_NAMES = {
     "train": ("train", "training"),

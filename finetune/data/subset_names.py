@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
-from finetune.data.compressed import stem_of, suffix_of
+from finetune.data.readers import stem_of, suffix_of
 from finetune.data.readers import SUFFIXES
 
 _LONGEST = 40

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from finetune.diagnose.folder_checks import check_folders, sees_file, write_marker
+from finetune.diagnose.machine_checks import check_folders, sees_file, write_marker
 from finetune.diagnose.launch_checks import AREA as THIS_PROCESS
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import check_devices, check_versions

@@ -17,7 +17,7 @@ from finetune.data.batches import loader_keys_on
 from finetune.distributed.accelerate_settings import refuse_another_precision, refused_settings
 from finetune.distributed.device import _resolve_device, accelerator_type, device_of_rank
 from finetune.distributed.launch import wished_device
-from finetune.distributed.precision import best_precision, choose_precision, has_bf16
+from finetune.distributed.device import best_precision, choose_precision, has_bf16
 from finetune.errors import DISTRIBUTION, SUMMARY, LaunchError
 from finetune.findings import Finding, ok, problem, warning, what_and_fix
 from finetune.threads import num_cores

@@ -16,7 +16,7 @@ import torch
 
 from finetune.data.batches import BatchRule
 from finetune.data.encoded import EncodedExample, EncodedExamples
-from finetune.data.labelled import EncodedLabelled
+from finetune.data.preferences import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.prefixes import RowGroup, Tokens
 from finetune.inference.decoding import room_for_answer

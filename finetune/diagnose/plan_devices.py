@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from finetune.distributed.device import _resolve_device, accelerator_type
-from finetune.distributed.precision import Precision, best_precision
+from finetune.distributed.device import Precision, best_precision
 from finetune.errors import ConfigError
 
 GIB = 2**30

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.distributed.precision import Precision, convert_weights
+from finetune.distributed.device import Precision, convert_weights
 from finetune.findings import Finding, warning
 from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients
-from finetune.model.fp8_base import refuse_fp8_without_engine, round_frozen_layers, wants_fp8
+from finetune.model.quantized import refuse_fp8_without_engine, round_frozen_layers, wants_fp8
 from finetune.model.from_hub import published_sizes, with_sizes_here
 from finetune.model.lora import attach_adapter
 from finetune.model.quantized import quantize_without_data

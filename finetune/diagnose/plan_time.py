@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.engine.decoder import bare_model
-from finetune.engine.four_bits import full_shape
+from finetune.engine.quantized import full_shape
 from finetune.engine.fused import fused_or_not
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.loss import BY_DEVICE

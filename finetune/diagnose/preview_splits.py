@@ -10,9 +10,9 @@ from typing import TypeAlias
 import torch
 
 from finetune.data.encoded import EncodedExamples
-from finetune.data.labelled import EncodedLabelled
+from finetune.data.preferences import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
-from finetune.diagnose.preview_tokens import on_one_line
+from finetune.diagnose.preview_splits import on_one_line
 
 Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
 """The rows of a split. A pair of answers has two sides, every other row has one."""

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from finetune.config.keys import values
-from finetune.diagnose.folder_checks import check_cache
+from finetune.diagnose.machine_checks import check_cache
 from finetune.diagnose.rehearsal_commands import StageError, run_command
 from finetune.diagnose.rehearsal_overrides import override, rehearsed_values
-from finetune.diagnose.stand_in import write_stand_in
+from finetune.diagnose.rehearsal_overrides import write_stand_in
 from finetune.distributed.device import accelerator_type
 from finetune.errors import LOST_IN_ROUNDING, CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting

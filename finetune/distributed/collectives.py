@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.distributed.accelerate_library import broadcast_object_list, gather_object
-from finetune.distributed.barrier import StoreBarrier
+from finetune.distributed.collectives import StoreBarrier
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE
 from finetune.distributed.guardian.faults import format_ranks

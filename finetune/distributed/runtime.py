@@ -26,7 +26,7 @@ from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment
 from finetune.distributed.liveness import Liveness
 from finetune.distributed.placement import Placement
-from finetune.distributed.precision import best_precision, choose_precision
+from finetune.distributed.device import best_precision, choose_precision
 from finetune.distributed.stop_requests import StopRequests
 from finetune.errors import LaunchError
 from finetune.fallbacks import Fallbacks

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from finetune.distributed.precision import Precision, convert_parameters, set_compute_dtype
+from finetune.distributed.device import Precision, convert_parameters, set_compute_dtype
 from finetune.engine.decoder import ENTER, bare_model
-from finetune.engine.four_bits import holds_nf4
+from finetune.engine.quantized import holds_nf4
 from finetune.errors import ConfigError, LaunchError, ModelError, RunFailedError
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from finetune.engine.four_bits import holds_nf4
-from finetune.engine.fp8_layers import Fp8Linear
+from finetune.engine.quantized import holds_nf4
+from finetune.engine.adapted import Fp8Linear
 from finetune.engine.linear import Linear, draw_keep
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

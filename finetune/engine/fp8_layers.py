@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from finetune.engine.fp8 import rounded_to_fp8
+from finetune.engine.quantized import rounded_to_fp8
 from finetune.engine.linear import Linear, linear
 
 

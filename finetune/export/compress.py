@@ -26,7 +26,7 @@ from finetune.export.compressed_folder import (
     refuse_no_compressed_tensors,
 )
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
-from finetune.export.logits import LogitDifference, compare_logits
+from finetune.export.vectors import LogitDifference, compare_logits
 from finetune.export.merge import write_merged
 from finetune.export.model_card import Compressed, merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken

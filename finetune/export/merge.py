@@ -24,7 +24,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
-from finetune.export.logits import MOST_DIFFERENCE, LogitDifference, compare_logits
+from finetune.export.vectors import MOST_DIFFERENCE, LogitDifference, compare_logits
 from finetune.export.model_card import Merged, merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32

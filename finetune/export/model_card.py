@@ -17,11 +17,11 @@ import yaml
 from finetune.config.compose import load_run_config
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config, as_list
-from finetune.config.shipped_files import SHIPPED_PREFIX
-from finetune.data.compressed import suffix_of
+from finetune.config.config_files import SHIPPED_PREFIX
+from finetune.data.readers import suffix_of
 from finetune.data.readers import SUFFIXES
 from finetune.export.compressed_folder import SchemeName
-from finetune.export.logits import LogitDifference
+from finetune.export.vectors import LogitDifference
 from finetune.inference.finished_run import FinishedRun
 from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible

@@ -62,7 +62,7 @@ class Generator:
 
     def __init__(self, runtime: Runtime, run: FinishedRun, settings: AnswerSettings) -> None:
         from finetune.data.templates import AnswerTokens, stop_ids
-        from finetune.inference.answer_reader import AnswerReader
+        from finetune.inference.answers import AnswerReader
         from finetune.inference.decoding import Decoding, Sampling
 
         self.runtime = runtime

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.schema import name_files
-from finetune.config.shipped_files import resolve_shipped
+from finetune.config.config_files import resolve_shipped
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
-from finetune.data.compressed import suffix_of
+from finetune.data.readers import suffix_of
 from finetune.data.formats import Example, Reads, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line
 from finetune.data.rows import RowProblems
@@ -21,7 +21,7 @@ from finetune.data.templates import AnswerTokens
 from finetune.data.turns import Dialogue, Turn, parse_tools, parse_turns, text_turn
 from finetune.data.values import BadRowError, parse_text, quote
 from finetune.errors import DataError
-from finetune.inference.answer_reader import answer_text
+from finetune.inference.answers import answer_text
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection

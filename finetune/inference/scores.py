@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 
 from finetune.errors import ConfigError
-from finetune.inference.answer_metrics import SHARES
+from finetune.inference.answers import SHARES
 from finetune.inference.forgetting import Forgetting
 from finetune.inference.verdict import PairedVerdict, judge_rows
 from finetune.runs.row_record import RowChanges

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from finetune.engine.decoder import OFFLOADS, bare_model
-from finetune.engine.four_bits import full_shape
+from finetune.engine.quantized import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
 from finetune.model.unsupported import (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from finetune.engine.decoder import FAMILIES, Family, bare_model
-from finetune.engine.fp8 import MULTIPLE, why_not_fp8
-from finetune.engine.fp8_layers import Fp8Linear
+from finetune.engine.quantized import MULTIPLE, why_not_fp8
+from finetune.engine.adapted import Fp8Linear
 from finetune.errors import ConfigError
 
 if TYPE_CHECKING:

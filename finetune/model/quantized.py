@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.engine.decoder import bare_model
-from finetune.engine.four_bits import holds_nf4, in_4_bits_without_data
+from finetune.engine.quantized import holds_nf4, in_4_bits_without_data
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model
 from finetune.model.from_hub import locate_model, stored_weights

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.config.keys import on_resume, values
-from finetune.replay.rows import first_differing_row, load_rows
+from finetune.replay.causes import first_differing_row, load_rows
 from finetune.replay.trace import FIELDS, Trace
 from finetune.runs.comparison import differing, format_value, loss_difference, recorded_facts
 from finetune.runs.recorded_run import RecordedRun

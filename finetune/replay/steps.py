@@ -32,7 +32,7 @@ from finetune.training.checks import named_splits
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer
 from finetune.training.rewards.rollouts import RolloutLoader
-from finetune.training.schedule_free import restore_trained_weights
+from finetune.training.optim import restore_trained_weights
 from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer

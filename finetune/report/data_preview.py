@@ -15,7 +15,7 @@ from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.diagnose.preview_splits import SplitSummary
-    from finetune.diagnose.preview_tokens import Span
+    from finetune.diagnose.preview_splits import Span
 
 MOST_CHARACTERS = 6000
 """The most characters of a row that the page shows."""
@@ -69,7 +69,7 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
 
 def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
     from finetune.diagnose.preview import preview_data
-    from finetune.diagnose.preview_tokens import Span, join_alike
+    from finetune.diagnose.preview_splits import Span, join_alike
 
     config = load_run_config(run.folder.path, loads_model=False)
     preview = preview_data(config.model_copy(update={"strict": False}), num_rows=1)

@@ -16,7 +16,7 @@ from finetune.runs.file_lock import try_file_lock
 from finetune.runs.metrics import MetricsReader, number_in, sign_of
 from finetune.runs.recorded_run import ENDED_EARLY, Points, best_point, step_of
 from finetune.signals import end_with_parent, received_stop_signal, stops_after_step
-from finetune.sweep.halving import find_lost_comparison
+from finetune.sweep.running import find_lost_comparison
 from finetune.sweep.trials import FINISHED, Sweep, Trial
 from finetune.terminal import say
 

@@ -9,7 +9,7 @@ from finetune.config.hub import Repository
 from finetune.config.objectives import OBJECTIVES, SECTIONS
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows, missing_here
-from finetune.data.labelled import EncodedLabelled
+from finetune.data.preferences import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.inference.prompts import read_general_prompts

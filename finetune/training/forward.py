@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.data.batches import Collate, packer, pad
-from finetune.distributed.precision import DTYPES
+from finetune.distributed.device import DTYPES
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.attention_cuda import attention_fallback
 from finetune.engine.decoder import layer_windows

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
-from finetune.inference.answer_metrics import METRICS, Metric
+from finetune.inference.answers import METRICS, Metric
 from finetune.training.validation import LOSS
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
-    from finetune.engine.given_loss import GivenLoss
+    from finetune.engine.loss import GivenLoss
 
 _log = logging.getLogger(__name__)
 CALLBACKS = ("on_step", "on_validation", "on_save", "on_end")
@@ -125,7 +125,7 @@ class Hooks:
     def refuse_no_sum(self, model: Any, device: torch.device) -> None:
         """Raise a ConfigError if the loss is not a sum over its targets."""
         if self.loss is not None:
-            from finetune.engine.given_loss import refuse_no_sum
+            from finetune.engine.loss import refuse_no_sum
 
             refuse_no_sum(self.loss, len(model.get_output_embeddings().weight), device)
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from finetune.engine.decoder import bare_model
-from finetune.engine.fp8 import MULTIPLE, ROUNDING
+from finetune.engine.quantized import MULTIPLE, ROUNDING
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import rows_of
 from finetune.errors import ConfigError, ModelError
 from finetune.fallbacks import Fallback
-from finetune.model.fp8_base import round_frozen_layers
+from finetune.model.quantized import round_frozen_layers
 from finetune.model.quantized import weights_from_disk
 from finetune.training.optim import trainable_parameters
 

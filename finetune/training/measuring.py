@@ -16,7 +16,7 @@ from finetune.data.subsets import by_column
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallback
-from finetune.inference.answer_metrics import Metric
+from finetune.inference.answers import Metric
 from finetune.inference.evaluation import evaluate_model
 from finetune.inference.finished_run import LoadedRun, place_finished_run
 from finetune.inference.scores import Evaluation

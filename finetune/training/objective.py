@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.data.encoded import EncodedSplits
     from finetune.distributed.runtime import Runtime
-    from finetune.engine.given_loss import GivenLoss
+    from finetune.engine.loss import GivenLoss
     from finetune.runs.state import TrainerState
     from finetune.training.hooks import Hooks
     from finetune.training.memory.choice import MemoryChoice
@@ -80,7 +80,7 @@ class TrainingObjective:
         """Return the objective with a script's loss, if there is one. Validations still measure the cross-entropy."""
         if function is None:
             return self
-        from finetune.engine.given_loss import summed_given_loss
+        from finetune.engine.loss import summed_given_loss
 
         loss = partial(summed_given_loss, function=function)
         return replace(self, loss=lambda _config, choices: partial(loss, choices=choices))

@@ -13,7 +13,7 @@ import torch
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, SCRIPT_PREFIX, is_allowed_object
 from finetune.errors import ConfigError
 from finetune.model.adapter_start import is_half_frozen
-from finetune.training.schedule_free import is_schedule_free, restore_trained_weights
+from finetune.training.optim import is_schedule_free, restore_trained_weights
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection

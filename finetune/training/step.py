@@ -26,7 +26,7 @@ from finetune.training.optim import learning_rate_at, set_learning_rate, trainab
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
-    from finetune.training.half_precision import LossScale
+    from finetune.training.low_precision import LossScale
 
 Result = TypeVar("Result")
 

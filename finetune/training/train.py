@@ -16,11 +16,11 @@ from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError
-from finetune.inference.answer_metrics import Metric
+from finetune.inference.answers import Metric
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
-from finetune.model.fp8_base import refuse_where_fp8_is_impossible
+from finetune.model.quantized import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
 from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
 from finetune.model.tokens import build_run_tokenizer
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.engine.given_loss import GivenLoss
+    from finetune.engine.loss import GivenLoss
 
 
 class TrainResult(NamedTuple):

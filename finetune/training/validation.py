@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import did_you_mean
-from finetune.data.held_out import shuffled
+from finetune.data.splits import shuffled
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answer_metrics import METRICS, Metric, resolve_metrics
+from finetune.inference.answers import METRICS, Metric, resolve_metrics
 from finetune.runs.metrics import sign_of, subset_key
 from finetune.runs.state import TrainerState
 

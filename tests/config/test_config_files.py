@@ -5,9 +5,8 @@ import re
 import pytest
 
 from finetune.config.compose import compose, list_configs
-from finetune.config.config_files import list_model_families, other_models
+from finetune.config.config_files import list_model_families, other_models, shipped_folder
 from finetune.config.keys import fields
-from finetune.config.shipped_files import shipped_folder
 
 SHIPPED = {
     "run": ["grpo_quickstart", "quickstart", "train_ddp"],

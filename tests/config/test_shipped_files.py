@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from finetune.config import shipped_files
-from finetune.config.shipped_files import resolve_shipped, shipped_folder
+from finetune.config.config_files import resolve_shipped, shipped_folder
 from finetune.errors import ConfigError
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
+from finetune.config.config_files import resolve_shipped
 from finetune.config.schema import DataSection
-from finetune.config.shipped_files import resolve_shipped
 from finetune.data.encode import encode_rows
 from finetune.data.examples import load_examples
 from finetune.data.row_file import rows_in_memory

@@ -18,11 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from finetune.config.schema import DataSection
 from finetune.data import row_file, templates
-from finetune.data.cache import load_or_encode
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.row_file import RowFacts
+from finetune.data.row_file import RowFacts, load_or_encode
 from finetune.data.rows import Examples
 from finetune.data.templates import TokenisedRow
 from finetune.errors import ConfigError, DataError
@@ -201,7 +200,7 @@ class OnlyFull(BytesIO):
 ENCODE = """
 import sys, time
 from pathlib import Path
-from finetune.data.cache import load_or_encode
+from finetune.data.row_file import load_or_encode
 from finetune.data.row_file import RowFacts
 from finetune.data.templates import TokenisedRow
 from finetune.fallbacks import Fallbacks

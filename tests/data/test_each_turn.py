@@ -11,8 +11,7 @@ import torch
 from finetune.config.compose import load_config
 from finetune.data.batches import TrainLoader, packer
 from finetune.data.encoded import EncodedExamples
-from finetune.data.labelled import encode_labelled
-from finetune.data.preferences import encode_preferences
+from finetune.data.preferences import encode_labelled, encode_preferences
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ConfigError, DataError

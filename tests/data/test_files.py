@@ -11,8 +11,8 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from finetune.config.compose import compose, config_from_dict, resolved_yaml
-from finetune.data.cache import encoding_key
 from finetune.data.examples import check_local_rows, load_examples, missing_here
+from finetune.data.row_file import encoding_key
 from finetune.errors import ConfigError, DataError
 from tests.data.conftest import encode_train
 

@@ -17,7 +17,7 @@ import torch
 
 from finetune.config.schema import TrainingSection
 from finetune.data.batches import BatchRule, TrainLoader, pad
-from finetune.data.cache import load_or_encode
+from finetune.data.row_file import load_or_encode
 from finetune.data.encoded import EncodedExamples
 from finetune.data.row_file import RowFacts
 from finetune.data.templates import TokenisedRow

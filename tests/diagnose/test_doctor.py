@@ -16,14 +16,17 @@ import torch
 
 from finetune.config.compose import compose
 from finetune.diagnose import machine_checks
-from finetune.diagnose.folder_checks import check_folders, judge_space, sees_file, write_marker
 from finetune.diagnose.launch_checks import check_address, check_launch, check_sharding
 from finetune.diagnose.machine_checks import (
     check_devices,
+    check_folders,
     check_versions,
     judge_cores,
     judge_packages,
     judge_shared_memory,
+    judge_space,
+    sees_file,
+    write_marker,
 )
 from finetune.distributed.environment import LaunchEnvironment, read_environment
 from finetune.errors import SUMMARY

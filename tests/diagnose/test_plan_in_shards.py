@@ -14,7 +14,7 @@ from finetune.cli.plan import show_plan
 from finetune.config.compose import compose, load_config
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.planner import SHARDS, make_plan
-from finetune.distributed.precision import convert_weights
+from finetune.distributed.device import convert_weights
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import LaunchError

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.templates import AnswerTokens
-from finetune.diagnose.preview_tokens import on_one_line, read_pieces, special_looking_text, visible_token
+from finetune.diagnose.preview_splits import on_one_line, read_pieces, special_looking_text, visible_token
 from tests.tiny import tiny_tokenizer
 
 HARD_TEXT = "naïve 🙂 日本語 a\tb\r\n\x1b[31mred\x07 \u202egnp.exe \u200b\u00a0 end"

@@ -15,8 +15,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
 from finetune.diagnose.rehearsal import Rehearsal, _merge
-from finetune.diagnose.rehearsal_overrides import MOST_ROWS, override, rehearsed_values
-from finetune.diagnose.stand_in import HEAD_SIZE, shrink, write_stand_in
+from finetune.diagnose.rehearsal_overrides import (
+    HEAD_SIZE,
+    MOST_ROWS,
+    override,
+    rehearsed_values,
+    shrink,
+    write_stand_in,
+)
 from finetune.model.base import longrope_boundary
 from finetune.model.from_hub import published_sizes
 from finetune.model.targets import resolve_targets

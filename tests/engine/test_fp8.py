@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from finetune.engine.quantized import FP8, MULTIPLE, ROUNDING, input_gradient_in_fp8, product_in_fp8, rounded_to_fp8
 from torch.nn import functional
 
 from finetune.engine import fp8
-from finetune.engine.fp8 import FP8, MULTIPLE, ROUNDING, input_gradient_in_fp8, product_in_fp8, rounded_to_fp8
-from finetune.engine.fp8_layers import Fp8Linear
+from finetune.engine.adapted import Fp8Linear
 from finetune.engine.linear import Linear, linear
 
 ROWS, IN, OUT = 24, 64, 48

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from finetune.errors import ModelError, RunFailedError
-from finetune.export.logits import compare_logits
 from finetune.export.merge import cast_weights, is_tied, merge_adapter, refuse_far
 from finetune.export.plain_reload import logits_in_fp32
+from finetune.export.vectors import compare_logits
 from tests.export.finished_runs import TARGETS, add_drawn_adapter, build_base
 from tests.tiny_models import build_tiny, tiny_phi3_config
 

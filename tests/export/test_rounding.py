@@ -13,8 +13,8 @@ import torch
 
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.export.gguf_served import _LEAST_BOUND, MODEL_FILE, ROUNDING_KEY, gguf_bound
-from finetune.export.logits import relative_by_position
 from finetune.export.rounding import ROUNDED, measure_rounding
+from finetune.export.vectors import relative_by_position
 from tests.export.finished_runs import add_drawn_adapter, build_base
 from tests.export.gguf_files import write_gguf
 

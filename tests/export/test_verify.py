@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finetune.cli.verify import verify
-from finetune.config.shipped_files import resolve_shipped
+from finetune.config.config_files import resolve_shipped
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export.certificate import CERTIFICATE_HEAD, read_certificates
 from finetune.export.push import build_package

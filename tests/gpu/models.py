@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from finetune.config.schema import LoraSection
-from finetune.distributed.precision import Precision, convert_weights
+from finetune.distributed.device import Precision, convert_weights
 from finetune.model.lora import add_lora
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import SIZES, WINDOW, build_tiny, tiny_phi3_config, tiny_phi_config

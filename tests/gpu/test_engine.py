@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExample
-from finetune.distributed.precision import DTYPES, Precision
+from finetune.distributed.device import DTYPES, Precision
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import Microbatch

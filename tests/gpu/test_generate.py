@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from finetune.distributed.precision import deterministic_algorithms
+from finetune.distributed.device import deterministic_algorithms
 from finetune.inference import decoding
 from finetune.inference.decoding import Decoding, Sampling, generate_answers
 from tests.gpu.models import placed

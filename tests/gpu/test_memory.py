@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.config.schema import LoraSection, OptimSection
-from finetune.distributed.precision import DTYPES, Precision, convert_weights
+from finetune.distributed.device import DTYPES, Precision, convert_weights
 from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients

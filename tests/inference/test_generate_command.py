@@ -124,7 +124,7 @@ def test_mistakes_are_told(asked, adapter_run, options, error, why):
 
 
 def test_control_characters_of_an_answer_do_not_reach_the_screen(asked, adapter_run, monkeypatch):
-    from finetune.inference.answer_reader import Answer, AnswerReader
+    from finetune.inference.answers import Answer, AnswerReader
 
     monkeypatch.setattr(AnswerReader, "read", lambda self, ids: Answer("\x1b[2J\x9bgone\u202e\nnext"))
     assert asked(adapter_run, PROMPTS[:1]) == "<U+001B>[2J<U+009B>gone<U+202E>\nnext\n"

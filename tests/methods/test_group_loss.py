@@ -19,9 +19,12 @@ from finetune.data.encoded import EncodedExample
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.model.base import evaluation_mode
 from finetune.training.optim import trainable_parameters
-from finetune.training.rewards.group_loss import METRICS, GroupLoss, GroupNats, advantages_of
 from finetune.training.rewards.groups import (
+    METRICS,
+    GroupLoss,
+    GroupNats,
     ScoredAnswer,
+    advantages_of,
     nats_of_tokens,
     put_answers_together,
     summed_group_loss,

@@ -17,7 +17,7 @@ from finetune import launch, load_config
 from finetune.config.schema import Config, PreferenceSection
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExamples
-from finetune.data.labelled import EncodedLabelled, LabelledExample
+from finetune.data.preferences import EncodedLabelled, LabelledExample
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from finetune.engine.quantized import _state_tensors, holds_nf4, widened
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -15,8 +16,7 @@ from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.planner import Planner
-from finetune.distributed.precision import convert_weights
-from finetune.engine.four_bits import _state_tensors, holds_nf4, widened
+from finetune.distributed.device import convert_weights
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights

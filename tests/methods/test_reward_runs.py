@@ -18,7 +18,7 @@ from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
 from finetune.training import training_run
 from finetune.training.rewards import rollouts as training_rollouts
-from finetune.training.rewards.group_loss import METRICS
+from finetune.training.rewards.groups import METRICS
 from finetune.training.step import StepTooLargeError
 from tests.in_process import run_finetune
 from tests.launches import run_command, run_launched

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertModel
 
 from finetune.config.schema import LoraSection, ModelSection
-from finetune.distributed.precision import convert_weights
+from finetune.distributed.device import convert_weights
 from finetune.errors import ModelError
 from finetune.model.base import build_base_model, count_parameters, evaluation_mode, longrope_boundary, max_context
 from finetune.model.from_hub import locate

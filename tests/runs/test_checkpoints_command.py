@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import typer
 
-from finetune.cli.checkpoints import checkpoints
 from finetune.cli.overrides import train_from_overrides
+from finetune.cli.runs import checkpoints
 from finetune.errors import CheckpointError
 from finetune.runs import verification
 from finetune.runs.durable import committed_folder, find_damage

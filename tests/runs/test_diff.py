@@ -3,7 +3,7 @@ import json
 import pytest
 import typer
 
-from finetune.cli.diff import diff
+from finetune.cli.bisect import diff
 from finetune.errors import CheckpointError
 from finetune.runs.comparison import compare_runs
 from finetune.runs.recorded_run import RecordedRun

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from finetune.sweep.halving import find_lost_comparison
+from finetune.sweep.running import find_lost_comparison
 
 
 def weak(values, others, *, after=0, factor=3, sign=-1, last_step=None):

@@ -13,7 +13,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3MLP
 from finetune.config.schema import Config
 from finetune.errors import RunFailedError
 from finetune.model.lora import add_lora
-from finetune.training.adapter_watch import AdapterWatch
+from finetune.training.checks import AdapterWatch
 from finetune.training.step import StepResult
 from tests.launches import run_launched
 from tests.methods import tiny_training

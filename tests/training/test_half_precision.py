@@ -7,11 +7,11 @@ import shutil
 
 import pytest
 import torch
+from finetune.training.low_precision import LossScale
 
 from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
 from finetune.training import half_precision, training_run
-from finetune.training.half_precision import LossScale
 from tests.methods.tiny_training import break_at, contents, curve, record, words_for, write_inputs
 from tests.training.test_trainer import train
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import finetune
-from finetune.config.shipped_files import resolve_shipped
+from finetune.config.config_files import resolve_shipped
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run
 from finetune.model.given_model import describe_given_model

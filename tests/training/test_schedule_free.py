@@ -11,8 +11,7 @@ from safetensors.torch import load_file
 from finetune.config.schema import OptimSection
 from finetune.errors import ConfigError
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
-from finetune.training.optim import build_optimizer, resolve_optimizer
-from finetune.training.schedule_free import averaged_weights, restore_trained_weights
+from finetune.training.optim import averaged_weights, build_optimizer, resolve_optimizer, restore_trained_weights
 from tests.in_process import run_finetune
 from tests.methods.tiny_training import (
     adapter_tensors,

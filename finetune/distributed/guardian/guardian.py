@@ -20,7 +20,7 @@ from finetune.distributed.guardian.faults import (
 )
 from finetune.distributed.guardian.hub import Hub
 from finetune.distributed.guardian.link import Message, Peer
-from finetune.distributed.guardian.worker import Worker
+from finetune.distributed.guardian.guardian import Worker
 from finetune.errors import Fault
 
 

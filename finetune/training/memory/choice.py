@@ -17,7 +17,7 @@ import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.engine.decoder import bare_model
-from finetune.engine.four_bits import full_shape
+from finetune.engine.quantized import full_shape
 from finetune.errors import first_line
 from finetune.logs import waiting
 from finetune.model.base import checkpoint_gradients

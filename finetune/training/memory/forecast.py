@@ -19,10 +19,10 @@ import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.encoded import EncodedExamples
-from finetune.data.labelled import EncodedLabelled
+from finetune.data.preferences import EncodedLabelled
 from finetune.data.preferences import EncodedPairs
 from finetune.engine.decoder import bare_model
-from finetune.engine.four_bits import is_in_4_bits, state_bytes, weight_without_data
+from finetune.engine.quantized import is_in_4_bits, state_bytes, weight_without_data
 from finetune.engine.microbatch import Microbatch, WithRows
 from finetune.training.memory.tracing import (
     BETWEEN,

@@ -25,7 +25,7 @@ from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.decoder import bare_model, layer_windows
-from finetune.engine.four_bits import weight_without_data
+from finetune.engine.quantized import weight_without_data
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import Choices

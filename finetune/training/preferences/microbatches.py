@@ -15,7 +15,7 @@ import torch
 
 from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.encoded import EncodedExample
-from finetune.data.labelled import LabelledExample
+from finetune.data.preferences import LabelledExample
 from finetune.data.preferences import EncodedPair
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, function_of_nats
@@ -40,7 +40,7 @@ class PreferenceMicrobatch(WithRows):
             learns the prompt. A labelled answer is one row.
         each: rows of a pair or of a labelled answer.
         num_tokens: tokens of all answers with their prompts.
-        mismatched: of labelled answers, each prompt with the completion of another row (`finetune.data.labelled`).
+        mismatched: of labelled answers, each prompt with the completion of another row (`finetune.data.preferences`).
         is_good: the labels, bool, shape (rows,).
         counts: what the micro-batch adds to the sums over the whole global batch.
         whole: the sums over the whole global batch; None until they are computed.

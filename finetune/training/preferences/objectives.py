@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import Collate, EvaluationLoader
-from finetune.data.labelled import EncodedLabelled
+from finetune.data.preferences import EncodedLabelled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices
 from finetune.errors import DataError

@@ -11,7 +11,7 @@ import psutil
 
 from finetune.runs.metrics import Event, MetricsWriter, iterate_events
 from finetune.training.reporting.progress import TrainingProgress
-from finetune.training.reporting.trackers import Trackers
+from finetune.training.reporting.events import Trackers
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

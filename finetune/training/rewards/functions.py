@@ -1,6 +1,6 @@
 """Functions that reward generated answers: built-in ones and the user's own, with TRL's signature.
 
-Security: a function is code, so it is looked up like a metric (`finetune.inference.answer_metrics`): a module must be
+Security: a function is code, so it is looked up like a metric (`finetune.inference.answers`): a module must be
 installed and allowed by the command line.
 """
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.data.values import quote
 from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answer_metrics import exact_match, json_equal, json_valid, resolve_functions, token_f1
+from finetune.inference.answers import exact_match, json_equal, json_valid, resolve_functions, token_f1
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, RewardSection

@@ -18,7 +18,7 @@ from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, f
 from finetune.engine.microbatch import WithRows
 from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
-from finetune.training.rewards.group_loss import GroupLoss, GroupNats
+from finetune.training.rewards.groups import GroupLoss, GroupNats
 
 
 class ScoredAnswer(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from finetune.data.batches import EvaluationLoader
 from finetune.data.encoded import EncodedExamples, EncodedSplits
-from finetune.data.held_out import shuffled
+from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
 from finetune.inference.decoding import Decoding
@@ -21,7 +21,7 @@ from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Prepared, TrainingObjective
 from finetune.training.rewards.functions import Rewards
-from finetune.training.rewards.group_loss import METRICS, GroupLoss, advantages_of
+from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of
 from finetune.training.rewards.groups import summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of

@@ -25,7 +25,7 @@ from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
 from finetune.training.rewards.functions import Rewards
-from finetune.training.rewards.group_loss import GroupLoss, advantages_of
+from finetune.training.rewards.groups import GroupLoss, advantages_of
 from finetune.training.rewards.groups import (
     GroupMicrobatch,
     ScoredAnswer,
