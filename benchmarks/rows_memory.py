@@ -71,8 +71,8 @@ def run_phase(phase: str, folder: Path, made: int | None) -> None:
     """Run one phase and print its memory. `made` rows are made where they are encoded, if given."""
     from transformers import AutoTokenizer
 
-    from finetune.config.schema import DataSection, TrainingSection
     from finetune.config.config_files import resolve_shipped
+    from finetune.config.schema import DataSection, TrainingSection
     from finetune.data.batches import BatchRule, TrainLoader
     from finetune.data.encode import encode_examples
     from finetune.data.examples import load_examples
@@ -99,9 +99,8 @@ def run_phase(phase: str, folder: Path, made: int | None) -> None:
 
 def made_rows(folder: Path, num_rows: int) -> EncodedExamples:
     """Rows of random tokens, through the cache."""
-    from finetune.data.row_file import load_or_encode
     from finetune.data.encoded import EncodedExamples
-    from finetune.data.row_file import RowFacts, RowWriter
+    from finetune.data.row_file import RowFacts, RowWriter, load_or_encode
     from finetune.data.templates import TokenisedRow
     from finetune.fallbacks import Fallbacks
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from finetune.config.compose import load_config as load_config
     from finetune.data.encode import encode_examples as encode_examples
     from finetune.data.examples import load_examples as load_examples
-    from finetune.data.preferences import encode_labelled as encode_labelled
     from finetune.data.objective import encode_for_objective as encode_for_objective
+    from finetune.data.preferences import encode_labelled as encode_labelled
     from finetune.data.preferences import encode_preferences as encode_preferences
     from finetune.data.templates import stop_ids as stop_ids
     from finetune.distributed.ddp_init import cleanup_ddp as cleanup_ddp

@@ -1,22 +1,30 @@
-"""`finetune bisect`: find the first step in which two runs differ, and the cause."""
+"""`finetune diff` compares two runs, and `finetune bisect` finds the first step in which they differ, and the cause."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.bisect import show_differences
-from finetune.cli.run_options import OptionRules
-from finetune.cli.run_options import JsonOption, RunFolderArgument, SetOption, StepsOption, refuse_several_processes
+from finetune.cli.run_options import (
+    JsonOption,
+    OptionRules,
+    RunFolderArgument,
+    SetOption,
+    StepsOption,
+    refuse_several_processes,
+)
 from finetune.errors import RunFailedError
 from finetune.logs import configure_logs, importing, waiting
-from finetune.terminal import print_json, say
+from finetune.terminal import print_json, print_table, say
 from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.replay.bisect import Bisection
+    from finetune.runs.comparison import Difference
 
 
 def bisect(
@@ -81,3 +89,33 @@ def _show(result: Bisection) -> None:
         say(f"Cause: {result.cause.text}.")
     for command in result.commands:
         say(f"  {command}")
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another run's folder.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two runs: config, versions, data, world, results. Exit code 1 if they differ."""
+    from finetune.runs.comparison import compare_runs
+    from finetune.runs.recorded_run import open_run
+
+    configure_logs(0, level=logging.ERROR)
+    runs = [open_run(path, detail="recent") for path in (first, second)]
+    facts = compare_runs(runs)
+    unread = [str(run.folder.config_file) for run in runs if run.config is None]
+    if as_json:
+        a, b = (str(run.folder.path) for run in runs)
+        print_json({"a": a, "b": b, "differences": [fact.as_record() for fact in facts], "not_compared": unread})
+    elif facts:
+        show_differences(facts, (str(first), str(second)))
+    else:
+        say(f"{first} and {second}: no differences except their folders and times")
+    for file in [] if as_json else unread:
+        say(f"{file} is missing or cannot be read: the configurations were not compared")
+    raise typer.Exit(1 if facts else 0)
+
+
+def show_differences(facts: Sequence[Difference], titles: Sequence[str]) -> None:
+    """Print a table of the facts that differ, with a column for each run."""
+    print_table(["what", *titles], [[f"{fact.part} {fact.name}", *fact.texts()] for fact in facts])

@@ -33,7 +33,8 @@ _AFTER_A_RUN = {
     **{name: name for name in ("evaluate", "generate", "chat")},
     **dict.fromkeys(("merge", "export"), "export"),
     **{"verify": "verify", "push": "export"},
-    **{name: name for name in ("watch", "runs", "diff", "bisect", "upgrade", "checkpoints", "report")},
+    **{"watch": "runs", "runs": "runs", "diff": "bisect", "bisect": "bisect"},
+    **{"upgrade": "upgrade", "checkpoints": "runs", "report": "report"},
 }
 """The commands about finished runs, with the module in which each is a function. Training does not import them."""
 

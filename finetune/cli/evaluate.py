@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from finetune.cli.run_options import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
     JsonOption,
+    OptionRules,
     RunFolderArgument,
     SetOption,
     log_as_this_rank,

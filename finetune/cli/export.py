@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from finetune.cli.run_options import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
+    OptionRules,
     RunFolderArgument,
     SetOption,
     refuse_password,

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from finetune.cli.run_options import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
     JsonOption,
     MaxNewTokensOption,
+    OptionRules,
     RunFolderArgument,
     SeedOption,
     SetOption,

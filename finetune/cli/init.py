@@ -1,7 +1,9 @@
-"""`finetune init`: ask for model, data and place, and write a commented run file."""
+"""`finetune init` asks for model, data and place, and writes a run file. `finetune recipes` copies shipped recipes."""
 
 from __future__ import annotations
 
+import ast
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -20,13 +22,13 @@ from finetune.config.config_files import (
     is_path,
     list_model_families,
     other_models,
+    resolve_shipped,
+    shipped_folder,
 )
 from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, name_files
-from finetune.config.config_files import resolve_shipped
-from finetune.data.readers import suffix_of
 from finetune.data.examples import holds_out_by_default
-from finetune.data.readers import SUFFIXES
+from finetune.data.readers import SUFFIXES, suffix_of
 from finetune.errors import ConfigError
 from finetune.runs.default_folder import with_chosen_folder
 from finetune.terminal import say
@@ -184,3 +186,31 @@ def _group_files(overrides: Sequence[str]) -> dict[str, str]:
     """Return the names of the group files that the overrides choose, in the order of `GROUPS`."""
     pairs = dict(override.partition("=")[::2] for override in (f"task={DEFAULT_TASK}", *overrides))
     return {group: pairs[group] for group in GROUPS if group in pairs and not is_path(group, pairs[group])}
+
+
+def list_recipes() -> list[tuple[str, str]]:
+    """Return the name and the first docstring line of each recipe."""
+    return [(path.stem, _first_line(path)) for path in sorted(shipped_folder("recipes").glob("*.py"))]
+
+
+def copy_recipe(name: str, folder: Path) -> Path:
+    """Copy a recipe to a folder. The configs that it names stay in the package: a copy would hide them.
+
+    Raises:
+        ConfigError: there is no such recipe, or the file exists already. Nothing is written then.
+    """
+    recipes = {path.stem: path for path in shipped_folder("recipes").glob("*.py")}
+    name = name.removesuffix(".py")
+    if name not in recipes:
+        raise ConfigError(f"there is no recipe {name}. There are: {', '.join(sorted(recipes))}.")
+    target = folder / f"{name}.py"
+    if target.exists():
+        raise ConfigError(f"{target} is there already. Nothing was written; name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(recipes[name], target)
+    return target
+
+
+def _first_line(recipe: Path) -> str:
+    docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]

@@ -1,9 +1,10 @@
-"""The options that several commands share."""
+"""The options that several commands share, and the rules for options that cannot be used together."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -128,3 +129,38 @@ def refuse_several_processes(command: str) -> None:
         raise ConfigError(
             f"finetune {command} needs one process, but {started} were started. Run it without a launcher."
         )
+
+
+class OptionRules:
+    """Rules about the options that a user gave.
+
+    Args:
+        options: the value of each option by its name on the command line. None and False mean that the user did not
+            give the option.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._given = {name for name, value in options.items() if value is not None and value is not False}
+
+    def need(self, option: str, *alternatives: str) -> None:
+        """Refuse an option when the user gave none of the options that it needs.
+
+        Raises:
+            ConfigError: names the option and what it needs.
+        """
+        if option in self._given and self._given.isdisjoint(alternatives):
+            raise ConfigError(
+                f"{option} needs {' or '.join(alternatives)}, which was not given. Add it, or leave out {option}."
+            )
+
+    def exclude(self, option: str, *others: str, because: str) -> None:
+        """Refuse an option when the user also gave one of the others.
+
+        `because` is the reason and what to do instead, as sentences.
+
+        Raises:
+            ConfigError: names the options that were given together, and the reason.
+        """
+        together = [other for other in others if other in self._given]
+        if option in self._given and together:
+            raise ConfigError(f"{option} and {' and '.join(together)} cannot be given together: {because}")

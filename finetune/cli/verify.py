@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.run_options import OptionRules
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
     JsonOption,
+    OptionRules,
     SetOption,
     refuse_missing_folder,
     refuse_several_processes,

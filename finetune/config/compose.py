@@ -24,11 +24,12 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePath
 
-from finetune.config.checks import build_config
+from finetune.config.checks import bound_to_folder, build_config, refuse_code_of_files
 from finetune.config.config_files import (
     GROUPS,
     RUN_FILES,
     SAVED_CONFIG,
+    SHIPPED_PREFIX,
     absolute,
     find_file,
     is_file_of_rows,
@@ -52,8 +53,6 @@ from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.run_paths import find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
-from finetune.config.config_files import SHIPPED_PREFIX
-from finetune.config.checks import bound_to_folder, refuse_code_of_files
 from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_settings, read_value
 from finetune.errors import ConfigError
 

@@ -1,4 +1,4 @@
-"""Find the YAML files that overrides choose: by path, in ./configs, or shipped with the package.
+"""Find YAML files: those that overrides choose (a path, ./configs, or shipped), and the other shipped files.
 
 `model=` and `data=` also take the path or hub id of a model or of rows: `is_path` tells the two apart.
 """
@@ -8,9 +8,44 @@ from __future__ import annotations
 import os
 from glob import iglob
 from pathlib import Path
+from typing import Literal
 
 from finetune.config.keys import did_you_mean
-from finetune.config.config_files import SHIPPED_PREFIX, shipped_folder
+from finetune.errors import ConfigError
+
+SHIPPED_PREFIX = "shipped:"
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
+    """Return the folder inside an installed wheel, or beside the package in a checkout of the repository.
+
+    Raises:
+        ConfigError: the installation is incomplete.
+    """
+    # First inside: beside an installed package lie others, and one may be called "configs".
+    for folder in (_PACKAGE / "shipped" / name, _PACKAGE.parent / name):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(f"this installation of finetune has no {name}/ folder. Install the package again.")
+
+
+def resolve_shipped(path: str) -> str:
+    """Return the absolute path of an asset such as ``shipped:phi_tiny``, and any other path unchanged.
+
+    Raises:
+        ConfigError: there is no asset of this name.
+    """
+    if not path.startswith(SHIPPED_PREFIX):
+        return path
+    name = path.removeprefix(SHIPPED_PREFIX)
+    assets = {entry.name: entry for entry in (_PACKAGE / "assets").glob("[!_.]*")}
+    if name not in assets:
+        there = ", ".join(SHIPPED_PREFIX + asset for asset in sorted(assets)) or "nothing"
+        raise ConfigError(f"{path} is not shipped with this package. There is: {there}.")
+    return str(assets[name])
+
 
 GROUPS = ("model", "data", "task", "parallel")
 """The groups, in the order in which their files are merged: a later one wins over an earlier one."""
@@ -174,3 +209,8 @@ def _description(path: Path) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     return line.lstrip("# ").rstrip() if line.startswith("#") else ""
+
+
+def local_path(path: str) -> Path:
+    """Return the path of a file or folder of this machine, which may be written `file:///rows.jsonl`."""
+    return Path(path.removeprefix(LOCAL)).expanduser()

@@ -9,12 +9,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.data.row_file import encoding_key, load_or_encode
 from finetune.data.chat_template import ChatTemplate, describe_key, use_chat_template
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
-from finetune.data.splits import AUTO_NEEDS_ROWS
 from finetune.data.parallel import (
     PAYS_FROM_CHARACTERS,
     ROWS_AT_ONCE,
@@ -24,8 +22,9 @@ from finetune.data.parallel import (
     encode_in_processes,
 )
 from finetune.data.row_checks import check_rows, name_some
-from finetune.data.row_file import RowFacts, RowWriter
+from finetune.data.row_file import RowFacts, RowWriter, encoding_key, load_or_encode
 from finetune.data.rows import ROW_TYPE_NAMES, Examples, RowProblems
+from finetune.data.splits import AUTO_NEEDS_ROWS
 from finetune.data.templates import AnswerTokens, TrainOn, digest_tokenizer, encode_batch
 from finetune.data.turns import Dialogue
 from finetune.data.values import BadRowError

@@ -14,8 +14,8 @@ from typing import Any, Generic, NamedTuple, Self, TypeVar
 import torch
 from torch.utils.data import Dataset
 
-from finetune.data.splits import shuffled
 from finetune.data.row_file import EncodedRows, RowFacts, RowWriter, rows_in_memory
+from finetune.data.splits import shuffled
 from finetune.data.templates import TokenisedRow
 from finetune.engine.prefixes import Tokens
 from finetune.errors import DataError

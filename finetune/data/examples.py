@@ -12,18 +12,23 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from finetune.config.config_files import is_address, is_list_or_glob
+from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
-from finetune.config.config_files import resolve_shipped
-from finetune.data.readers import stem_of, suffix_of
 from finetune.data.formats import Reads
-from finetune.data.splits import AUTO_NEEDS_ROWS, SplitSize, parse_split_size, rows_of_split
 from finetune.data.hub import open_split, split_names
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets
-from finetune.data.remote import JoinedRows, RemoteRows, RowSource, local_path, name_of, names_at
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets, stem_of, suffix_of
+from finetune.data.remote import JoinedRows, RemoteRows, RowSource, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
-from finetune.data.splits import SPLIT_NAMES, files_of_splits, in_order
-from finetune.data.splits import names_of_sources
+from finetune.data.splits import (
+    AUTO_NEEDS_ROWS,
+    SPLIT_NAMES,
+    SplitSize,
+    files_of_splits,
+    in_order,
+    names_of_sources,
+    parse_split_size,
+    rows_of_split,
+)
 from finetune.errors import ConfigError, DataError
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error

@@ -8,8 +8,13 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
-from finetune.data.preferences import EncodedLabelledSplits, encode_labelled
-from finetune.data.preferences import EncodedPairSplits, encode_preferences, refuse_each_turn
+from finetune.data.preferences import (
+    EncodedLabelledSplits,
+    EncodedPairSplits,
+    encode_labelled,
+    encode_preferences,
+    refuse_each_turn,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,9 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
-from finetune.config.config_files import LOCAL
-from finetune.data.readers import suffix_of, suffixes_of
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow, suffix_of, suffixes_of
 from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import DataError, PreemptedError, extra_command, first_line
 from finetune.logs import waiting
@@ -42,11 +40,6 @@ _ANSWER_SECONDS = 120.0
 """The longest that a server may take to answer a question, and to send one piece of a file."""
 _MOST_BYTES_WITHOUT_SIZE = 64 << 30
 """The largest file for which the server does not announce a size."""
-
-
-def local_path(path: str) -> Path:
-    """Return the path of a file or folder of this machine, which may be written `file:///rows.jsonl`."""
-    return Path(path.removeprefix(LOCAL)).expanduser()
 
 
 @dataclass(frozen=True)

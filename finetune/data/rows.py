@@ -18,9 +18,9 @@ from finetune.data.formats import (
     detect_format,
     parse_row,
 )
-from finetune.data.splits import digest_row
 from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
+from finetune.data.splits import digest_row
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.units import counted

@@ -7,9 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.keys import values
-from finetune.diagnose.plan_batches import Batches
+from finetune.diagnose.plan_batches import Batches, Section, answer_keys
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_batches import Section, answer_keys
 from finetune.findings import Finding, problem, warning
 from finetune.runs.checkpoints import DiskNeed
 from finetune.training.memory.choice import MemoryChoice

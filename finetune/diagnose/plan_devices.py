@@ -10,8 +10,7 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from finetune.distributed.device import _resolve_device, accelerator_type
-from finetune.distributed.device import Precision, best_precision
+from finetune.distributed.device import Precision, _resolve_device, accelerator_type, best_precision
 from finetune.errors import ConfigError
 
 GIB = 2**30

@@ -10,10 +10,9 @@ import torch
 from finetune.distributed.device import Precision, convert_weights
 from finetune.findings import Finding, warning
 from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients
-from finetune.model.quantized import refuse_fp8_without_engine, round_frozen_layers, wants_fp8
 from finetune.model.from_hub import published_sizes, with_sizes_here
 from finetune.model.lora import attach_adapter
-from finetune.model.quantized import quantize_without_data
+from finetune.model.quantized import quantize_without_data, refuse_fp8_without_engine, round_frozen_layers, wants_fp8
 from finetune.model.targets import resolve_targets
 from finetune.training.forward import choose_forward
 

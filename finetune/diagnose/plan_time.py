@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.engine.decoder import bare_model
-from finetune.engine.quantized import full_shape
 from finetune.engine.fused import fused_or_not
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.loss import BY_DEVICE
 from finetune.engine.products import unchanged_weights
+from finetune.engine.quantized import full_shape
 from finetune.inference.decoding import Draw, Sampling, group_prompts, room_for_answer
 from finetune.model.base import evaluation_mode
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers

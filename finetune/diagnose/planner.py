@@ -21,14 +21,13 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows
 from finetune.data.objective import AnySplits, encode_for_objective
 from finetune.diagnose.plan import Evaluating, Plan, ShardedNeed, Trade, judge, most_memory
-from finetune.diagnose.plan_batches import AssumedAnswers, Batching
+from finetune.diagnose.plan_batches import AssumedAnswers, Batching, PlannedEvaluation, Section, evaluations_of
 from finetune.diagnose.plan_devices import Device
-from finetune.diagnose.plan_batches import PlannedEvaluation, Section, evaluations_of
 from finetune.diagnose.plan_model import PlannedModel, is_quantized
 from finetune.diagnose.plan_time import measure_generating, measure_seconds, operations_of_step, sampling_of
 from finetune.diagnose.preview_splits import on_one_line
-from finetune.distributed.environment import read_environment
 from finetune.distributed.device import DTYPES, choose_precision
+from finetune.distributed.environment import read_environment
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
@@ -65,9 +64,8 @@ from finetune.training.memory.generation import (
     forecast_generation,
 )
 from finetune.training.memory.tracing import Computation
-from finetune.training.optim import build_optimizer
+from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
-from finetune.training.optim import is_schedule_free
 from finetune.training.train import checked_objective
 from finetune.training.validation import refuse_early_stopping
 

@@ -12,12 +12,22 @@ from finetune.config.schema import name_files
 from finetune.data import row_checks
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
-from finetune.data.preferences import EncodedLabelled
 from finetune.data.objective import AnySplits, encode_for_objective
-from finetune.data.preferences import EncodedPairs
+from finetune.data.preferences import EncodedLabelled, EncodedPairs
 from finetune.data.templates import AnswerTokens
-from finetune.diagnose.preview_splits import NamedRows, RowLocation, Rows, SplitSummary, location, summarize_split
-from finetune.diagnose.preview_splits import Piece, join_alike, on_one_line, read_pieces, special_looking_text
+from finetune.diagnose.preview_splits import (
+    NamedRows,
+    Piece,
+    RowLocation,
+    Rows,
+    SplitSummary,
+    join_alike,
+    location,
+    on_one_line,
+    read_pieces,
+    special_looking_text,
+    summarize_split,
+)
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, exit_code, problem, warning, what_and_fix

@@ -21,8 +21,7 @@ import torch
 from finetune.config.keys import values
 from finetune.diagnose.machine_checks import check_cache
 from finetune.diagnose.rehearsal_commands import StageError, run_command
-from finetune.diagnose.rehearsal_overrides import override, rehearsed_values
-from finetune.diagnose.rehearsal_overrides import write_stand_in
+from finetune.diagnose.rehearsal_overrides import override, rehearsed_values, write_stand_in
 from finetune.distributed.device import accelerator_type
 from finetune.errors import LOST_IN_ROUNDING, CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting

@@ -34,7 +34,7 @@ from finetune.distributed.ddp_init import (
     joined_environment,
     joined_fallbacks,
 )
-from finetune.distributed.device import accelerator_type
+from finetune.distributed.device import accelerator_type, deterministic_algorithms
 from finetune.distributed.environment import (
     LaunchEnvironment,
     given_address,
@@ -42,7 +42,6 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.liveness import explain
 from finetune.distributed.local_spawn import run_as_processes
-from finetune.distributed.device import deterministic_algorithms
 from finetune.distributed.runtime import Runtime
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import kernels_kept_in, switch_fused

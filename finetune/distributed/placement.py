@@ -18,9 +18,9 @@ import torch
 from finetune.distributed.accelerate_library import Accelerator
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.device import Precision, convert_weights
 from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat
 from finetune.distributed.liveness import Liveness
-from finetune.distributed.device import Precision, convert_weights
 from finetune.distributed.sharding import ShardedModel, copy_trained_from_main
 from finetune.distributed.stop_requests import StopRequests
 from finetune.runs.tensors import is_sharded

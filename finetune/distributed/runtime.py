@@ -23,10 +23,10 @@ from finetune.distributed.accelerate_library import Accelerator, DistributedType
 from finetune.distributed.accelerate_settings import refuse_another_precision
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import ProcessContext
+from finetune.distributed.device import best_precision, choose_precision
 from finetune.distributed.environment import LaunchEnvironment
 from finetune.distributed.liveness import Liveness
 from finetune.distributed.placement import Placement
-from finetune.distributed.device import best_precision, choose_precision
 from finetune.distributed.stop_requests import StopRequests
 from finetune.errors import LaunchError
 from finetune.fallbacks import Fallbacks

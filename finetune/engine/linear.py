@@ -13,9 +13,17 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.engine import norm
-from finetune.engine.quantized import full_shape, is_in_4_bits, widened
-from finetune.engine.quantized import Rounded, input_gradient_in_fp8, product_in_fp8, rounded_to_fp8, transposed
 from finetune.engine.products import LowRank, added, cast, plus_product, product, scaled_product, wide_type
+from finetune.engine.quantized import (
+    Rounded,
+    full_shape,
+    input_gradient_in_fp8,
+    is_in_4_bits,
+    product_in_fp8,
+    rounded_to_fp8,
+    transposed,
+    widened,
+)
 
 ALL_ROWS = slice(None)
 

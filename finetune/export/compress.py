@@ -26,14 +26,15 @@ from finetune.export.compressed_folder import (
     refuse_no_compressed_tensors,
 )
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
-from finetune.export.vectors import LogitDifference, compare_logits
 from finetune.export.merge import write_merged
 from finetune.export.model_card import Compressed, merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.quantizing import Quantizer, find_program
 from finetune.export.vectors import (
+    LogitDifference,
     Vectors,
+    compare_logits,
     digest_files,
     digest_weight_files,
     make_vectors,

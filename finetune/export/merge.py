@@ -24,13 +24,15 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
-from finetune.export.vectors import MOST_DIFFERENCE, LogitDifference, compare_logits
 from finetune.export.model_card import Merged, merged_card
 from finetune.export.out_folder import new_folder
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.system_turn import usual_system, with_default_system
 from finetune.export.vectors import (
+    MOST_DIFFERENCE,
+    LogitDifference,
     Vector,
+    compare_logits,
     digest_files,
     digest_weight_files,
     make_vectors,

@@ -15,11 +15,10 @@ import jinja2
 import yaml
 
 from finetune.config.compose import load_run_config
+from finetune.config.config_files import SHIPPED_PREFIX
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config, as_list
-from finetune.config.config_files import SHIPPED_PREFIX
-from finetune.data.readers import suffix_of
-from finetune.data.readers import SUFFIXES
+from finetune.data.readers import SUFFIXES, suffix_of
 from finetune.export.compressed_folder import SchemeName
 from finetune.export.vectors import LogitDifference
 from finetune.inference.finished_run import FinishedRun

@@ -16,9 +16,8 @@ from finetune.errors import ConfigError
 from finetune.export.converters import IMATRIX, QUANTIZER
 from finetune.export.gguf_file import TENSOR_TYPES, read_header
 from finetune.export.gguf_served import PACKAGE, installed_version
-from finetune.export.vectors import compare_logits
 from finetune.export.served_comparison import ServedModel, served_vectors
-from finetune.export.vectors import Vectors
+from finetune.export.vectors import Vectors, compare_logits
 from finetune.fallbacks import Fallback, Fallbacks
 
 _TEXT, _MATRIX, _QUANTIZED = "training-rows.txt", "imatrix.gguf", "quantized.gguf"

@@ -17,9 +17,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
 from finetune.errors import RunFailedError
-from finetune.export.vectors import relative_by_position
 from finetune.export.plain_reload import load_plain_model, weights_in_fp32
-from finetune.export.vectors import Vectors
+from finetune.export.vectors import Vectors, relative_by_position
 
 
 def _float16(values: torch.Tensor) -> torch.Tensor:

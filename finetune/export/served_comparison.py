@@ -15,9 +15,19 @@ import torch
 
 from finetune.data.values import quote
 from finetune.errors import DataError, first_line
-from finetune.export.vectors import LogitDifference, centred, compare_logits, relative_by_position
 from finetune.export.system_turn import describe_system
-from finetune.export.vectors import SYSTEM_PROMPT, Digests, Vector, Vectors, digest_files, digest_weight_files
+from finetune.export.vectors import (
+    SYSTEM_PROMPT,
+    Digests,
+    LogitDifference,
+    Vector,
+    Vectors,
+    centred,
+    compare_logits,
+    digest_files,
+    digest_weight_files,
+    relative_by_position,
+)
 from finetune.runs.comparison import loss_difference
 
 CHECKS = {

@@ -7,10 +7,9 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config.config_files import is_address, is_list_or_glob
+from finetune.config.config_files import SHIPPED_PREFIX, is_address, is_list_or_glob
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import as_list
-from finetune.config.config_files import SHIPPED_PREFIX
 from finetune.data.values import quote
 from finetune.errors import ConfigError
 from finetune.export.model_card import hub_id

@@ -13,9 +13,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.batches import derived_seed
-from finetune.engine.quantized import is_in_4_bits
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.products import unchanged_weights
+from finetune.engine.quantized import is_in_4_bits
 from finetune.engine.reference import in_float64
 from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError

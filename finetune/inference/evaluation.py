@@ -22,8 +22,7 @@ from finetune.data.batches import EvaluationLoader
 from finetune.data.encoded import EncodedExamples
 from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.distributed.runtime import Runtime
-from finetune.inference.answers import METRICS, Metric, measure
-from finetune.inference.answers import AnswerReader
+from finetune.inference.answers import METRICS, AnswerReader, Metric, measure
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
 from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, Scores, worse_first

@@ -10,12 +10,11 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.schema import name_files
 from finetune.config.config_files import resolve_shipped
+from finetune.config.schema import name_files
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
-from finetune.data.readers import suffix_of
 from finetune.data.formats import Example, Reads, detect_format, parse_row
-from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line
+from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line, suffix_of
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
 from finetune.data.turns import Dialogue, Turn, parse_tools, parse_turns, text_turn

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import yaml
 
-from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, fault_of, find_fault
 from finetune.config.config_files import resolve_shipped
+from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, fault_of, find_fault
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting, warn_once
 

@@ -30,9 +30,8 @@ from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
 from finetune.training.checks import named_splits
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
-from finetune.training.optim import build_optimizer
+from finetune.training.optim import build_optimizer, restore_trained_weights
 from finetune.training.rewards.rollouts import RolloutLoader
-from finetune.training.optim import restore_trained_weights
 from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer

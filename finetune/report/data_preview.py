@@ -14,8 +14,7 @@ from finetune.runs.row_record import read_row_record
 from finetune.units import counted
 
 if TYPE_CHECKING:
-    from finetune.diagnose.preview_splits import SplitSummary
-    from finetune.diagnose.preview_splits import Span
+    from finetune.diagnose.preview_splits import Span, SplitSummary
 
 MOST_CHARACTERS = 6000
 """The most characters of a row that the page shows."""

@@ -1,4 +1,10 @@
-"""Build optimizers from an allow-list of dotted names, and compute learning rates from the step."""
+"""Build optimizers from an allow-list of dotted names, and compute learning rates from the step.
+
+A schedule-free optimizer has two sets of weights (Defazio et al., 2024, arXiv:2405.15682). It trains one set, y, and
+answers with another, x, a mean of earlier weights. The model holds y; while it is measured or saved, it holds x. A
+checkpoint has x as its adapter, so that every reader of an adapter gets the weights to answer with, and y in the
+optimizer's state, so that a resumed run goes on with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +19,65 @@ import torch
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, SCRIPT_PREFIX, is_allowed_object
 from finetune.errors import ConfigError
 from finetune.model.adapter_start import is_half_frozen
-from finetune.training.optim import is_schedule_free, restore_trained_weights
 
 if TYPE_CHECKING:
     from finetune.config.schema import OptimSection
+
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_TRAINED = "y"
+_OF_GROUP = ("k", "weight_sum", "lr_max")
+"""What the optimizer counts for each group of weights. A checkpoint holds states of weights only."""
+
+
+def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer averages weights beside those that it trains."""
+    return "train_mode" in optimizer.param_groups[0]
+
+
+@contextmanager
+def averaged_weights(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put the averaged weights into the model in the block, to measure or save them. Other optimizers have none."""
+    if not is_schedule_free(optimizer):
+        yield
+        return
+    for group, weight, state in _weights_with_state(optimizer):
+        # A copy, because the way from y to x and back would round.
+        state |= {_TRAINED: weight.detach().clone(), **{name: group[name] for name in _OF_GROUP}}
+    _inner(optimizer).eval()
+    try:
+        yield
+    finally:
+        restore_trained_weights(optimizer)
+
+
+def restore_trained_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Put the weights that are trained into the model: at the start, after `averaged_weights` and after loading."""
+    if not is_schedule_free(optimizer):
+        return
+    for group, weight, state in _weights_with_state(optimizer):
+        if _TRAINED in state:
+            with torch.no_grad():
+                weight.copy_(state.pop(_TRAINED))
+            group |= {name: state.pop(name) for name in _OF_GROUP}
+    for group in optimizer.param_groups:
+        group["train_mode"] = True
+
+
+def _weights_with_state(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[dict[str, Any], torch.Tensor, dict[str, Any]]]:
+    for group in optimizer.param_groups:
+        for weight in group["params"]:
+            if "z" in (state := _inner(optimizer).state[weight]):
+                yield group, weight, state
+
+
+def _inner(optimizer: torch.optim.Optimizer) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
 
 _log = logging.getLogger(__name__)
 

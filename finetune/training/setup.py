@@ -19,9 +19,13 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
 from finetune.model.base import add_embedding_noise, checkpoint_gradients
-from finetune.model.quantized import refuse_fp8_without_engine, refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.lora import fingerprint_base, without_adapter
-from finetune.model.quantized import states_in_4_bits
+from finetune.model.quantized import (
+    refuse_fp8_without_engine,
+    refuse_where_fp8_is_impossible,
+    states_in_4_bits,
+    wants_fp8,
+)
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
@@ -29,10 +33,14 @@ from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_objective, named_splits, raw_digests
 from finetune.training.forward import Forward, agree_on_forward
-from finetune.training.low_precision import refuse_overflow
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
-from finetune.training.low_precision import LowPrecisionError, compare_nf4_with_disk, round_base_to_fp8
+from finetune.training.low_precision import (
+    LowPrecisionError,
+    compare_nf4_with_disk,
+    refuse_overflow,
+    round_base_to_fp8,
+)
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation

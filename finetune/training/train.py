@@ -20,9 +20,12 @@ from finetune.inference.answers import Metric
 from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
-from finetune.model.quantized import refuse_where_fp8_is_impossible
 from finetune.model.lora import add_lora
-from finetune.model.quantized import build_quantized_base, refuse_where_quantizing_is_impossible
+from finetune.model.quantized import (
+    build_quantized_base,
+    refuse_where_fp8_is_impossible,
+    refuse_where_quantizing_is_impossible,
+)
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_inputs, check_objective, check_paths

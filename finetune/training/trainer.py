@@ -34,19 +34,17 @@ from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
 from finetune.training.cadence import Cadence, StopRules
-from finetune.training.low_precision import LossScale
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches, log_traffic
 from finetune.training.loop import run_loop
+from finetune.training.low_precision import LossScale
 from finetune.training.objective import Loaders, TrainingObjective
-from finetune.training.optim import build_optimizer, warn_of_long_warmup
-from finetune.training.resume import preempted_in_test, preempted_in_training
+from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
 from finetune.training.profiling import StepProfiler
-from finetune.training.saver import log_disk_need, publish_best
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
-from finetune.training.resume import renumbered_in_epoch
-from finetune.training.optim import restore_trained_weights
+from finetune.training.resume import preempted_in_test, preempted_in_training, renumbered_in_epoch
+from finetune.training.saver import log_disk_need, publish_best
 from finetune.training.setup import set_up
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, without_other_criteria

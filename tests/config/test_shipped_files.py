@@ -4,20 +4,20 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config import shipped_files
+from finetune.config import config_files
 from finetune.config.config_files import resolve_shipped, shipped_folder
 from finetune.errors import ConfigError
 
 
 def test_in_a_checkout_the_folders_lie_beside_the_package():
-    root = Path(shipped_files.__file__).resolve().parents[2]
+    root = Path(config_files.__file__).resolve().parents[2]
     assert shipped_folder("configs") == root / "configs"
     assert shipped_folder("recipes") == root / "recipes"
 
 
 def test_in_a_wheel_the_packages_own_folder_wins(tmp_path, monkeypatch):
     package = tmp_path / "finetune"
-    monkeypatch.setattr(shipped_files, "_PACKAGE", package)
+    monkeypatch.setattr(config_files, "_PACKAGE", package)
     with pytest.raises(ConfigError, match=r"no configs/ folder\. Install"):
         shipped_folder("configs")
     (tmp_path / "configs").mkdir()
@@ -27,7 +27,7 @@ def test_in_a_wheel_the_packages_own_folder_wins(tmp_path, monkeypatch):
 
 
 def test_assets_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(shipped_files, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(config_files, "_PACKAGE", tmp_path)
     with pytest.raises(ConfigError, match="There is: nothing"):
         resolve_shipped("shipped:orders")
     for name in ("orders", "phi_tiny", "__pycache__", ".hidden"):

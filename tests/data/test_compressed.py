@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from backports import zstd
 
-from finetune.data import compressed, readers
+from finetune.data import readers
 from finetune.data.readers import FileRows
 from finetune.errors import DataError
 from tests.data.conftest import encode
@@ -104,7 +104,7 @@ def test_a_compressed_split_encodes_to_the_same_rows(make_section, tmp_path):
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, suffix, name):
-    monkeypatch.setattr(compressed, "_ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "_ALWAYS_BYTES", 1 << 20)
     row = {"a.json": '{"text": "%s"},', "a.csv": "a,%s\n"}.get(name, '{"text": "%s"}\n').encode() % (b"a" * 1000)
     start, end = {"a.json": (b"[", b"1]"), "a.csv": (b"prompt,completion\n", b"")}.get(name, (b"", b""))
     rows = file_rows(tmp_path / f"{name}{suffix}", COMPRESS[suffix](start + row * ((2 << 20) // len(row)) + end))

@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from finetune.engine.quantized import FP8, MULTIPLE, ROUNDING, input_gradient_in_fp8, product_in_fp8, rounded_to_fp8
 from torch.nn import functional
 
-from finetune.engine import fp8
-from finetune.engine.adapted import Fp8Linear
+from finetune.engine import quantized
 from finetune.engine.linear import Linear, linear
+from finetune.engine.quantized import (
+    FP8,
+    MULTIPLE,
+    ROUNDING,
+    Fp8Linear,
+    input_gradient_in_fp8,
+    product_in_fp8,
+    rounded_to_fp8,
+)
 
 ROWS, IN, OUT = 24, 64, 48
 STEP = 2.0**-10
@@ -22,9 +29,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _fresh() -> Any:
     torch.manual_seed(0)
-    fp8.why_not_fp8.cache_clear()
+    quantized.why_not_fp8.cache_clear()
     yield
-    fp8.why_not_fp8.cache_clear()
+    quantized.why_not_fp8.cache_clear()
 
 
 def spread(rows: int, features: int) -> torch.Tensor:
@@ -90,7 +97,7 @@ def test_the_gradient_of_an_input_is_that_of_the_rounded_weight(dtype: torch.dty
     dy = spread(ROWS, OUT).to(dtype)
     w8, w_scale = rounded_to_fp8(spread(OUT, IN), None)
     row_scale = w_scale[:, 0]
-    dx = input_gradient_in_fp8(dy, fp8.transposed(w8), row_scale)
+    dx = input_gradient_in_fp8(dy, quantized.transposed(w8), row_scale)
     assert dx.dtype == dtype
     weight = widened(w8, w_scale)
     exact = dy.double() @ weight
@@ -125,7 +132,7 @@ def test_everything_beside_the_weight_is_computed_as_without_fp8() -> None:
     dy = torch.randn_like(y)
     y.backward(dy)  # type: ignore[no-untyped-call]
     expected.backward(dy)
-    through = input_gradient_in_fp8(dy[:, :OUT], fp8.transposed(layer.weight), layer.row_scale)
+    through = input_gradient_in_fp8(dy[:, :OUT], quantized.transposed(layer.weight), layer.row_scale)
     assert theirs[0].grad is not None
     theirs[0].grad += through
     for mine, other in zip(ours, theirs, strict=True):
@@ -178,16 +185,16 @@ def test_the_products_are_asked_for_as_hopper_takes_them(monkeypatch: pytest.Mon
 
 
 def test_a_device_without_these_products_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fp8.why_not_fp8(CPU) is None
-    assert fp8.why_not_fp8(torch.device("mps")) == "mps has no products in fp8"
+    assert quantized.why_not_fp8(CPU) is None
+    assert quantized.why_not_fp8(torch.device("mps")) == "mps has no products in fp8"
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA L4")
-    why = fp8.why_not_fp8(gpu)
+    why = quantized.why_not_fp8(gpu)
     assert why == "it needs a GPU from Hopper on (capability 9.0), and NVIDIA L4 has capability 8.9"
-    fp8.why_not_fp8.cache_clear()
+    quantized.why_not_fp8.cache_clear()
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert fp8.why_not_fp8(gpu) == "AMD's GPUs have other types of fp8"
+    assert quantized.why_not_fp8(gpu) == "AMD's GPUs have other types of fp8"
 
 
 def test_a_torch_that_cannot_compute_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +202,7 @@ def test_a_torch_that_cannot_compute_them_is_named(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("scales of rows are not supported\nsecond line")
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
-    assert str(fp8.why_not_fp8(CPU)).endswith("(RuntimeError: scales of rows are not supported)")
-    fp8.why_not_fp8.cache_clear()
+    assert str(quantized.why_not_fp8(CPU)).endswith("(RuntimeError: scales of rows are not supported)")
+    quantized.why_not_fp8.cache_clear()
     monkeypatch.setattr(torch, "_scaled_mm", lambda left, right, **_: torch.full((16, 16), 17.0))
-    assert fp8.why_not_fp8(CPU) == "a sum of 16 ones is off by 1"
+    assert quantized.why_not_fp8(CPU) == "a sum of 16 ones is off by 1"

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from finetune.engine.quantized import input_gradient_in_fp8, product_in_fp8, rounded_to_fp8, transposed, why_not_fp8
-from finetune.training.low_precision import GRADIENT_LIMIT, loss_limit
 
 from finetune import load_config
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.quantized import input_gradient_in_fp8, product_in_fp8, rounded_to_fp8, transposed, why_not_fp8
 from finetune.model.quantized import round_frozen_layers
+from finetune.training.low_precision import GRADIENT_LIMIT, loss_limit
 from finetune.training.train import train
 from tests.engine.prefix_rows import random_rows
 from tests.engine.test_fp8 import rounding_error, spread, sum_error, widened

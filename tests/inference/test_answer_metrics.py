@@ -1,9 +1,9 @@
 import sys
 
 import pytest
-from finetune.inference.answers import METRICS, measure, resolve_metrics
 
 from finetune.errors import ConfigError, DataError
+from finetune.inference.answers import METRICS, measure, resolve_metrics
 
 
 @pytest.mark.parametrize(

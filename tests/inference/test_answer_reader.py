@@ -3,13 +3,13 @@
 import json
 
 import pytest
-from finetune.inference.answers import Answer, AnswerReader, answer_text
 
 from finetune.data.chat_template import use_chat_template
 from finetune.data.encoded import EncodedExamples
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.templates import AnswerTokens, encode_batch
 from finetune.data.turns import Dialogue
+from finetune.inference.answers import Answer, AnswerReader, answer_text
 from finetune.inference.evaluation import Dialogues
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 

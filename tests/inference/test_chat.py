@@ -6,11 +6,11 @@ import sys
 import time
 
 import pytest
-from finetune.inference.answers import Answer
 
 from finetune.cli.chat import Conversation, chat
 from finetune.cli.generate import generate
 from finetune.errors import ConfigError
+from finetune.inference.answers import Answer
 from tests.test_outlives_shell import Terminal
 
 ORDER = "Please send 3 crates of oranges to Marta Ruiz in Porto by Friday"

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from finetune.data.splits import digest_row
 from safetensors.numpy import load_file, save
 
 from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
 from finetune.config.config_files import resolve_shipped
+from finetune.data.splits import digest_row
 from finetune.errors import ConfigError, DataError, ModelError, RequirementError, RunFailedError
 from finetune.inference.finished_run import FinishedRun
 from finetune.inference.scores import AnsweredRow, Evaluation, RowValues, Scores, worse_first

@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from finetune.engine.quantized import _state_tensors, holds_nf4, widened
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +19,7 @@ from finetune.distributed.device import convert_weights
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights
+from finetune.engine.quantized import _state_tensors, holds_nf4, widened
 from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model, count_parameters

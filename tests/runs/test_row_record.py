@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from finetune.data.splits import digest_row
 
+from finetune.data.splits import digest_row
 from finetune.runs.folder import RunFolder
 from finetune.runs.row_record import RowChanges, read_row_record, write_row_record
 

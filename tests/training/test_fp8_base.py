@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from finetune.training.low_precision import GRADIENT_LIMIT, LowPrecisionError, loss_limit
 
 from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
@@ -22,6 +21,7 @@ from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.errors import ConfigError
 from finetune.model.base import build_base_model, count_parameters
 from finetune.model.quantized import refuse_where_fp8_is_impossible, round_frozen_layers
+from finetune.training.low_precision import GRADIENT_LIMIT, LowPrecisionError, loss_limit
 from finetune.training.memory.forecast import WHOLE, Weights, copy_without_data
 from finetune.training.train import train as train_as_configured
 from tests.methods.tiny_training import curve, record, refuse_to_differ_after_a_break, train, words_for

@@ -19,11 +19,10 @@ import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.encoded import EncodedExamples
-from finetune.data.preferences import EncodedLabelled
-from finetune.data.preferences import EncodedPairs
+from finetune.data.preferences import EncodedLabelled, EncodedPairs
 from finetune.engine.decoder import bare_model
-from finetune.engine.quantized import is_in_4_bits, state_bytes, weight_without_data
 from finetune.engine.microbatch import Microbatch, WithRows
+from finetune.engine.quantized import is_in_4_bits, state_bytes, weight_without_data
 from finetune.training.memory.tracing import (
     BETWEEN,
     FORWARD,

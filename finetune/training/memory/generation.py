@@ -17,9 +17,9 @@ from transformers import masking_utils
 
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.decoder import bare_model, bytes_of_merged, layer_windows
-from finetune.engine.quantized import widened_bytes
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.products import unchanged_weights
+from finetune.engine.quantized import widened_bytes
 from finetune.engine.supported import unsupported_reason
 from finetune.inference.decoding import Decoding, Draw, Sampling, sample_answers
 from finetune.model.base import evaluation_mode

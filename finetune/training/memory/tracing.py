@@ -25,12 +25,12 @@ from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.decoder import bare_model, layer_windows
-from finetune.engine.quantized import weight_without_data
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import PackedMicrobatch
 from finetune.engine.loss import Choices
 from finetune.engine.microbatch import Microbatch, WithRows, rows_of
 from finetune.engine.products import unchanged_weights
+from finetune.engine.quantized import weight_without_data
 from finetune.model.base import evaluation_mode
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]

@@ -15,8 +15,7 @@ import torch
 
 from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.encoded import EncodedExample
-from finetune.data.preferences import LabelledExample
-from finetune.data.preferences import EncodedPair
+from finetune.data.preferences import EncodedPair, LabelledExample
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, function_of_nats
 from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch, WithRows

@@ -21,8 +21,7 @@ from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Prepared, TrainingObjective
 from finetune.training.rewards.functions import Rewards
-from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of
-from finetune.training.rewards.groups import summed_group_loss
+from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
 from finetune.training.rewards.warnings import RewardWarnings

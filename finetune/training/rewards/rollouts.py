@@ -25,10 +25,11 @@ from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
 from finetune.training.rewards.functions import Rewards
-from finetune.training.rewards.groups import GroupLoss, advantages_of
 from finetune.training.rewards.groups import (
+    GroupLoss,
     GroupMicrobatch,
     ScoredAnswer,
+    advantages_of,
     nats_of_tokens,
     put_answers_together,
 )

@@ -1,19 +1,23 @@
-"""Hold out training rows for validation and test.
+"""Divide rows and files between training, validation and test, and name the parts that are measured separately.
 
-Each row is ranked by a hash of its content with `data.split_seed`, and the first rows are held out. So a row keeps its
-split when other rows are added, removed or moved. Equal rows have equal ranks, so they are in one split, unless the
-size of a split ends between them. `data.validation=auto` has no exact size, so it takes such rows too, up to 200 rows.
+Held-out rows: each row is ranked by a hash of its content with `data.split_seed`, and the first rows are held out. So a
+row keeps its split when other rows are added, removed or moved. Equal rows have equal ranks, so they are in one split,
+unless the size of a split ends between them. `data.validation=auto` has no exact size, so it takes such rows too, up to
+200 rows.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import PurePath, PurePosixPath
+from typing import Any
 
 from finetune.config.schema import AUTO_VALIDATION
+from finetune.data.readers import SUFFIXES, stem_of, suffix_of
 from finetune.errors import DataError
 from finetune.units import counted
 
@@ -106,3 +110,69 @@ def shuffled(num_rows: int, seed: int) -> list[int]:
     """Return the rows from 0 in an order that depends only on the seed, on every machine and in every version."""
     key = seed.to_bytes(8, "little")
     return sorted(range(num_rows), key=lambda row: blake2b(row.to_bytes(8, "little"), key=key, digest_size=16).digest())
+
+
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
+    "test": ("test", "testing"),
+}
+"""The splits of a run and their usual names. `data.train`, `data.validation` and `data.test` override them."""
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Sort names so that numbers in them compare as numbers: part-9 comes before part-10."""
+    return sorted(names, key=lambda name: (re.sub("[0-9]+", lambda number: number[0].zfill(20), name), name))
+
+
+def files_of_splits(names: Sequence[str]) -> dict[str, list[str]]:
+    """Return the files of each split: the file with its name (`dev.jsonl`), or all files with its name as a word.
+
+    `train-1.jsonl` and `train-2.jsonl` are parts of one split. If no file is named after a split, all are for training.
+    """
+    stems = {name: stem_of(PurePath(name)).lower() for name in names}
+    words = {name: set(re.split(r"[\W_\d]+", stem)) for name, stem in stems.items()}
+    splits = {name: [split for split, usual in SPLIT_NAMES.items() if words[name] & set(usual)] for name in names}
+    files_of = {}
+    for split, usual in SPLIT_NAMES.items():
+        alone = [name for word in usual for name in names if stems[name] == word]
+        files_of[split] = alone[:1] or [name for name in names if splits[name] == [split]]
+    return {split: files for split, files in files_of.items() if files} or {"train": list(names)}
+
+
+_LONGEST = 40
+
+
+def names_of_sources(mixture: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a name for each source of `data.mixture`, in their order.
+
+    The name is the file or folder at the end of the path. If several sources end alike, their names begin with as many
+    folders above it as tell them apart.
+    """
+    return unique_names([_parts_of(source) for source in mixture])
+
+
+def unique_names(labels: Sequence[Sequence[str]]) -> list[str]:
+    """Return a different name for each label, of the last of its parts, or of as many as tell it from the others."""
+    names: list[str] = []
+    for parts in labels:
+        depth = 1
+        while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in labels) > 1:
+            depth += 1
+        name = re.sub(r"[^\w.-]+", "_", "-".join(parts[-depth:]))[:_LONGEST]
+        number = 2
+        unique = name
+        while unique in names:
+            unique, number = f"{name}-{number}", number + 1
+        names.append(unique)
+    return names
+
+
+def _parts_of(source: Mapping[str, Any]) -> list[str]:
+    """Return the folders and the name of a source: `support`, `chats` for `data/support/chats.jsonl.gz`."""
+    first = source["path"][0] if isinstance(source["path"], list) else source["path"]
+    path = PurePosixPath(re.sub(r"^\w+:(//)?|/[^/]*\*.*", "", str(first)))  # of a glob, the folder
+    last = stem_of(path) if suffix_of(path) in SUFFIXES else path.name or "source"
+    folders = [part for part in path.parent.parts if part not in ("/", "..")]
+    config = [str(source["name"])] if source.get("name") else []
+    return [*folders, "-".join([last, *config])]
