@@ -17,17 +17,12 @@ def unsupported_reason(model: nn.Module) -> str | None:
     """Return the reason why `Decoder` cannot replace the model's own forward; None if it can.
 
     Every module must be of a known type, so that replaced, wrapped and hooked modules are found. The linear layers of
-    `called_layers` are supported by calling them.
-
-    Args:
-        model: a transformers causal language model, or a PEFT model around one.
+    `called_layers` are supported by calling them. The model is transformers' own, or a PEFT model around one.
     """
     return next(_reasons(model), None)
 
 
 def _reasons(model: Any) -> Iterator[str]:
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        yield "its adapter is a prompt"
     bare = bare_model(model)
     model_type = getattr(getattr(bare, "config", None), "model_type", None)
     if model_type not in FAMILIES:

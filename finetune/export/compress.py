@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -110,15 +109,11 @@ def find_llm_compressor() -> str:
     Raises:
         ConfigError: there is none.
     """
-    if python := python_with("llmcompressor", PYTHON):
-        return python
-    named = os.environ.get(PYTHON)
-    missing = "is not installed here" if named is None else f"is not in the environment of {PYTHON}={named}"
-    raise ConfigError(
-        f"llm-compressor {missing}. It needs other versions of packages than finetune, so give it an environment of "
-        f"its own: python3 -m venv compressor && compressor/bin/pip install torch llmcompressor. Then set {PYTHON} to "
-        "compressor/bin/python."
+    remedy = (
+        "It needs other versions of packages than finetune, so give it an environment of its own: python3 -m venv "
+        f"compressor && compressor/bin/pip install torch llmcompressor. Then set {PYTHON} to compressor/bin/python."
     )
+    return python_with("llmcompressor", PYTHON, name="llm-compressor", remedy=remedy)
 
 
 def draw_rows(splits: EncodedSplits, num_rows: int, seed: int) -> list[list[int]]:

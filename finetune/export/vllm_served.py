@@ -185,7 +185,9 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     """Start a server on a free port, and end it after the block."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [_python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    remedy = f"Set {PYTHON} to the Python of an environment that has it, or give --server URL of a server that runs."
+    python = python_with("vllm", PYTHON, name="vLLM", remedy=remedy)
+    command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     scheme = scheme_of(Path(model))
     command += ["--model", str(model), "--dtype", "float32" if scheme is None else scheme.vllm_dtype]
     command += ["--enforce-eager", "--max-logprobs", "-1"]
@@ -216,16 +218,6 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
             with suppress(ProcessLookupError):  # what is left of its processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _python() -> str:
-    if python := python_with("vllm", PYTHON):
-        return python
-    named = os.environ.get(PYTHON)
-    raise ConfigError(
-        f"vLLM is not installed here{'' if named is None else f', nor in the environment of {PYTHON}={named}'}. Set "
-        f"{PYTHON} to the Python of an environment that has it, or give --server URL of a server that runs."
-    )
 
 
 def _cause(log: str) -> str:
