@@ -129,11 +129,7 @@ def served_by_vllm(
 ) -> Iterator[ServedByVllm]:
     """Serve a model folder, or an adapter on its base, by a vLLM server.
 
-    Args:
-        folder: of a model; with `base`, of an adapter.
-        known: see `ServedByVllm`.
-        where: the server.
-        base: the base of an adapter, a folder or hub id; None for a whole model.
+    `base` is the base of an adapter, a folder or hub id; None for a whole model. See `ServedByVllm` for `known`.
 
     Raises:
         ConfigError: vLLM is not installed.

@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.errors import ModelError
-from finetune.model.unsupported import explain_foreign_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,10 +28,8 @@ def resolve_targets(
 ) -> list[str]:
     """Return the names of the layers to adapt as PEFT takes them: last components if these are exact, else full names.
 
-    Args:
-        model: the base model.
-        wish: `auto` for all linear layers except the head, or names and regular expressions; each must match a layer.
-        layers: the decoder layers to adapt, from 0 on; None: all.
+    `wish` is `auto` for all linear layers except the head, or names and regular expressions, each of which must match a
+    layer. `layers` are the decoder layers to adapt, from 0 on; None: all.
 
     Raises:
         ModelError: one of them matches no layer, or there are fewer layers; lists the layers that there are.
@@ -148,7 +145,7 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Refuse an adapter with layers that the model lacks. PEFT's own error would name no cause.
 
     Raises:
-        ModelError: names the layers of both, and says whether one of them is a rewritten copy.
+        ModelError: names the layers of both.
     """
     try:
         record = json.loads((folder / "adapter_config.json").read_bytes())
@@ -166,7 +163,7 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
         short = sorted({name.rpartition(".")[2] for name in there})
         raise ModelError(
             f"the adapter in {folder} has layers that this {model.config.model_type} model lacks: "
-            f"{', '.join(missing)}. The model has: {', '.join(short)}.{explain_foreign_targets(missing, short)}"
+            f"{', '.join(missing)}. The model has: {', '.join(short)}. Give the model that the adapter was trained on."
         )
 
 

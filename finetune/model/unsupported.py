@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -56,8 +56,6 @@ _REFUSED_CODE = {
 """By a part of a file name in `auto_map`."""
 
 _PHI_BY_NAME = re.compile(r"(.*[-_.])?phi[-_.]?\d", re.IGNORECASE)
-_SPLIT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_FUSED = ("qkv_proj", "gate_up_proj")
 MOST_LAYERS = 2_000
 """The most layers of a model, and the most experts of a layer: each may become a module."""
 MOST_PARAMETERS = 10**13
@@ -97,32 +95,6 @@ def describe_split_copy(config: Mapping[str, Any], name: str) -> str | None:
             "own files, whose layers are fused (qkv_proj, gate_up_proj)"
         )
     return None
-
-
-def explain_missing(missing: Iterable[str], unexpected: Iterable[str]) -> str:
-    """Explain by the names of weights why they do not fit their config.json; empty if the names do not show it."""
-    if _any_layer(missing, _FUSED) and _any_layer(unexpected, _SPLIT):
-        return (
-            " They are those of a copy with split layers (q_proj, k_proj, v_proj, gate_proj, up_proj), but its "
-            "config.json says phi3, whose layers are fused. Take Microsoft's own files, or a copy whose config.json "
-            "says llama."
-        )
-    return ""
-
-
-def explain_foreign_targets(targets: Iterable[str], there: Iterable[str]) -> str:
-    """Explain by the names of layers why the model lacks an adapter's; empty if the names do not show it."""
-    names, present = set(targets), set(there)
-    if names & set(_SPLIT) and present & set(_FUSED):
-        return " It was trained on a copy of the model with split layers: give that copy in model.path."
-    if names & set(_FUSED) and present & set(_SPLIT):
-        return " It was trained on a model with fused layers, and this is a copy with split ones: give Microsoft's own."
-    return ""
-
-
-def _any_layer(names: Iterable[str], layers: Iterable[str]) -> bool:
-    parts = tuple(f".{layer}." for layer in layers)
-    return any(part in name for name in names for part in parts)
 
 
 def refuse_oversized(keys: Mapping[str, Any], name: str) -> None:

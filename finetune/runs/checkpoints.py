@@ -146,13 +146,8 @@ def take_snapshot(
 ) -> Snapshot:
     """Collect the content of a checkpoint. Its tensors are the model's own until `Snapshot.copied`.
 
-    Nothing is exchanged with other processes: sharded tensors are still sharded, see `Snapshot.read_by`.
-
-    Args:
-        folder: an open run folder. If it has a `base/`, the adapter names that as its base.
-        model: the bare model (a PeftModel or a transformers model), not wrapped in DDP.
-        optimizer: an optimizer whose state holds tensors and numbers, or a wrapper that passes on `state_dict`.
-        state: the counters of training.
+    Nothing is exchanged with other processes: sharded tensors are still sharded, see `Snapshot.read_by`. The model is
+    not wrapped in DDP. If the run has a `base/`, the adapter names that as its base.
 
     Raises:
         CheckpointError: the state of this model or optimizer cannot be saved.
@@ -204,15 +199,9 @@ def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.opti
 
 
 def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
-    """Remove all checkpoints but the newest `keep`, after verifying the newest.
+    """Remove all checkpoints but the newest `keep`, and return their steps.
 
-    Args:
-        folder: an open run folder.
-        keep: how many to keep, counted back from the newest valid one; damaged newer ones stay too.
-        best: a step whose checkpoint is kept as well.
-
-    Returns:
-        The steps removed.
+    They are counted back from the newest valid one; damaged newer ones stay too, and so does that of the step `best`.
 
     Raises:
         RunFailedError: the disk refused.
@@ -232,10 +221,8 @@ def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
 def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
     """Replace `adapter/`, in one step, by a checkpoint's adapter (or full model) with tokenizer and template.
 
-    Args:
-        folder: an open run folder.
-        checkpoint: the source; each file is compared with the manifest while it is copied.
-        tokenizer: written if the checkpoint has no tokenizer files.
+    Each file is compared with the checkpoint's manifest while it is copied. The tokenizer is written if the checkpoint
+    has no tokenizer files.
 
     Raises:
         CheckpointError: the checkpoint is damaged; `adapter/` is as it was.

@@ -134,8 +134,7 @@ class RunFolder:
     def open(self, resume: Literal["never", "auto"] = "never") -> Self:
         """Create the folder, take its lock and remove what a killed save left behind. `close` releases the lock.
 
-        Args:
-            resume: `never` refuses a folder that holds a run, `auto` accepts it.
+        With `resume`, `never` refuses a folder that holds a run, and `auto` accepts it.
 
         Raises:
             CheckpointError: the folder cannot be created or written, holds a run (with `never`) or something that

@@ -192,7 +192,7 @@ def flip_weights(folder):
     [
         (
             drop_merges,
-            r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Render and encode prompts',
+            r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* serve the merged folder',
         ),
         (change_stops, r"it stops at \[\d+\], expected \[\d+, \d+\]"),
         (flip_weights, r"logits at position \d+ differ by .* serve the merged folder"),
