@@ -11,7 +11,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -303,8 +303,10 @@ def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:
     files = files_of_model(model)
     if base is not None and (base / SENTENCEPIECE).is_file() and not (model / SENTENCEPIECE).exists():
         files.append(base / SENTENCEPIECE)
-    has_sentencepiece = any(path.name == SENTENCEPIECE for path in files)
-    if has_sentencepiece or not _is_byte_level(model):
+    has_sentencepiece, has_bytes = any(path.name == SENTENCEPIECE for path in files), False
+    with suppress(OSError, ValueError):
+        has_bytes = is_byte_level(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")))
+    if has_sentencepiece or not has_bytes:
         converter = SENTENCEPIECE_TO_GGUF
     elif not (model / "tokenizer_config.json").is_file():
         raise ModelError(
@@ -315,10 +317,3 @@ def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:
         converter = BYTE_LEVEL_TO_GGUF
     converter.copy(files, copy)
     return converter
-
-
-def _is_byte_level(model: Path) -> bool:
-    try:
-        return is_byte_level(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return False

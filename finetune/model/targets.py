@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,12 +42,7 @@ def resolve_targets(
         matches = {pattern: {name for name in linear if _is_match(name, pattern)} for pattern in wish}
         useless = [pattern for pattern, names in matches.items() if not names]
         if useless or not matches:
-            there = sorted({name.rpartition(".")[2] for name in linear})
-            raise ModelError(
-                f"lora.target_modules: {', '.join(useless) or 'the empty list'} matches no linear layer of this "
-                f"{model.config.model_type} model. There are: {', '.join(there)}. Use some of these, or "
-                "lora.target_modules=auto."
-            )
+            raise _no_match("target_modules", ", ".join(useless) or "the empty list", "linear layer", model, linear)
         chosen = set().union(*matches.values())
     if layers is not None:
         chosen = _in_layers(chosen, layers)
@@ -91,11 +86,7 @@ def refuse_useless_patterns(model: PreTrainedModel, targets: Sequence[str], sect
                     f"lora.{key}: {pattern} is neither a layer's name nor a regular expression ({error})."
                 ) from error
             if not is_used:
-                there = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
-                raise ModelError(
-                    f"lora.{key}: {pattern} matches no adapted layer. There are: {there}. Use one of these names, or "
-                    "a regular expression for the end of a layer's whole name."
-                )
+                raise _no_match(key, pattern, "adapted layer", model, adapted)
 
 
 def refuse_modules_to_save(model: PreTrainedModel, targets: Sequence[str], names: Sequence[str]) -> None:
@@ -105,13 +96,18 @@ def refuse_modules_to_save(model: PreTrainedModel, targets: Sequence[str], names
         ModelError: names the layers that there are.
     """
     layers = {name for name, layer in model.named_modules() if not [*layer.children()] and [*layer.parameters()]}
-    free = {name.rpartition(".")[2] for name in layers if not any(_is_match(name, target) for target in targets)}
+    free = [name for name in layers if not any(_is_match(name, target) for target in targets)]
     for name in names:
-        if name not in free:
-            raise ModelError(
-                f"lora.modules_to_save: {name} is no layer of this {model.config.model_type} model that LoRA leaves "
-                f"as it is. There are: {', '.join(sorted(free))}."
-            )
+        if name not in {layer.rpartition(".")[2] for layer in free}:
+            raise _no_match("modules_to_save", name, "layer that LoRA leaves as it is", model, free)
+
+
+def _no_match(key: str, pattern: str, layer: str, model: PreTrainedModel, names: Iterable[str]) -> ModelError:
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+    return ModelError(
+        f"lora.{key}: {pattern} matches no {layer} of this {model.config.model_type} model. There are: {there}. Use "
+        "one of these names; docs/methods.md says which keys take regular expressions."
+    )
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:

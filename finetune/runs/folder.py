@@ -84,14 +84,11 @@ class RunFolder:
             present = {path.name: path for path in self.path.iterdir()}
         except FileNotFoundError:
             return
-        except NotADirectoryError as error:
-            raise CheckpointError(
-                f"output_dir={self.path} is not a folder, or a part of the path is a file. "
-                f"Name another with output_dir=."
-            ) from error
         except OSError as error:
+            is_file = isinstance(error, NotADirectoryError)
+            problem = "is not a folder, or a part of the path is a file" if is_file else "cannot be read"
             raise CheckpointError(
-                f"output_dir={self.path} cannot be read: {describe_os_error(error)}. Name another with output_dir=."
+                f"output_dir={self.path} {problem}: {describe_os_error(error)}. Name another with output_dir=."
             ) from error
         run_files = sorted(present.keys() & _NAMES)
         if run_files and resume == "never":
