@@ -201,14 +201,13 @@ def is_tied(model: Any) -> bool:
 
 def _type_to_store(model: Any, wish: torch.dtype | None) -> torch.dtype:
     """Return the type that was asked for, or the most frequent type of base weights; an adapter's may be wider."""
+    if wish is not None:
+        return wish
     sizes: Counter[torch.dtype] = Counter()
     for parameter in bare_model(model).parameters():
         if parameter.is_floating_point() and not (has_adapter(model) and parameter.requires_grad):
             sizes[parameter.dtype] += parameter.numel()
-    stored = sizes.most_common(1)[0][0]
-    if wish is not None and torch.finfo(wish).eps > torch.finfo(stored).eps:
-        _log.warning("the base is stored as %s; --dtype rounds it to %s", stored, wish)
-    return wish or stored
+    return sizes.most_common(1)[0][0]
 
 
 def _refuse_foreign_code(model: Any) -> None:
