@@ -18,12 +18,7 @@ from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, ModelError
 from finetune.export import compressor
-from finetune.export.compressed_folder import (
-    SCHEMES,
-    SchemeName,
-    load_compressed,
-    refuse_no_compressed_tensors,
-)
+from finetune.export.compressed_folder import SCHEMES, SchemeName, load_compressed, refuse_no_compressed_tensors
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.merge import write_merged
 from finetune.export.model_card import Compressed, merged_card

@@ -16,12 +16,7 @@ from finetune.engine.decoder import OFFLOADS, bare_model
 from finetune.engine.quantized import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
-from finetune.model.unsupported import (
-    describe_split_copy,
-    estimate_parameters,
-    refuse_oversized,
-    refuse_unsupported,
-)
+from finetune.model.unsupported import describe_split_copy, estimate_parameters, refuse_oversized, refuse_unsupported
 from finetune.units import format_bytes
 
 if TYPE_CHECKING:

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.durable import (
-    Chunks,
-    committed_folder,
-    disk_failures_end_the_run,
-    read_manifest,
-    remove_folder,
-)
+from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run, read_manifest, remove_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
@@ -138,11 +132,7 @@ def disk_need(folder: RunFolder, snapshot: Snapshot, *, optimizer_state: int | N
 
 
 def take_snapshot(
-    folder: RunFolder,
-    *,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: TrainerState,
+    folder: RunFolder, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: TrainerState
 ) -> Snapshot:
     """Collect the content of a checkpoint. Its tensors are the model's own until `Snapshot.copied`.
 
@@ -272,11 +262,7 @@ def adapter_for_server(folder: RunFolder, model: torch.nn.Module) -> Iterator[Pa
 
 
 def _commit(
-    path: Path,
-    files: Mapping[str, Chunks],
-    *,
-    doing: str,
-    expected: Mapping[str, Mapping[str, Any]] | None = None,
+    path: Path, files: Mapping[str, Chunks], *, doing: str, expected: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
     """Write a folder of files, and compare those in `expected` with their size and digest there."""
     with disk_failures_end_the_run(doing, path), committed_folder(path) as writer:

@@ -20,13 +20,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of
 from finetune.runs.record import Status, read_run_record
 from finetune.runs.state import read_state
-from finetune.runs.verification import (
-    SavedFolder,
-    examine_folder,
-    newest_valid,
-    verify_checkpoint,
-    verify_published,
-)
+from finetune.runs.verification import SavedFolder, examine_folder, newest_valid, verify_checkpoint, verify_published
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

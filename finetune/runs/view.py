@@ -120,10 +120,7 @@ class RunView:
 
     def _rows(self) -> list[tuple[str, str]]:
         """Return the rows of the table. Rows without a value are left out."""
-        of_steps = {
-            "loss": self._loss(),
-            "reward": self._reward() if "reward" in self._last else "",
-        }
+        of_steps = {"loss": self._loss(), "reward": self._reward() if "reward" in self._last else ""}
         rates = {
             "rate": _joined(
                 f"learning rate {_format_metric(self._last, 'learning_rate', '.2e')}",

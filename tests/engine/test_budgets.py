@@ -218,8 +218,7 @@ class _Counted(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "inputs"),
-    [*((name, INPUTS[name.removeprefix("finetune::")]) for name in LAUNCHES), *OF_HEADS.items()],
+    ("name", "inputs"), [*((name, INPUTS[name.removeprefix("finetune::")]) for name in LAUNCHES), *OF_HEADS.items()]
 )
 def test_a_fused_function_takes_the_kernels_that_it_declares(name: str, inputs: tuple[Any, ...]) -> None:
     """The loops that Inductor makes for a CPU of the same formula are counted; a kernel of a GPU is such a loop."""

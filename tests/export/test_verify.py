@@ -167,10 +167,7 @@ def spoil_tokenizer(folder: Path) -> None:
     ("spoil", "expected"),
     [
         (lambda it: (it / "chat_template.jinja").write_text("{{ raise_exception('no') }}"), "refuses the conversation"),
-        (
-            lambda it: (it / "chat_template.jinja").write_text("{{ 'a' * 10**10 }}"),
-            "template of .* needs too much",
-        ),
+        (lambda it: (it / "chat_template.jinja").write_text("{{ 'a' * 10**10 }}"), "template of .* needs too much"),
         (spoil_template, r'prompt "one turn": the rendered text differs from character'),
         (spoil_tokenizer, r'prompt "one turn": token \d+ of the prompt is'),
         (

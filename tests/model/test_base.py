@@ -210,8 +210,7 @@ def test_context_and_longrope_boundary_come_from_the_configuration():
     assert longrope_boundary(build_tiny(tiny_phi_config())) is None
     factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
     long = tiny_phi3_config(
-        original_max_position_embeddings=32,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
+        original_max_position_embeddings=32, rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     )
     assert longrope_boundary(build_tiny(long)) == 32
 

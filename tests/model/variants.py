@@ -256,11 +256,7 @@ class Variant:
         return load_config([f"model={self.preset}", f"model.path={folder}", *data], task="finetune_lora")
 
 
-_PHI = {
-    "config": tiny_phi_config,
-    "tokens": GPT2,
-    "targets": ("dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj"),
-}
+_PHI = {"config": tiny_phi_config, "tokens": GPT2, "targets": ("dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj")}
 _PHI_3 = {"tokens": PHI3_TOKENS, "end": "<|end|>"}
 _LONG = {"boundary": BOUNDARY}
 _MEDIUM = {**_PHI_3, "template": PHI3_MEDIUM, "turns": TURNS}
