@@ -74,7 +74,11 @@ class ServedByVllm:
         self._server = server
         self._name = name
         self._vocabulary = known.logits.shape[1]
-        self.stop_ids = [token for token in known.stop_ids if self._ends_at(token)]
+        self.stop_ids = [
+            token
+            for token in known.stop_ids
+            if self._complete([token], 2, allowed_token_ids=[token]).finish_reason == "stop"
+        ]
 
     def render(self, turns: Turns) -> Rendered:
         """Render and encode as the server does. The text is decoded from the tokens."""
@@ -94,9 +98,6 @@ class ServedByVllm:
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""
         return self._complete(token_ids, max_new_tokens).token_ids or []
-
-    def _ends_at(self, token: int) -> bool:
-        return self._complete([token], 2, allowed_token_ids=[token]).finish_reason == "stop"
 
     def _logits_after(self, prompt: Sequence[int]) -> dict[int, float]:
         """Return log p of tokens after a prompt: of all, or of as many as a server gives by default."""
