@@ -13,6 +13,7 @@ import torch
 
 from finetune.errors import CheckpointError, ModelError
 from finetune.runs.model_files import load_model
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from finetune.config.schema import LoraSection
@@ -121,10 +122,10 @@ def _locate_adapter(path: str) -> Path:
     for candidate in (folder, folder / "adapter"):
         if (candidate / _CONFIG).is_file() and (candidate / _WEIGHTS).is_file():
             return candidate.resolve()
-    present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else ["no such folder"]
     raise ModelError(
         f"lora.start_from is {path}, which holds no adapter: {_CONFIG} and {_WEIGHTS} are expected there or in its "
-        f"adapter/ (found: {present or 'nothing'}). Give the folder of an adapter or of a finished run."
+        f"adapter/ (found: {name_first(names, 8) or 'nothing'}). Give the folder of an adapter or of a finished run."
     )
 
 

@@ -17,7 +17,7 @@ from finetune.engine.quantized import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
 from finetune.model.unsupported import describe_split_copy, estimate_parameters, refuse_oversized, refuse_unsupported
-from finetune.units import format_bytes
+from finetune.units import format_bytes, name_first
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -232,7 +232,7 @@ def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> 
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
     """Refuse weights that transformers would replace with random numbers and only a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
-    problems = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
+    problems = [f"{len(keys)} {name} ({name_first(list(map(str, keys)), 3)})" for name, keys in wrong.items() if keys]
     if problems:
         raise ModelError(
             f"the weights at {where} do not fit its config.json: {'; '.join(problems)}. Is the folder complete?"

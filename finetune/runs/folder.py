@@ -11,6 +11,7 @@ from finetune.config.render import SCHEMA_FILE
 from finetune.errors import CheckpointError
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.runs.file_lock import FileLock, file_lock
+from finetune.units import name_first
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """The longest that a restart waits for the processes of the previous run to end."""
@@ -106,9 +107,8 @@ class RunFolder:
             )
         unknown = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
         if unknown and not present.keys() & {*_MARKS, self.lock_file.name}:
-            shown = ", ".join(unknown[:5]) + (", …" if len(unknown) > 5 else "")
             raise CheckpointError(
-                f"output_dir={self.path} is not empty and holds no run of finetune: {shown}. "
+                f"output_dir={self.path} is not empty and holds no run of finetune: {name_first(unknown, 5)}. "
                 f"Name an empty or a new folder with output_dir=. Nothing was changed."
             )
 

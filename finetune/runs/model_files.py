@@ -16,6 +16,7 @@ from finetune.errors import CheckpointError
 from finetune.runs.durable import Chunks
 from finetune.runs.tensors import TensorFile, local_shard, read_tensors, shard_like
 from finetune.runs.verification import TOKENIZER_FILES
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,9 +107,7 @@ def refuse_other_tensors(
         "of another shape": reshaped,
     }
     problems = [
-        f"{len(names)} {difference} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-        for difference, names in differences.items()
-        if names
+        f"{len(names)} {difference} ({name_first(names, 3)})" for difference, names in differences.items() if names
     ]
     if problems:
         raise CheckpointError(
