@@ -23,6 +23,8 @@ def unsupported_reason(model: nn.Module) -> str | None:
 
 
 def _reasons(model: Any) -> Iterator[str]:
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        yield "its adapter is a prompt"
     bare = bare_model(model)
     model_type = getattr(getattr(bare, "config", None), "model_type", None)
     if model_type not in FAMILIES:
