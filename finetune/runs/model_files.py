@@ -35,6 +35,9 @@ def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, 
 
     An adapter names `base`, the folder of a base that was saved with the run, if there is one. Tensors are read from
     the model while the content is consumed.
+
+    Raises:
+        CheckpointError: the adapter's base has no name and was not saved, or there are several adapters.
     """
     if not has_adapter(model):
         return encode_full_model(model)
@@ -152,8 +155,12 @@ def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
     """Encode PEFT's configuration of the adapter. PEFT writes sets in random order; here they are sorted."""
     peft_config: Any = model.peft_config
     record = peft_config[_adapter_name(model)].to_dict()
-    # A base without a name, whose weights are random, was saved as `base`.
-    name = str(base.resolve()) if base else str(record["base_model_name_or_path"])
+    name = str(base.resolve()) if base else record.get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(
+            "The base model has neither a hub id nor a folder, so the adapter has nothing to name. Save it with "
+            "save_base first."
+        )
     is_folder = Path(name).is_dir()
     record["base_model_name_or_path"] = str(Path(name).resolve()) if is_folder else name
     # The commit that was read is more exact than the branch that was asked for.
@@ -164,8 +171,10 @@ def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
 
 
 def _adapter_name(model: torch.nn.Module) -> str:
-    (name,) = model.peft_config  # type: ignore[misc]
-    return str(name)
+    names = list(model.peft_config)  # type: ignore[arg-type]
+    if len(names) != 1:
+        raise CheckpointError(f"A checkpoint holds one adapter, the model carries {len(names)}: {names}.")
+    return str(names[0])
 
 
 def _adapter_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -189,7 +189,9 @@ def test_any_optimizer_goes_on_bit_by_bit(folder, name, dtype):
             assert torch.equal(held, value) and held.dtype == value.dtype if torch.is_tensor(value) else held == value
 
 
-def test_an_optimizer_that_keeps_lists_is_refused_before_anything_is_written(folder):
+def test_a_base_without_a_name_and_an_optimizer_that_keeps_lists_are_refused_before_anything_is_written(folder, lora):
+    with pytest.raises(CheckpointError, match="nothing to name"):
+        save_checkpoint(folder, model=lora[0], optimizer=lora[1], state=STATE)
     model = build_base()
     optimizer = torch.optim.LBFGS(model.parameters())
     optimizer.state[optimizer.param_groups[0]["params"][0]]["old_dirs"] = [torch.ones(1)]
