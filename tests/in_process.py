@@ -36,9 +36,14 @@ def run_script(script: Path, words: Sequence[str | Path]) -> Ended:
         return _watch(lambda: runpy.run_path(str(script), run_name="__main__"))
 
 
-def run_finetune(*words: str | Path) -> Ended:
-    """`finetune WORDS…`. Not under launch variables of several processes, where an error ends the whole process."""
-    return _watch(lambda: main(list(map(str, words))))
+def run_finetune(*words: str | Path, code: int | None = None) -> Ended:
+    """`finetune WORDS…`, which must end with this code if one is given.
+
+    Not under launch variables of several processes, where an error ends the whole process.
+    """
+    ended = _watch(lambda: main(list(map(str, words))))
+    assert code in (None, ended.returncode), ended.stdout
+    return ended
 
 
 class _Both(io.StringIO):

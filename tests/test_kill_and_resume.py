@@ -56,8 +56,7 @@ def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):
         *("training.num_epochs=3", "checkpoint.save_every=4", "checkpoint.save_total_limit=3"),
         *("lora.dropout=0.1", "training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),
     ]
-    done = run_finetune("train", *words, f"output_dir={tmp_path / 'whole'}")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("train", *words, f"output_dir={tmp_path / 'whole'}", code=0)
 
     words.append(f"output_dir={tmp_path / 'killed'}")
     with start(words) as process:
@@ -68,8 +67,7 @@ def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):
                 break
     assert process.returncode == -signal.SIGKILL
     assert not (tmp_path / "killed/adapter").exists()
-    done = run_finetune("train", *words, "resume=auto")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("train", *words, "resume=auto", code=0)
     found = re.search(r"resumed from step=(\d+)", done.stdout)
     assert found is not None
     assert int(found[1]) in range(12, NUM_STEPS), "12, or a later one that was committed before the signal came"

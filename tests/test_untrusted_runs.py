@@ -67,8 +67,7 @@ def untrusted(tmp_path_factory):
     base, run, marker = write_base(folder / "base"), folder / "run", folder / "marker"
     words = [f"model.path={base}", f"data.path={write_rows(folder / 'rows')}", f"output_dir={run}"]
     few = ["training.max_steps=2", "checkpoint.save_every=1", "training.precision=fp32", "optim.warmup_steps=0"]
-    done = run_finetune("train", *words, *few, f"data.cache_dir={folder / 'cache'}")
-    assert done.returncode == 0, done.stdout
+    run_finetune("train", *words, *few, f"data.cache_dir={folder / 'cache'}", code=0)
     (base / "own.py").write_text(CODE.format(marker=str(marker)))
     (base / "custom_generate").mkdir()
     (base / "custom_generate" / "generate.py").write_text(GENERATE.format(marker=str(marker)))
@@ -258,8 +257,7 @@ ADDRESS = "https://127.0.0.1:9/rows.jsonl"
 def test_an_address_that_only_the_folder_names_is_not_read(untrusted, tmp_path, data):
     run = copy_of(untrusted, tmp_path, data=data)
     for words in (["evaluate"], ["bisect"], ["verify", "--replay", "1"]):
-        done = run_finetune(words[0], run, *words[1:])
-        assert done.returncode == 2
+        done = run_finetune(words[0], run, *words[1:], code=2)
         assert "an address that only the folder of a run names is not read" in done.errors
         assert " to the command" in done.errors
     (key, value), *_ = [item for item in data.items() if item[1]]
@@ -272,16 +270,14 @@ def test_the_rows_at_an_address_are_not_asked_for_a_system_turn(untrusted, tmp_p
     run = copy_of(untrusted, tmp_path, data={"train": ADDRESS})
     assert usual_system(find_run(run).config) is None
     change_json(run / "run.json", opening=None)
-    done = run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2")
-    assert done.returncode == 2
+    done = run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2", code=2)
     assert f"add --set data.train={ADDRESS} to the command" in done.errors
-    assert run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2", "--system", "").returncode == 2
+    run_finetune("generate", run, "Send oranges", "--max-new-tokens", "2", "--system", "", code=2)
 
 
 def test_local_files_are_read_and_named_once(untrusted, tmp_path):
     run = copy_of(untrusted, tmp_path)
-    done = run_finetune("evaluate", run)
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("evaluate", run, code=0)
     named = f"model.path={untrusted.base}, data.path={untrusted.folder / 'rows'}"
     said = [line for line in done.errors.splitlines() if "files that the configuration in" in line]
     assert len(said) == 1
@@ -295,8 +291,8 @@ def test_a_folder_decides_nowhere_to_write(untrusted, tmp_path):
     file = run / "config.yaml"
     file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | {"output_dir": str(outside)}))
     for words in (["generate", run, "Hi", "--max-new-tokens", "2"], ["evaluate", run], ["verify", run]):
-        assert run_finetune(*words).returncode == 0
-    assert run_finetune("merge", run, tmp_path / "merged").returncode == 0
+        run_finetune(*words, code=0)
+    run_finetune("merge", run, tmp_path / "merged", code=0)
     assert not outside.exists()
     config = load_run_config(run, [f"data.cache_dir={outside}"])
     assert (config.output_dir, config.data.cache_dir) == (str(run), str(outside))
@@ -335,8 +331,7 @@ def test_a_record_with_values_of_another_type_is_refused_in_a_sentence(untrusted
             find_run(run)
         with pytest.raises(CheckpointError, match=rf"run.json: {name}.* which no run writes"):
             replay_config(RecordedRun(run))
-    done = run_finetune("runs", tmp_path)
-    assert done.returncode == 0
+    done = run_finetune("runs", tmp_path, code=0)
     assert "run" in done.answer
 
 
@@ -347,6 +342,6 @@ def test_what_only_describes_runs_leaves_such_a_record_out(untrusted, tmp_path):
     for form in ON_FOLDER.values():
         done = run_finetune(*[word.format(run=run, out=tmp_path / "out") for word in form])
         assert (done.returncode, "opening.system is 1, which no run writes" in done.errors) == (2, True), form
-    assert run_finetune("report", run, "--no-data", "--output", tmp_path / "page.html").returncode == 0
+    run_finetune("report", run, "--no-data", "--output", tmp_path / "page.html", code=0)
     assert "opening.system is 1, which no run writes" in (tmp_path / "page.html").read_text()
     assert read_run_record(untrusted.run / "run.json") is not None

@@ -95,11 +95,7 @@ class Family:
 FAMILIES = {
     "phi3": Family(projections=("self_attn.qkv_proj",), widen=("mlp.gate_up_proj",), window="all layers"),
     "phi": Family(
-        output="self_attn.dense",
-        widen=("mlp.fc1",),
-        narrow="mlp.fc2",
-        final_norm="final_layernorm",
-        is_parallel=True,
+        output="self_attn.dense", widen=("mlp.fc1",), narrow="mlp.fc2", final_norm="final_layernorm", is_parallel=True
     ),
     "llama": Family(),
     "mistral": Family(window="all layers"),

@@ -32,12 +32,7 @@ def split_heads(
 class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        projected: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        heads: list[int],
-        num_rotated: int,
+        ctx: Any, projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: list[int], num_rotated: int
     ) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.num_rotated = num_rotated

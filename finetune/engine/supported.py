@@ -17,10 +17,7 @@ def unsupported_reason(model: nn.Module) -> str | None:
     """Return the reason why `Decoder` cannot replace the model's own forward; None if it can.
 
     Every module must be of a known type, so that replaced, wrapped and hooked modules are found. The linear layers of
-    `called_layers` are supported by calling them.
-
-    Args:
-        model: a transformers causal language model, or a PEFT model around one.
+    `called_layers` are supported by calling them. The model is transformers' own, or a PEFT model around one.
     """
     return next(_reasons(model), None)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import tempfile
 from collections.abc import Callable
@@ -19,25 +18,20 @@ from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, ModelError
 from finetune.export import compressor
-from finetune.export.compressed_folder import (
-    SCHEMES,
-    SchemeName,
-    load_compressed,
-    refuse_no_compressed_tensors,
-)
+from finetune.export.compressed_folder import SCHEMES, SchemeName, load_compressed, refuse_no_compressed_tensors
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
 from finetune.export.merge import write_merged
 from finetune.export.model_card import Compressed, merged_card
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
-from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.quantizing import Quantizer, find_program
+from finetune.export.runtimes import load_transformers
+from finetune.export.served_comparison import served_vectors
 from finetune.export.vectors import (
     LogitDifference,
     Vectors,
     compare_logits,
     digest_files,
     digest_weight_files,
-    make_vectors,
     read_vectors,
     write_vectors,
 )
@@ -110,15 +104,11 @@ def find_llm_compressor() -> str:
     Raises:
         ConfigError: there is none.
     """
-    if python := python_with("llmcompressor", PYTHON):
-        return python
-    named = os.environ.get(PYTHON)
-    missing = "is not installed here" if named is None else f"is not in the environment of {PYTHON}={named}"
-    raise ConfigError(
-        f"llm-compressor {missing}. It needs other versions of packages than finetune, so give it an environment of "
-        f"its own: python3 -m venv compressor && compressor/bin/pip install torch llmcompressor. Then set {PYTHON} to "
-        "compressor/bin/python."
+    remedy = (
+        "It needs other versions of packages than finetune, so give it an environment of its own: python3 -m venv "
+        f"compressor && compressor/bin/pip install torch llmcompressor. Then set {PYTHON} to compressor/bin/python."
     )
+    return python_with("llmcompressor", PYTHON, name="llm-compressor", remedy=remedy)
 
 
 def draw_rows(splits: EncodedSplits, num_rows: int, seed: int) -> list[list[int]]:
@@ -189,18 +179,8 @@ def _fill(writer: FolderWriter, merged: Path, built: Path) -> int:
 
 def _own_vectors(writer: FolderWriter, known: Vectors) -> tuple[Vectors, LogitDifference]:
     """Make test vectors of the compressed model, for the prompts of the run's own. Returns how far they are apart."""
-    model = load_compressed(writer.path)
-    prompts = [replace(vector, answer=None) for vector in known.vectors]
-    logits = logits_in_fp32(model, [vector.token_ids for vector in prompts])
-    own = make_vectors(model, prompts, logits, stop_ids=known.stop_ids, has_template=known.has_template)
-    own = replace(
-        own,
-        stored_as=known.stored_as,
-        system=known.system,
-        trained=known.trained,
-        written=digest_weight_files(writer.path),
-        files=digest_files(writer.path),
-    )
+    written, files = digest_weight_files(writer.path), digest_files(writer.path)
+    own = served_vectors(load_transformers(writer.path), replace(known, rounding=0.0, written=written, files=files))
     return own, compare_logits(own.logits, known.logits)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from finetune.engine.decoder import FAMILIES, SLIDING
-from finetune.errors import CheckpointError, ModelError, last_line
+from finetune.errors import CheckpointError, ConfigError, ModelError, last_line
 
 Json = dict[str, Any]
 _SAME_SPLITS = {r"\p{L}+|\p{N}|[^\p{L}\p{N}]+": r"[\p{L}]+|[\p{N}]"}
@@ -53,12 +53,9 @@ class Converter(NamedTuple):
                 (folder / path.name).symlink_to(path.resolve())
 
     def run(self, command: Sequence[str], source: Path, *, inside: Path | None = None) -> None:
-        """Run the converter without access to the hub.
+        """Run the converter, in the folder `inside`, without access to the hub.
 
-        Args:
-            command: the program and its arguments.
-            source: the copy of the model, which messages call `the model`.
-            inside: the folder in which the program starts; None: the current one.
+        `source` is the copy of the model, which messages call `the model`.
 
         Raises:
             ModelError: the converter refuses the model; the message repeats its reason, and says what to do.
@@ -76,16 +73,22 @@ class Converter(NamedTuple):
             raise ModelError(f"{self.name} refused the model: {reason}. {hint}")
 
 
-def python_with(module: str, variable: str) -> str | None:
-    """Return the Python that an environment variable names, by default this one, if it has the module; else None."""
+def python_with(module: str, variable: str, *, name: str, remedy: str) -> str:
+    """Return the Python that an environment variable names, by default this one, if it has the module.
+
+    Raises:
+        ConfigError: it has no such module; `name` is the name of the package, and `remedy` says what to do.
+    """
     named = os.environ.get(variable)
     if named is None:
-        return sys.executable if find_spec(module) else None
-    if shutil.which(named) is None:
-        return None
+        if find_spec(module):
+            return sys.executable
+        raise ConfigError(f"{name} is not installed here. {remedy}")
     # -I: neither the current folder nor PYTHONPATH may supply the module.
     looks = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    return named if subprocess.run([named, "-I", "-c", looks]).returncode == 0 else None
+    if shutil.which(named) is None or subprocess.run([named, "-I", "-c", looks]).returncode:
+        raise ConfigError(f"{name} is not in the environment of {variable}={named}. {remedy}")
+    return named
 
 
 def refuse_no_model(model: Path) -> None:

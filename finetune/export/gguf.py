@@ -11,7 +11,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -203,13 +203,6 @@ def write_gguf(
     files, runtime = GgufFiles(writer.path / name), None
     if installed_version() is not None:
         runtime = check_in_llama_cpp(files, reading, tokenizer, stop_ids)
-    elif unnamed := _stops_beside_eos(header, stop_ids)[len(_ENDS_BESIDE_EOS) :]:
-        _log.warning(
-            "a GGUF file names eos and two more ends of an answer, and the model stops at %d tokens: llama.cpp may not "
-            "stop at %s. Give their texts as `stop` in each request, and start llama-server with --special",
-            len(stop_ids),
-            ", ".join(f"{tokenizer.convert_ids_to_tokens(token_id)} ({token_id})" for token_id in unnamed),
-        )
     return Exported(num_tensors=header.num_tensors, reading=reading, runtime=runtime)
 
 
@@ -263,16 +256,12 @@ def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int
     """Return the keys that the converter does not write as the run needs them.
 
     A chat template renders the whole text, so llama.cpp must add no token before it. llama.cpp ends an answer at eos,
-    end of turn and end of message, and at tokens whose text it knows.
+    end of turn and end of message, and at tokens whose text it knows: a file has keys for two stop ids beside eos.
     """
-    keys = dict(zip(_ENDS_BESIDE_EOS, _stops_beside_eos(header, stop_ids), strict=False))
-    return {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
-
-
-def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
-    """Return the stop ids but eos. A file has keys for two. At others, llama.cpp stops only if it knows their text."""
     eos = header.keys.get("tokenizer.ggml.eos_token_id")
-    return [token_id for token_id in stop_ids if token_id != eos]
+    others = [token_id for token_id in stop_ids if token_id != eos]
+    keys = dict(zip(_ENDS_BESIDE_EOS, others, strict=False))
+    return {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
 
 
 def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
@@ -303,8 +292,10 @@ def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:
     files = files_of_model(model)
     if base is not None and (base / SENTENCEPIECE).is_file() and not (model / SENTENCEPIECE).exists():
         files.append(base / SENTENCEPIECE)
-    has_sentencepiece = any(path.name == SENTENCEPIECE for path in files)
-    if has_sentencepiece or not _is_byte_level(model):
+    has_sentencepiece, has_bytes = any(path.name == SENTENCEPIECE for path in files), False
+    with suppress(OSError, ValueError):
+        has_bytes = is_byte_level(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")))
+    if has_sentencepiece or not has_bytes:
         converter = SENTENCEPIECE_TO_GGUF
     elif not (model / "tokenizer_config.json").is_file():
         raise ModelError(
@@ -315,10 +306,3 @@ def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:
         converter = BYTE_LEVEL_TO_GGUF
     converter.copy(files, copy)
     return converter
-
-
-def _is_byte_level(model: Path) -> bool:
-    try:
-        return is_byte_level(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        return False

@@ -54,7 +54,11 @@ def read_header(path: Path) -> Header:
         if not num_tensors:
             raise RunFailedError(f"{path} holds no tensors.")
         try:
-            keys, spans = _read_keys(file, num_keys)
+            keys, spans = dict[str, Any](), dict[str, tuple[int, int]]()
+            for _ in range(num_keys):
+                begin, name = file.tell(), _text(file)
+                keys[name] = _value(file, _numbers(file, "I")[0])
+                spans[name] = (begin, file.tell())
             tensors_at, matrices = file.tell(), []
             for _ in range(num_tensors):
                 _text(file)  # its name
@@ -91,16 +95,6 @@ def _encode(name: str, value: bool | int | float) -> bytes:
     text = name.encode()
     value_type = {bool: _BOOL, int: _INT, float: _FLOAT}[type(value)]
     return struct.pack(f"<Q{len(text)}sI{_NUMBERS[value_type]}", len(text), text, value_type, value)
-
-
-def _read_keys(file: BinaryIO, count: int) -> tuple[dict[str, Any], dict[str, tuple[int, int]]]:
-    keys, spans = {}, {}
-    for _ in range(count):
-        begin = file.tell()
-        name = _text(file)
-        keys[name] = _value(file, _numbers(file, "I")[0])
-        spans[name] = (begin, file.tell())
-    return keys, spans
 
 
 def _value(file: BinaryIO, value_type: int) -> Any:

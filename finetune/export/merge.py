@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from finetune.engine.decoder import bare_model
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
 from finetune.export.model_card import Merged, merged_card
@@ -62,11 +63,11 @@ def write_merged(
     most_difference: float | None = None,
     adds_system: bool = False,
 ) -> Merged:
-    """Write a run's model for transformers alone, then load and compare it.
+    """Write a run's model for transformers alone, then load and compare it. If anything fails, `out` stays as it was.
 
     Args:
-        run: a finished run, of an adapter or of full fine-tuning.
-        out: a folder that does not exist or is empty. If anything fails, it stays as it was.
+        run: of an adapter or of full fine-tuning.
+        out: a folder that does not exist or is empty.
         dtype: the type to store weights in; None takes the base's.
         most_difference: the largest relative difference of logits; None: what fits the type of the weights.
         adds_system: let the chat template add the system turn of the training rows to conversations without one.
@@ -147,13 +148,9 @@ def merge_adapter(model: Any, dtype: torch.dtype | None = None) -> Any:
     The whole model is never copied: each layer is widened, merged and rounded back before the next one. PEFT's
     arithmetic covers LoRA, rsLoRA, DoRA and trained embeddings.
 
-    Args:
-        model: a PeftModel with one active adapter, on the CPU. Do not use it afterwards.
-        dtype: the type to store all weights in; None keeps each layer's own.
-
-    Returns:
-        The transformers model. If the adapter changed the input embeddings and the output head differently, they are
-        no longer tied, and the model's configuration says so.
+    Do not use the PeftModel, which is on the CPU, afterwards. All weights are stored as `dtype`; None keeps the type of
+    each layer. If the adapter changed the input embeddings and the output head differently, they are no longer tied in
+    the model that is returned, and its configuration says so.
 
     Raises:
         ModelError: PEFT cannot merge an adapter of this type.
@@ -204,27 +201,22 @@ def is_tied(model: Any) -> bool:
 
 def _type_to_store(model: Any, wish: torch.dtype | None) -> torch.dtype:
     """Return the type that was asked for, or the most frequent type of base weights; an adapter's may be wider."""
+    if wish is not None:
+        return wish
     sizes: Counter[torch.dtype] = Counter()
-    for parameter in _bare(model).parameters():
+    for parameter in bare_model(model).parameters():
         if parameter.is_floating_point() and not (has_adapter(model) and parameter.requires_grad):
             sizes[parameter.dtype] += parameter.numel()
-    stored = sizes.most_common(1)[0][0]
-    if wish is not None and torch.finfo(wish).eps > torch.finfo(stored).eps:
-        _log.warning("the base is stored as %s; --dtype rounds it to %s", stored, wish)
-    return wish or stored
+    return sizes.most_common(1)[0][0]
 
 
 def _refuse_foreign_code(model: Any) -> None:
-    bare = _bare(model)
+    bare = bare_model(model)
     if not type(bare).__module__.startswith("transformers."):
         raise ModelError(
             f"{type(bare).__name__} needs code of its own (model.trust_remote_code), which a folder for transformers "
             "alone cannot carry. Use a base with a class in transformers, or use the adapter as it is."
         )
-
-
-def _bare(model: Any) -> Any:
-    return model.get_base_model() if has_adapter(model) else model
 
 
 def _sharded(weights: TensorFile) -> dict[str, Chunks]:
@@ -308,28 +300,21 @@ def _merge_layer(name: str, layer: Any, dtype: torch.dtype | None) -> None:
 
 
 def _untie_where_adapted(base: Any) -> bool:
-    """Give tied embeddings a tensor each while an adapter on one of them is merged.
+    """Give tied embeddings a tensor each while an adapter on one of them is merged. Returns whether this was needed.
 
     Otherwise an update of one would change the other as well, and updates of both would be added twice.
-
-    Returns:
-        Whether they were tied and no longer are.
     """
     ends: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
     if None in ends:
         return False
-    inner = [_without_wrapper(end) for end in ends]
+    # The base's own layer inside an adapter's wrapper, or the layer itself.
+    inner = [
+        end.get_base_layer() if hasattr(end, "get_base_layer") else getattr(end, "original_module", end) for end in ends
+    ]
     if inner[0].weight is not inner[1].weight or all(a is b for a, b in zip(ends, inner, strict=True)):
         return False
     inner[1].weight = torch.nn.Parameter(inner[1].weight.detach().clone(), requires_grad=False)
     return True
-
-
-def _without_wrapper(layer: Any) -> Any:
-    """Return the base's own layer inside an adapter's wrapper, or the layer itself."""
-    if hasattr(layer, "get_base_layer"):
-        return layer.get_base_layer()
-    return getattr(layer, "original_module", layer)
 
 
 def _tie_again(model: Any) -> None:

@@ -93,19 +93,12 @@ class Compressed:
 
 def merged_card(run: FinishedRun, merged: Merged, compressed: Compressed | None = None) -> str:
     """Write the card of a merged or fully tuned model."""
-    config = _recorded_config(run)
-    base = _hub_base(run, config)
-    return _card(run, config, base, system=merged.system, merged=merged, compressed=compressed)
+    return _card(run, hub_base(run), system=merged.system, merged=merged, compressed=compressed)
 
 
 def adapter_card(run: FinishedRun, base: str, system: str | None = None) -> str:
     """Write the card of an adapter; `base` is the hub id that the card names, `system` as in `Merged`."""
-    return _card(run, _recorded_config(run), base, system=system)
-
-
-def hub_base(run: FinishedRun) -> str | None:
-    """Return the hub id of the base that a run started from; None if the base is not on the hub."""
-    return _hub_base(run, _recorded_config(run))
+    return _card(run, base, system=system)
 
 
 def _recorded_config(run: FinishedRun) -> Config:
@@ -113,7 +106,9 @@ def _recorded_config(run: FinishedRun) -> Config:
     return load_run_config(run.folder.path, loads_model=False)
 
 
-def _hub_base(run: FinishedRun, config: Config) -> str | None:
+def hub_base(run: FinishedRun) -> str | None:
+    """Return the hub id of the base that a run started from; None if the base is not on the hub."""
+    config = _recorded_config(run)
     if config.model.init != "pretrained":
         return None
     saved = run.weights / "adapter_config.json"
@@ -132,14 +127,13 @@ def hub_id(path: str | list[str] | None) -> str | None:
 
 def _card(
     run: FinishedRun,
-    config: Config,
     base: str | None,
     *,
     system: str | None,
     merged: Merged | None = None,
     compressed: Compressed | None = None,
 ) -> str:
-    recorded = run.recorded
+    recorded, config = run.recorded, _recorded_config(run)
     best_loss, scores = recorded.result.get("best_loss"), recorded.scores()
     scores = {name: scores[name] for name in ("base", "tuned") if name in scores}
     settings = _settings(config)

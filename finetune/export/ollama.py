@@ -103,10 +103,8 @@ def _take_apart(tokenizer: Any, first: str) -> TurnPieces:
     The text between two turns ends the first turn and begins the second. The part that it has in common with the
     beginning of a conversation begins a turn. A ValueError says why the template is not a sequence of turns.
 
-    Args:
-        tokenizer: has the chat template.
-        first: the role of the first turn in these conversations: user, or system for a template that adds a system
-            turn to conversations without one.
+    `first` is the role of the first turn in these conversations: user, or system for a template that adds a system turn
+    to conversations without one.
     """
     roles = dict.fromkeys((first, "user"))
     start, *_, end = _gaps(tokenizer, *roles)

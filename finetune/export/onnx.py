@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import sys
 import tempfile
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -23,19 +22,11 @@ from finetune.units import name_first
 _BUILDER = "onnxruntime_genai.models.builder"
 _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}
 """The builder's names of the types."""
-_OWN_TEXT = (
-    "The runtime renders or splits text in its own way. Render and encode prompts with the tokenizer of transformers "
-    "and give the runtime their ids, or serve the merged folder"
-)
-_ADVICE = {
-    "of the prompt is": _OWN_TEXT,
-    "rendered text": _OWN_TEXT,
-    "it stops at": "The runtime stops where eos_token_id in its genai_config.json says",
+_ADVICE: dict[OnnxType, str] = {
     "f32": "Set another bound with --max-difference, or serve the merged folder",
-    "int4": "int4 is too coarse for this model. Export with --type f32, which rounds nothing. If it must be small, use "
-    "finetune export MODEL OUT --gguf --type q8_0 for llama.cpp",
+    "int4": "int4 may be too coarse for this model. Export with --type f32, which rounds nothing. If it must be small, "
+    "use finetune export MODEL OUT --gguf --type q8_0 for llama.cpp",
 }
-"""What to do about a difference, by a part of its sentence; about logits and answers, by the type of the weights."""
 
 
 def export_onnx(
@@ -48,13 +39,10 @@ def export_onnx(
 ) -> Verified:
     """Write a folder that onnxruntime-genai serves, compared there with base and adapter; all of it or nothing.
 
-    Args:
-        model: a merged folder with test vectors.
-        out: a folder that does not exist or is empty.
-        weight_type: with int4, matrices are stored in blocks of 32 numbers with a scale each, and inputs of their
-            products are rounded to int8; embeddings and norms stay in fp32.
-        most_difference: the largest relative difference of a position's logits; None: a bound that fits the type.
-        allows_differences: keep a model that answers differently from base and adapter; its certificate says so.
+    With int4, matrices are stored in blocks of 32 numbers with a scale each, and inputs of their products are rounded
+    to int8; embeddings and norms stay in fp32. `most_difference` is the largest relative difference of a position's
+    logits; None: a bound that fits the type. With `allows_differences`, a model that answers differently is kept, and
+    its certificate says so.
 
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder with test vectors.
@@ -77,7 +65,11 @@ def export_onnx(
         copy_vectors(model, writer)
         comparison = _compare_elsewhere(writer.path, most_difference)
         if comparison.mismatches and not allows_differences:
-            raise RunFailedError(_refusal(comparison.mismatches, weight_type))
+            raise RunFailedError(
+                "the ONNX model does not answer like base and adapter: "
+                f"{name_first(comparison.mismatches, 1, separator='; ')}. Nothing was written. {_ADVICE[weight_type]}. "
+                "--allow-differences keeps the model all the same, and its certificate lists all differences."
+            )
     out = out.expanduser().absolute()
     verified = Verified(folder=out, source="base and adapter", vectors=vectors, comparison=comparison)
     write_certificate(out / CERTIFICATE, verified)
@@ -111,13 +103,3 @@ def _compare_elsewhere(folder: Path, bound: float | None) -> ServedComparison:
 
 def _compare_here(folder: Path, bound: float | None) -> ServedComparison:
     return verify_folder(folder, bound=bound).comparison
-
-
-def _refusal(mismatches: Sequence[str], weight_type: OnnxType) -> str:
-    """Write the message of a refusal: the first difference, and what to do about it."""
-    advice = next((advice for part, advice in _ADVICE.items() if part in mismatches[0]), _ADVICE[weight_type])
-    return (
-        f"the ONNX model does not answer like base and adapter: {name_first(mismatches, 1, separator='; ')}. Nothing "
-        f"was written. {advice}. --allow-differences keeps the model all the same, and its certificate lists all "
-        "differences."
-    )

@@ -7,6 +7,7 @@ API: https://huggingface.co/docs/huggingface_hub/package_reference/hf_api
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -108,11 +109,12 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
     if get_token() is None:
         raise ConfigError("there is no token for the hub. Log in with `hf auth login`, or set HF_TOKEN.")
     api = HfApi()
+    upload = Upload(package=package, repository=repository, endpoint=api.endpoint, is_new=True, private=private)
     with _hub_errors(f"looking at {repository}"):
         try:
             info = api.model_info(repository)
         except RepositoryNotFoundError:
-            return Upload(package=package, repository=repository, endpoint=api.endpoint, is_new=True, private=private)
+            return upload
         present = [sibling.rfilename for sibling in info.siblings or ()]
         there = _find_model(api, repository, present, info.card_data)
     if private and not info.private:
@@ -125,20 +127,9 @@ def plan_upload(package: Package, repository: str, *, private: bool = True, repl
             "replace the model there with --replace. Nothing was sent."
         )
     # Loaders would mix other weights with the new ones. Of another model, every file goes.
-    leftovers = [name for name in present if name not in package.files]
-    if is_other:
-        removed = [name for name in leftovers if name not in (".gitattributes", _CARD)]
-    else:
-        removed = [name for name in leftovers if name.endswith(_WEIGHTS)]
-    return Upload(
-        package=package,
-        repository=repository,
-        endpoint=api.endpoint,
-        is_new=False,
-        private=bool(info.private),
-        removed=tuple(removed),
-        parent=info.sha,
-    )
+    leftovers = [name for name in present if name not in (*package.files, ".gitattributes", _CARD)]
+    removed = tuple(name for name in leftovers if is_other or name.endswith(_WEIGHTS))
+    return dataclasses.replace(upload, is_new=False, private=bool(info.private), removed=removed, parent=info.sha)
 
 
 def upload_package(upload: Upload, message: str) -> str:

@@ -16,6 +16,7 @@ from torch.nn.functional import embedding, linear, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.overrides import TorchFunctionMode
 
+from finetune.engine.decoder import bare_model
 from finetune.errors import RunFailedError
 from finetune.export.plain_reload import load_plain_model, weights_in_fp32
 from finetune.export.vectors import Vectors, relative_by_position
@@ -75,8 +76,7 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
     prompts = pad_sequence([torch.tensor(vector.token_ids) for vector in vectors.vectors], batch_first=True)
     places = [(row, place) for row, vector in enumerate(vectors.vectors) for place in vector.positions]
     exact = {id(weight) for name, weight in model.named_parameters() if "lora_" in name}
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    bare.set_experts_implementation("eager")  # other implementations do not call `linear`
+    bare_model(model).set_experts_implementation("eager")  # other implementations do not call `linear`
     model.eval()
 
     def logits() -> torch.Tensor:  # attention is causal, so the padding at the ends changes nothing

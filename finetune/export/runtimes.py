@@ -98,10 +98,7 @@ def load_transformers(folder: Path) -> ServedModel:
 def load_peft(folder: Path, base: str | None = None, revision: str | None = None) -> ServedModel:
     """Load an adapter with PEFT, on its base.
 
-    Args:
-        folder: the adapter's.
-        base: a folder or hub id; None: the base and the revision that the adapter names.
-        revision: the commit, tag or branch of `base` on the hub; None: its main branch.
+    `base` is a folder or hub id, at a commit, tag or branch; None: the base and the revision that the adapter names.
 
     Raises:
         RunFailedError: the adapter or its base cannot be loaded.

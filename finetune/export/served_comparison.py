@@ -307,24 +307,16 @@ def _compare_renderings(served: ServedModel, conversations: Iterable[Vector]) ->
         difference = beyond_limit
         if not beyond_limit:
             try:
-                difference = _compare_rendering(served, vector)
-            except DataError as error:
-                difference = beyond_limit = f"its chat template refuses the conversation: {first_line(error)}"
+                difference = _compare_rendering(served.render(vector.turns or []), vector)
+            except Exception as error:  # a template is a program: it can fail in any way
+                difference = f"its chat template refuses the conversation: {first_line(error)}"
+                beyond_limit = difference if isinstance(error, DataError) else ""
         yield _of(vector, difference)
 
 
-def _compare_rendering(served: ServedModel, vector: Vector) -> str:
-    """Return the first difference in the text or the tokens of a conversation, or an empty string.
-
-    Raises:
-        DataError: the chat template exceeds a limit.
-    """
-    try:
-        text, token_ids = served.render(vector.turns or [])
-    except DataError:
-        raise
-    except Exception as error:  # a template is a program: it can fail in any way
-        return f"its chat template refuses the conversation: {first_line(error)}"
+def _compare_rendering(rendered: Rendered, vector: Vector) -> str:
+    """Return the first difference in the text or the tokens of a conversation, or an empty string."""
+    text, token_ids = rendered
     expected = str(vector.text)
     if text != expected:
         index = first_difference(text, expected)
@@ -340,11 +332,7 @@ def _compare_rendering(served: ServedModel, vector: Vector) -> str:
 def _compare_answer(
     served: ServedModel, vector: Vector, expected: list[int], max_new_tokens: int, bound: float
 ) -> tuple[str, bool]:
-    """Compare a greedy answer with the expected one.
-
-    Returns:
-        The first difference, empty if none counts, and whether the answers differ at a near tie.
-    """
+    """Return the first difference of a greedy answer, empty if none counts, and whether it differs at a near tie."""
     answer = served.answer(vector.token_ids, max_new_tokens)
     if answer == expected:
         return "", False

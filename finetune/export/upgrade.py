@@ -55,11 +55,8 @@ class Upgrade:
 def compare_environments(path: Path, python: str, plan: StepPlan, settings: Sequence[str] = ()) -> Upgrade:
     """Compute some recorded steps of a finished run, and the answers of its model, here and with another Python.
 
-    Args:
-        path: the run's folder, which stays as it is.
-        python: the Python of an environment with this version of finetune.
-        plan: the steps; empty: a few after the start and after each kept checkpoint.
-        settings: change the configuration of the run in both environments, as `key=value`.
+    The environment of `python` has this version of finetune. An empty plan is a few steps after the start and after
+    each kept checkpoint. `settings` change the configuration of the run in both environments, as `key=value`.
 
     Raises:
         FinetuneError: the folder is not a run with weights, or one of the two environments cannot compute with it.

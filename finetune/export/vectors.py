@@ -101,15 +101,7 @@ def relative_by_position(served: torch.Tensor, expected: torch.Tensor) -> torch.
 VECTORS_FILE, LOGITS_FILE = "test_vectors.json", "test_vectors.npy"
 CERTIFICATE, VLLM_CERTIFICATE = "certificate.json", "certificate-vllm.json"
 """Of the runtime that the folder's files are for, and of vLLM."""
-_DECIDES_NO_ANSWER = {
-    "README.md",
-    "Modelfile",
-    VECTORS_FILE,
-    LOGITS_FILE,
-    CERTIFICATE,
-    VLLM_CERTIFICATE,
-    MANIFEST,
-}
+_DECIDES_NO_ANSWER = {"README.md", "Modelfile", VECTORS_FILE, LOGITS_FILE, CERTIFICATE, VLLM_CERTIFICATE, MANIFEST}
 MAX_NEW_TOKENS = 16
 _SCHEMA = 1
 _MOST_POSITIONS = 32

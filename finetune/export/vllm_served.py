@@ -74,7 +74,11 @@ class ServedByVllm:
         self._server = server
         self._name = name
         self._vocabulary = known.logits.shape[1]
-        self.stop_ids = [token for token in known.stop_ids if self._ends_at(token)]
+        self.stop_ids = [
+            token
+            for token in known.stop_ids
+            if self._complete([token], 2, allowed_token_ids=[token]).finish_reason == "stop"
+        ]
 
     def render(self, turns: Turns) -> Rendered:
         """Render and encode as the server does. The text is decoded from the tokens."""
@@ -94,9 +98,6 @@ class ServedByVllm:
     def answer(self, token_ids: Sequence[int], max_new_tokens: int) -> list[int]:
         """Answer a prompt greedily. Returns the new tokens, including the stop token if there was one."""
         return self._complete(token_ids, max_new_tokens).token_ids or []
-
-    def _ends_at(self, token: int) -> bool:
-        return self._complete([token], 2, allowed_token_ids=[token]).finish_reason == "stop"
 
     def _logits_after(self, prompt: Sequence[int]) -> dict[int, float]:
         """Return log p of tokens after a prompt: of all, or of as many as a server gives by default."""
@@ -129,11 +130,7 @@ def served_by_vllm(
 ) -> Iterator[ServedByVllm]:
     """Serve a model folder, or an adapter on its base, by a vLLM server.
 
-    Args:
-        folder: of a model; with `base`, of an adapter.
-        known: see `ServedByVllm`.
-        where: the server.
-        base: the base of an adapter, a folder or hub id; None for a whole model.
+    `base` is the base of an adapter, a folder or hub id; None for a whole model. See `ServedByVllm` for `known`.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -185,7 +182,9 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     """Start a server on a free port, and end it after the block."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [_python(), "-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
+    remedy = f"Set {PYTHON} to the Python of an environment that has it, or give --server URL of a server that runs."
+    python = python_with("vllm", PYTHON, name="vLLM", remedy=remedy)
+    command = [python, "-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(port)]
     scheme = scheme_of(Path(model))
     command += ["--model", str(model), "--dtype", "float32" if scheme is None else scheme.vllm_dtype]
     command += ["--enforce-eager", "--max-logprobs", "-1"]
@@ -216,16 +215,6 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
             with suppress(ProcessLookupError):  # what is left of its processes
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _python() -> str:
-    if python := python_with("vllm", PYTHON):
-        return python
-    named = os.environ.get(PYTHON)
-    raise ConfigError(
-        f"vLLM is not installed here{'' if named is None else f', nor in the environment of {PYTHON}={named}'}. Set "
-        f"{PYTHON} to the Python of an environment that has it, or give --server URL of a server that runs."
-    )
 
 
 def _cause(log: str) -> str:

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from finetune.errors import ModelError
+from finetune.errors import CheckpointError, ModelError
+from finetune.runs.model_files import load_model
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from finetune.config.schema import LoraSection
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SVD_ITERATIONS = 16
 """Iterations of the fast decomposition, as in the experiments of the PiSSA paper."""
-_MAX_SHOWN = 3
 _log = logging.getLogger(__name__)
 
 
@@ -32,10 +33,8 @@ def start_from_principal_values(model: Any, r: int, init: Literal["pissa", "piss
     run has the A0 and B0 it began with, and switching the adapter off gives the base. PEFT's own conversion ends at the
     same rank 2r (`path_initial_model_for_weight_conversion`, https://huggingface.co/docs/peft/developer_guides/lora).
 
-    Args:
-        model: a PEFT model with plain LoRA layers of rank 2r on linear layers, not yet placed.
-        r: rank of the trained half.
-        init: an exact decomposition, or one by subspace iterations from torch's global generator.
+    The layers are plain LoRA layers of rank 2r, not yet placed; r is the rank of the trained half. `pissa_fast`
+    decomposes by subspace iterations from torch's global generator.
 
     Raises:
         ModelError: a layer has fewer than r singular values.
@@ -69,38 +68,24 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
     Raises:
         ModelError: there is no adapter, or it has another base, type or shape; the message names what to set.
     """
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-    from safetensors.torch import load_file
-
     folder = _locate_adapter(str(section.start_from))
-    name = next(iter(model.peft_config))
     try:
         record = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        saved = load_file(folder / _WEIGHTS)
-    except Exception as error:  # a damaged file has as many types as there are libraries that read it
-        raise ModelError(f"lora.start_from: the adapter in {folder} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"lora.start_from: {folder / _CONFIG} cannot be read: {error}") from error
     _refuse_other_base(folder, record, model, section)
-    here = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    differences = [*_config_differences(record, model.peft_config[name]), *_tensor_differences(saved, here)]
-    if differences:
+    (config,) = model.peft_config.values()
+    if differences := list(_config_differences(record, config)):
         raise ModelError(
             f"lora.start_from: the adapter in {folder} differs from the one to train: {'; '.join(differences)}. Give "
             "the lora section it was trained with."
         )
-    set_peft_model_state_dict(model, dict(saved), adapter_name=name)  # a copy, because peft 0.20 renames its keys
-    loaded = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    not_loaded = [key for key, value in saved.items() if not torch.equal(loaded[key].to(value), value)]
-    if not_loaded:
-        raise ModelError(
-            f"lora.start_from: {len(not_loaded)} tensors of {folder} were not loaded, the first is {not_loaded[0]}."
-        )
-    _log.info(
-        "starts from the adapter in %s: %d tensors, %s values, trained on %s",
-        folder,
-        len(saved),
-        f"{sum(tensor.numel() for tensor in saved.values()):,}",
-        record.get("base_model_name_or_path"),
-    )
+    try:
+        num_tensors = load_model(model, folder)
+    except CheckpointError as error:
+        raise ModelError(f"lora.start_from: {error}") from error
+    trained_on = record.get("base_model_name_or_path")
+    _log.info("starts from the adapter in %s: %d tensors, trained on %s", folder, num_tensors, trained_on)
 
 
 def update_scale(r: int, alpha: float, is_root: bool) -> float:
@@ -137,10 +122,10 @@ def _locate_adapter(path: str) -> Path:
     for candidate in (folder, folder / "adapter"):
         if (candidate / _CONFIG).is_file() and (candidate / _WEIGHTS).is_file():
             return candidate.resolve()
-    present = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) if folder.is_dir() else "no such folder"
+    names = sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else ["no such folder"]
     raise ModelError(
         f"lora.start_from is {path}, which holds no adapter: {_CONFIG} and {_WEIGHTS} are expected there or in its "
-        f"adapter/ (found: {present or 'nothing'}). Give the folder of an adapter or of a finished run."
+        f"adapter/ (found: {name_first(names, 8) or 'nothing'}). Give the folder of an adapter or of a finished run."
     )
 
 
@@ -175,19 +160,3 @@ def _config_differences(record: Mapping[str, Any], config: Any) -> Iterator[str]
     for key in ("rank_pattern", "alpha_pattern"):
         if (record.get(key) or {}) != getattr(config, key):
             yield f"its {key} is {record.get(key) or 'empty'}, here {getattr(config, key) or 'empty'}"
-
-
-def _tensor_differences(saved: Mapping[str, torch.Tensor], here: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    differences = {
-        "are not in this run's": sorted(saved.keys() - here.keys()),
-        "are missing in it": sorted(here.keys() - saved.keys()),
-        "have another shape": [
-            f"{key} {list(saved[key].shape)}, here {list(here[key].shape)}"
-            for key in sorted(saved.keys() & here.keys())
-            if saved[key].shape != here[key].shape
-        ],
-    }
-    for difference, names in differences.items():
-        if names:
-            shown = ", ".join(names[:_MAX_SHOWN]) + (", …" if len(names) > _MAX_SHOWN else "")
-            yield f"{len(names)} of the tensors {difference} ({shown})"

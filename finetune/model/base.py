@@ -16,14 +16,8 @@ from finetune.engine.decoder import OFFLOADS, bare_model
 from finetune.engine.quantized import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
-from finetune.model.unsupported import (
-    describe_split_copy,
-    estimate_parameters,
-    explain_missing,
-    refuse_oversized,
-    refuse_unsupported,
-)
-from finetune.units import format_bytes
+from finetune.model.unsupported import describe_split_copy, estimate_parameters, refuse_oversized, refuse_unsupported
+from finetune.units import format_bytes, name_first
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
@@ -238,11 +232,10 @@ def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> 
 def _refuse_missing_weights(where: str, info: dict[str, Any]) -> None:
     """Refuse weights that transformers would replace with random numbers and only a warning."""
     wrong = {name: sorted(info.get(f"{name}_keys", ())) for name in ("missing", "mismatched")}
-    problems = [f"{len(keys)} {name} ({', '.join(map(str, keys[:3]))}…)" for name, keys in wrong.items() if keys]
+    problems = [f"{len(keys)} {name} ({name_first(list(map(str, keys)), 3)})" for name, keys in wrong.items() if keys]
     if problems:
         raise ModelError(
-            f"the weights at {where} do not fit its config.json: {'; '.join(problems)}."
-            + (explain_missing(wrong["missing"], info.get("unexpected_keys", ())) or " Is the folder complete?")
+            f"the weights at {where} do not fit its config.json: {'; '.join(problems)}. Is the folder complete?"
         )
     if info.get("unexpected_keys"):
         _log.warning("%s holds %d weights that its architecture does not use", where, len(info["unexpected_keys"]))
@@ -267,9 +260,13 @@ def route_by_score(model: nn.Module) -> int:
     are split. With the choice by score, an adapter trains with the same experts that inference uses.
     """
     modules: list[Any] = list(model.modules())
+
+    def choose_as_in_evaluation(router: nn.Module, _inputs: Any) -> None:
+        router.training = False
+
     routers = [module for module in modules if hasattr(module, "router_jitter_noise")]
     for router in routers:
-        router.register_forward_pre_hook(_in_evaluation_mode)
+        router.register_forward_pre_hook(choose_as_in_evaluation)
     for module in modules:
         if hasattr(module, "input_jitter_noise"):
             module.input_jitter_noise = 0.0
@@ -294,9 +291,4 @@ def add_embedding_noise(model: Any, alpha: float) -> None:
         noise = torch.empty_like(embedded).uniform_(-bound, bound)
         return embedded + noise
 
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    bare.get_input_embeddings().register_forward_hook(noisy)
-
-
-def _in_evaluation_mode(router: nn.Module, _inputs: Any) -> None:
-    router.training = False
+    bare_model(model).get_input_embeddings().register_forward_hook(noisy)

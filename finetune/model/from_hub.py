@@ -16,6 +16,7 @@ from finetune.config.config_files import resolve_shipped
 from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, fault_of, find_fault
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting, warn_once
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -89,7 +90,7 @@ def locate(path: str, key: str) -> str:
             "like microsoft/phi-4."
         )
     if key == "model.path" and not (folder / "config.json").is_file():
-        names = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        names = name_first(sorted(entry.name for entry in folder.iterdir()), 8) or "nothing"
         is_adapter = (folder / "adapter_config.json").is_file()
         hint = " This is an adapter: name its base model in model.path." if is_adapter else ""
         raise ModelError(f"{key} is {path}, which is not a model folder: it has no config.json (found: {names}).{hint}")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from finetune.engine.decoder import bare_model
 from finetune.errors import ModelError
 from finetune.model.base import prepare_base
-from finetune.model.lora import add_lora
+from finetune.model.lora import add_lora, trained_in_fp32
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -38,8 +39,7 @@ _SAY_NOTHING = {
 def describe_given_model(model: Any) -> dict[str, object]:
     """Return the keys of the configuration that describe a model, with their values.
 
-    Args:
-        model: a transformers causal language model, or a PEFT model around one with one LoRA adapter that trains.
+    The model is a transformers causal language model, or a PEFT model around one with one LoRA adapter that trains.
 
     Raises:
         ModelError: the configuration cannot describe the model.
@@ -48,7 +48,7 @@ def describe_given_model(model: Any) -> dict[str, object]:
         raise ModelError(
             f"model is {type(model).__name__}; expected a name or a path, a transformers model, or a PEFT model."
         )
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = bare_model(model)
     name = getattr(base.config, "_name_or_path", None)
     if not name:
         raise ModelError(
@@ -69,13 +69,10 @@ def adopt_given_model(model: Any, config: Config, tokenizer: PreTrainedTokenizer
     Raises:
         ModelError: see `add_lora`.
     """
+    prepare_base(bare_model(model))
     if hasattr(model, "peft_config"):
-        prepare_base(model.get_base_model())
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.data = weight.data.float()
+        trained_in_fp32(model)
         return model
-    prepare_base(model)
     return add_lora(model, config.lora, tokenizer) if config.training.method == "lora" else model
 
 

@@ -42,10 +42,8 @@ def add_lora(
 ) -> PeftModel:
     """Freeze the base and add an adapter to its target modules, new or read from `lora.start_from`.
 
-    Args:
-        model: the base, on the CPU; with `lora.quantize` the one from `build_quantized_base`.
-        section: describes the adapter.
-        tokenizer: with `lora.new_tokens`: the tokenizer after `add_tokens`.
+    The base is on the CPU; with `lora.quantize` it is the one from `build_quantized_base`. `lora.new_tokens` needs the
+    tokenizer after `add_tokens`.
 
     Raises:
         ConfigError: the recipe has not quantized the base or added the tokens that the section asks for.
@@ -115,10 +113,15 @@ def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
     grow_embeddings(base, max((max(ids) + 1 for ids in rows), default=0))
     with quiet_peft():
         model = PeftModel.from_pretrained(base, str(folder), is_trainable=True)
-    for weight in model.parameters():
-        if weight.requires_grad:  # PEFT keeps whole layers in the type of the base
-            weight.data = weight.data.float()
+    trained_in_fp32(model)
     return model
+
+
+def trained_in_fp32(model: torch.nn.Module) -> None:
+    """Convert the weights that train to fp32. PEFT keeps whole layers in the type of the base."""
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data = weight.data.float()
 
 
 def grow_embeddings(model: Any, num_rows: int) -> None:

@@ -93,9 +93,7 @@ def states_in_4_bits(model: Any) -> dict[str, Any]:
 def weights_from_disk(section: ModelSection, states: Mapping[str, Any]) -> Iterator[None]:
     """Within the block, let the engine read each weight from disk where it would dequantize it.
 
-    Args:
-        section: the base.
-        states: see `states_in_4_bits`.
+    See `states_in_4_bits` for the states.
 
     Raises:
         ModelError: the files hold no weights of these names and shapes.
@@ -161,41 +159,28 @@ def refuse_where_fp8_is_impossible(
 ) -> None:
     """Refuse a run with a base in fp8 that could not compute with it, before anything is read.
 
-    Args:
-        config: the whole run.
-        precision: the precision of the run.
-        device: the device of the run; None if it is not in this machine.
-        why_not_device: with a device of None: the reason why it cannot multiply in fp8, if that is known.
+    A device of None is not in this machine; `why_not_device` then says why it cannot multiply in fp8, if that is known.
 
     Raises:
         ConfigError: names all reasons.
     """
     if not wants_fp8(config):
         return
-    reasons = list(_reasons(config, precision))
-    why_not_device = why_not_device if device is None else why_not_fp8(device)
-    if why_not_device is not None:
-        reasons.append(why_not_device)
-    if reasons:
+    sharding = config.parallel.sharding
+    obstacles = {
+        "training.method=full has no frozen weights": config.training.method == "full",
+        f"lora.quantize={config.lora.quantize} keeps the base in 4 bits": config.lora.quantize != "none",
+        "lora.dora=true computes with the base's weights themselves": config.lora.dora,
+        f"parallel.sharding={sharding} does not shard weights in fp8": sharding != "none",
+        "training.kernels=reference has no products in fp8": config.training.kernels == "reference",
+        f"the run computes in {precision}, and a base in fp8 needs training.precision=bf16": precision != "bf16",
+        (why_not_device if device is None else why_not_fp8(device)) or "": True,
+    }
+    if reasons := [reason for reason, applies in obstacles.items() if reason and applies]:
         raise ConfigError(
             f"model.frozen_precision=fp8 ({config.origin('model.frozen_precision')}) is not possible here: "
             f"{'; '.join(reasons)}. Change this, or set model.frozen_precision=auto."
         )
-
-
-def _reasons(config: Config, precision: str) -> Iterator[str]:
-    if config.training.method == "full":
-        yield "training.method=full has no frozen weights"
-    if config.lora.quantize != "none":
-        yield f"lora.quantize={config.lora.quantize} keeps the base in 4 bits"
-    if config.lora.dora:
-        yield "lora.dora=true computes with the base's weights themselves"
-    if config.parallel.sharding != "none":
-        yield f"parallel.sharding={config.parallel.sharding} does not shard weights in fp8"
-    if config.training.kernels == "reference":
-        yield "training.kernels=reference has no products in fp8"
-    if precision != "bf16":
-        yield f"the run computes in {precision}, and a base in fp8 needs training.precision=bf16"
 
 
 def refuse_fp8_without_engine(config: Config, why_not_engine: str | None) -> None:

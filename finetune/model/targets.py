@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.errors import ModelError
-from finetune.model.unsupported import explain_foreign_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,10 +28,8 @@ def resolve_targets(
 ) -> list[str]:
     """Return the names of the layers to adapt as PEFT takes them: last components if these are exact, else full names.
 
-    Args:
-        model: the base model.
-        wish: `auto` for all linear layers except the head, or names and regular expressions; each must match a layer.
-        layers: the decoder layers to adapt, from 0 on; None: all.
+    `wish` is `auto` for all linear layers except the head, or names and regular expressions, each of which must match a
+    layer. `layers` are the decoder layers to adapt, from 0 on; None: all.
 
     Raises:
         ModelError: one of them matches no layer, or there are fewer layers; lists the layers that there are.
@@ -45,12 +42,7 @@ def resolve_targets(
         matches = {pattern: {name for name in linear if _is_match(name, pattern)} for pattern in wish}
         useless = [pattern for pattern, names in matches.items() if not names]
         if useless or not matches:
-            there = sorted({name.rpartition(".")[2] for name in linear})
-            raise ModelError(
-                f"lora.target_modules: {', '.join(useless) or 'the empty list'} matches no linear layer of this "
-                f"{model.config.model_type} model. There are: {', '.join(there)}. Use some of these, or "
-                "lora.target_modules=auto."
-            )
+            raise _no_match("target_modules", ", ".join(useless) or "the empty list", "linear layer", model, linear)
         chosen = set().union(*matches.values())
     if layers is not None:
         chosen = _in_layers(chosen, layers)
@@ -94,11 +86,7 @@ def refuse_useless_patterns(model: PreTrainedModel, targets: Sequence[str], sect
                     f"lora.{key}: {pattern} is neither a layer's name nor a regular expression ({error})."
                 ) from error
             if not is_used:
-                there = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
-                raise ModelError(
-                    f"lora.{key}: {pattern} matches no adapted layer. There are: {there}. Use one of these names, or "
-                    "a regular expression for the end of a layer's whole name."
-                )
+                raise _no_match(key, pattern, "adapted layer", model, adapted)
 
 
 def refuse_modules_to_save(model: PreTrainedModel, targets: Sequence[str], names: Sequence[str]) -> None:
@@ -108,13 +96,18 @@ def refuse_modules_to_save(model: PreTrainedModel, targets: Sequence[str], names
         ModelError: names the layers that there are.
     """
     layers = {name for name, layer in model.named_modules() if not [*layer.children()] and [*layer.parameters()]}
-    free = {name.rpartition(".")[2] for name in layers if not any(_is_match(name, target) for target in targets)}
+    free = [name for name in layers if not any(_is_match(name, target) for target in targets)]
     for name in names:
-        if name not in free:
-            raise ModelError(
-                f"lora.modules_to_save: {name} is no layer of this {model.config.model_type} model that LoRA leaves "
-                f"as it is. There are: {', '.join(sorted(free))}."
-            )
+        if name not in {layer.rpartition(".")[2] for layer in free}:
+            raise _no_match("modules_to_save", name, "layer that LoRA leaves as it is", model, free)
+
+
+def _no_match(key: str, pattern: str, layer: str, model: PreTrainedModel, names: Iterable[str]) -> ModelError:
+    there = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+    return ModelError(
+        f"lora.{key}: {pattern} matches no {layer} of this {model.config.model_type} model. There are: {there}. Use "
+        "one of these names; docs/methods.md says which keys take regular expressions."
+    )
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
@@ -148,7 +141,7 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
     """Refuse an adapter with layers that the model lacks. PEFT's own error would name no cause.
 
     Raises:
-        ModelError: names the layers of both, and says whether one of them is a rewritten copy.
+        ModelError: names the layers of both.
     """
     try:
         record = json.loads((folder / "adapter_config.json").read_bytes())
@@ -166,7 +159,7 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
         short = sorted({name.rpartition(".")[2] for name in there})
         raise ModelError(
             f"the adapter in {folder} has layers that this {model.config.model_type} model lacks: "
-            f"{', '.join(missing)}. The model has: {', '.join(short)}.{explain_foreign_targets(missing, short)}"
+            f"{', '.join(missing)}. The model has: {', '.join(short)}. Give the model that the adapter was trained on."
         )
 
 
@@ -196,13 +189,7 @@ def _log_experts(model: PreTrainedModel) -> None:
     """Log that `all linear layers` leaves out the experts, whose weights are one tensor over all experts."""
     inside = [p.numel() for p in model.parameters() if p.ndim == 3]
     if inside:
-        share = 100 * sum(inside) / sum(p.numel() for p in model.parameters())
-        _log.info(
-            "lora.target_modules=auto leaves the experts as they are: %s parameters (%.0f %%) in tensors over all "
-            "experts, which no LoRA layer reaches",
-            f"{sum(inside):,}",
-            share,
-        )
+        _log.info("lora.target_modules=auto leaves the experts as they are: %s parameters", f"{sum(inside):,}")
 
 
 def _is_match(name: str, pattern: str) -> bool:

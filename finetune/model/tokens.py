@@ -128,9 +128,8 @@ def choose_pad_token(tokenizer: PreTrainedTokenizerBase, num_rows: int | None) -
     the model, and other programs mask every padding id in their labels. If the padding token were also the end of turn,
     a model trained by such a program would never learn to stop.
 
-    Args:
-        tokenizer: with its final chat template.
-        num_rows: rows of the model's embedding, or None if unknown. A new token must fit into them.
+    The tokenizer has its final chat template. `num_rows` are the rows of the model's embedding, into which a new token
+    must fit; None if unknown.
     """
     ends = _end_ids(tokenizer)
     own = tokenizer.pad_token_id

@@ -14,13 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.durable import (
-    Chunks,
-    committed_folder,
-    disk_failures_end_the_run,
-    read_manifest,
-    remove_folder,
-)
+from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run, read_manifest, remove_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
@@ -138,21 +132,12 @@ def disk_need(folder: RunFolder, snapshot: Snapshot, *, optimizer_state: int | N
 
 
 def take_snapshot(
-    folder: RunFolder,
-    *,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: TrainerState,
+    folder: RunFolder, *, model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: TrainerState
 ) -> Snapshot:
     """Collect the content of a checkpoint. Its tensors are the model's own until `Snapshot.copied`.
 
-    Nothing is exchanged with other processes: sharded tensors are still sharded, see `Snapshot.read_by`.
-
-    Args:
-        folder: an open run folder. If it has a `base/`, the adapter names that as its base.
-        model: the bare model (a PeftModel or a transformers model), not wrapped in DDP.
-        optimizer: an optimizer whose state holds tensors and numbers, or a wrapper that passes on `state_dict`.
-        state: the counters of training.
+    Nothing is exchanged with other processes: sharded tensors are still sharded, see `Snapshot.read_by`. The model is
+    not wrapped in DDP. If the run has a `base/`, the adapter names that as its base.
 
     Raises:
         CheckpointError: the state of this model or optimizer cannot be saved.
@@ -204,15 +189,9 @@ def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.opti
 
 
 def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
-    """Remove all checkpoints but the newest `keep`, after verifying the newest.
+    """Remove all checkpoints but the newest `keep`, and return their steps.
 
-    Args:
-        folder: an open run folder.
-        keep: how many to keep, counted back from the newest valid one; damaged newer ones stay too.
-        best: a step whose checkpoint is kept as well.
-
-    Returns:
-        The steps removed.
+    They are counted back from the newest valid one; damaged newer ones stay too, and so does that of the step `best`.
 
     Raises:
         RunFailedError: the disk refused.
@@ -232,10 +211,8 @@ def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
 def publish_adapter(folder: RunFolder, checkpoint: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
     """Replace `adapter/`, in one step, by a checkpoint's adapter (or full model) with tokenizer and template.
 
-    Args:
-        folder: an open run folder.
-        checkpoint: the source; each file is compared with the manifest while it is copied.
-        tokenizer: written if the checkpoint has no tokenizer files.
+    Each file is compared with the checkpoint's manifest while it is copied. The tokenizer is written if the checkpoint
+    has no tokenizer files.
 
     Raises:
         CheckpointError: the checkpoint is damaged; `adapter/` is as it was.
@@ -285,11 +262,7 @@ def adapter_for_server(folder: RunFolder, model: torch.nn.Module) -> Iterator[Pa
 
 
 def _commit(
-    path: Path,
-    files: Mapping[str, Chunks],
-    *,
-    doing: str,
-    expected: Mapping[str, Mapping[str, Any]] | None = None,
+    path: Path, files: Mapping[str, Chunks], *, doing: str, expected: Mapping[str, Mapping[str, Any]] | None = None
 ) -> None:
     """Write a folder of files, and compare those in `expected` with their size and digest there."""
     with disk_failures_end_the_run(doing, path), committed_folder(path) as writer:

@@ -35,19 +35,14 @@ def with_chosen_folder(config: Config) -> Config:
         _log.info("resume=auto: %s is the newest run of this configuration (%s)", visible(newest.name), state)
         return config.model_copy(update={"output_dir": newest.name})
     numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
-    folder = next(folder for folder in chain([default], numbered) if _is_free(folder))
+    candidates = chain([default], numbered)
+    folder = next(it for it in candidates if not it.exists() or (it.is_dir() and not any(it.iterdir())))
     if config.resume == "auto" and folder != default:
         where = f"{default} is another run. A new run begins in {folder}"
         _log.warning(
             "resume=auto: no run has this configuration; %s. output_dir names a run to resume.", visible(where)
         )
     return config.model_copy(update={"output_dir": str(folder)})
-
-
-def _is_free(folder: Path) -> bool:
-    if folder.is_dir():
-        return not any(folder.iterdir())
-    return not folder.exists()
 
 
 def _newest_run_of(config: Config, parent: Path) -> RecordedRun | None:

@@ -28,7 +28,6 @@ except ImportError:  # Windows
 
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
-_REMIND_SECONDS = 60.0
 _LOCKED_BYTE = 1 << 30
 """Windows locks bytes, which then cannot be read. This one is far behind the description of the holder."""
 _log = logging.getLogger(__name__)
@@ -83,25 +82,19 @@ after_fork_in_child(_forget_locks_of_parent)
 def file_lock(path: Path, *, timeout_seconds: float | None = None, waiting_for: str) -> FileLock:
     """Wait for a lock and take it: `with file_lock(path, waiting_for="the encoded data"): …`.
 
-    Args:
-        path: the lock's file, in a folder that exists. It is created, and removed on release.
-        timeout_seconds: how long to wait; None waits for as long as the holder lives.
-        waiting_for: the name of the awaited thing, for the log.
+    The file is created in a folder that exists, and removed on release. Without a timeout, wait for as long as the
+    holder lives. `waiting_for` names the awaited thing in the log.
 
     Raises:
         TimeoutError: another process still holds the lock after that time.
         OSError: the file cannot be created, or its file system has no locks.
     """
-    started = time.monotonic()
-    next_reminder = 0.0
-    pause = _FIRST_PAUSE_SECONDS
+    started, pause = time.monotonic(), _FIRST_PAUSE_SECONDS
     while (lock := try_file_lock(path)) is None:
-        waited = time.monotonic() - started
-        if timeout_seconds is not None and waited >= timeout_seconds:
+        if timeout_seconds is not None and time.monotonic() - started >= timeout_seconds:
             raise TimeoutError(f"{waiting_for}: {describe_holder(path)} still holds {path} after {timeout_seconds:g} s")
-        if waited >= next_reminder:
+        if pause == _FIRST_PAUSE_SECONDS:
             _log.info("waiting for %s: %s holds %s", waiting_for, describe_holder(path), path)
-            next_reminder = waited + _REMIND_SECONDS
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
     return lock

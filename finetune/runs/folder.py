@@ -11,6 +11,7 @@ from finetune.config.render import SCHEMA_FILE
 from finetune.errors import CheckpointError
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.runs.file_lock import FileLock, file_lock
+from finetune.units import name_first
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """The longest that a restart waits for the processes of the previous run to end."""
@@ -84,14 +85,11 @@ class RunFolder:
             present = {path.name: path for path in self.path.iterdir()}
         except FileNotFoundError:
             return
-        except NotADirectoryError as error:
-            raise CheckpointError(
-                f"output_dir={self.path} is not a folder, or a part of the path is a file. "
-                f"Name another with output_dir=."
-            ) from error
         except OSError as error:
+            is_file = isinstance(error, NotADirectoryError)
+            problem = "is not a folder, or a part of the path is a file" if is_file else "cannot be read"
             raise CheckpointError(
-                f"output_dir={self.path} cannot be read: {describe_os_error(error)}. Name another with output_dir=."
+                f"output_dir={self.path} {problem}: {describe_os_error(error)}. Name another with output_dir=."
             ) from error
         run_files = sorted(present.keys() & _NAMES)
         if run_files and resume == "never":
@@ -109,9 +107,8 @@ class RunFolder:
             )
         unknown = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
         if unknown and not present.keys() & {*_MARKS, self.lock_file.name}:
-            shown = ", ".join(unknown[:5]) + (", …" if len(unknown) > 5 else "")
             raise CheckpointError(
-                f"output_dir={self.path} is not empty and holds no run of finetune: {shown}. "
+                f"output_dir={self.path} is not empty and holds no run of finetune: {name_first(unknown, 5)}. "
                 f"Name an empty or a new folder with output_dir=. Nothing was changed."
             )
 
@@ -134,8 +131,7 @@ class RunFolder:
     def open(self, resume: Literal["never", "auto"] = "never") -> Self:
         """Create the folder, take its lock and remove what a killed save left behind. `close` releases the lock.
 
-        Args:
-            resume: `never` refuses a folder that holds a run, `auto` accepts it.
+        With `resume`, `never` refuses a folder that holds a run, and `auto` accepts it.
 
         Raises:
             CheckpointError: the folder cannot be created or written, holds a run (with `never`) or something that

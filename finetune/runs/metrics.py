@@ -13,9 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
-from finetune.logs import report_progress
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replacing
-from finetune.units import format_bytes
 
 Event = dict[str, Any]
 """A line of metrics.jsonl; docs/watching.md describes each type of event."""
@@ -33,7 +31,6 @@ _RECENT_BYTES = 1 << 20
 """Some thousand steps. The live view shows the last 400."""
 _MOST_BYTES = 6 << 20
 """The most bytes of lines that are kept, about 25,000 steps. As Python objects they take up to 20 times as much."""
-_PROGRESS_LINES = 1 << 17
 _log = logging.getLogger(__name__)
 
 
@@ -264,16 +261,13 @@ def _read(file: BinaryIO, detail: Detail) -> EventsRead:
     With `recent`, steps and resources before the last 1 MiB are passed over. Only the last such step is parsed, in case
     no step follows.
     """
-    size = os.fstat(file.fileno()).st_size
     start = position = file.tell()
-    recent_from = size - _RECENT_BYTES if detail == "recent" else 0
+    recent_from = os.fstat(file.fileno()).st_size - _RECENT_BYTES if detail == "recent" else 0
     last_passed = b""
     events_with_sizes: list[tuple[int, Event]] = []
     num_left_out = num_thinned = kept_bytes = unfinished = 0
     num_tokens = 0.0
-    for number, line in enumerate(iter(partial(file.readline, _LONGEST_LINE), b"")):
-        if number % _PROGRESS_LINES == _PROGRESS_LINES - 1:
-            report_progress(f"{format_bytes(position)} of {format_bytes(size)}")
+    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
         is_passed = position < recent_from and line.startswith(_FREQUENT)
         position += len(line)
         unfinished = 0 if line.endswith(b"\n") else unfinished + len(line)

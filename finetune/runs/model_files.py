@@ -16,6 +16,7 @@ from finetune.errors import CheckpointError
 from finetune.runs.durable import Chunks
 from finetune.runs.tensors import TensorFile, local_shard, read_tensors, shard_like
 from finetune.runs.verification import TOKENIZER_FILES
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,39 +31,44 @@ def has_adapter(model: torch.nn.Module) -> bool:
 
 
 def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, Chunks]:
-    """Encode a model for a checkpoint: its adapter if it has one, else all weights.
+    """Encode a model for a checkpoint, by file name: its one adapter if it has one, else all weights.
 
-    Args:
-        model: a PeftModel with one adapter, or a transformers model.
-        base: the folder of a base that was saved with the run; the adapter then names it.
-
-    Returns:
-        Content by file name. Tensors are read from the model while the content is consumed.
+    An adapter names `base`, the folder of a base that was saved with the run, if there is one. Tensors are read from
+    the model while the content is consumed.
 
     Raises:
-        CheckpointError: the adapter's base has no name and was not saved.
+        CheckpointError: the adapter's base has no name and was not saved, or there are several adapters.
     """
-    return _encode_adapter(model, base) if has_adapter(model) else encode_full_model(model)
+    if not has_adapter(model):
+        return encode_full_model(model)
+    return {
+        "adapter_config.json": [_adapter_config(model, base)],
+        "adapter_model.safetensors": TensorFile(_adapter_tensors(model), _METADATA),
+        **_encode_generation_config(model),  # has the list of stop ids, which no other file of an adapter holds
+    }
 
 
-def load_model(model: torch.nn.Module, folder: Path) -> None:
+def load_model(model: torch.nn.Module, folder: Path) -> int:
     """Load all weights of a checkpoint into a model of the same architecture, or into this rank's shards of it.
+
+    Returns the number of tensors.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape, or did not arrive in the model.
     """
-    file = folder / ("adapter_model.safetensors" if has_adapter(model) else "model.safetensors")
+    is_adapter = has_adapter(model)
+    file = folder / ("adapter_model.safetensors" if is_adapter else "model.safetensors")
     if not file.is_file():
-        trained = "an adapter" if has_adapter(model) else "a full model"
+        trained = "an adapter" if is_adapter else "a full model"
         raise CheckpointError(
             f"{folder} holds no {file.name}, but {trained} is to be trained. "
             f"Go on with the training.method that wrote it."
         )
     saved, _ = read_tensors(file)
-    read_model = _adapter_tensors if has_adapter(model) else _full_tensors
+    read_model = _adapter_tensors if is_adapter else _full_tensors
     expected = read_model(model)
     refuse_other_tensors(file, saved=_shapes(saved), expected=_shapes(expected))
-    if has_adapter(model):
+    if is_adapter:
         from peft import set_peft_model_state_dict
 
         # A copy, because peft 0.20 renames keys of the mapping that it is given.
@@ -73,20 +79,22 @@ def load_model(model: torch.nn.Module, folder: Path) -> None:
                 local_shard(expected[name]).copy_(shard_like(tensor, expected[name]))
     # Read back: a library that drops or renames a key on the way must not go unnoticed.
     arrived = read_model(model)
-    not_loaded = [name for name, tensor in saved.items() if not _is_equal(tensor, arrived[name])]
+    shards = {name: (shard_like(tensor, arrived[name]), local_shard(arrived[name])) for name, tensor in saved.items()}
+    not_loaded = [name for name, (there, here) in shards.items() if not torch.equal(here.cpu().to(there.dtype), there)]
     if not_loaded:
         raise CheckpointError(
             f"{file}: {len(not_loaded)} tensors did not arrive in the model, the first is {not_loaded[0]}."
         )
+    return len(saved)
 
 
 def refuse_other_tensors(
     file: Path, *, saved: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare the names and shapes in a file with those of the model or optimizer that loads it.
+    """Refuse a file in which names or shapes differ from those of the model or optimizer that loads it.
 
     Raises:
-        CheckpointError: they differ; the message names the first differences of each kind.
+        CheckpointError: names the first differences of each kind.
     """
     reshaped = [
         f"{name} is {list(saved[name])} there, {list(expected[name])} here"
@@ -99,21 +107,17 @@ def refuse_other_tensors(
         "of another shape": reshaped,
     }
     problems = [
-        f"{len(names)} {difference} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
-        for difference, names in differences.items()
-        if names
+        f"{len(names)} {difference} ({name_first(names, 3)})" for difference, names in differences.items() if names
     ]
     if problems:
         raise CheckpointError(
-            f"{file} is of another model or configuration: {'; '.join(problems)}. Resume with the "
-            f"model and lora sections it was written with (config.yaml in the run's folder)."
+            f"{file} is of another model or configuration: {'; '.join(problems)}. Give the model and lora sections "
+            "it was written with (config.yaml in the run's folder)."
         )
 
 
 def encode_full_model(model: torch.nn.Module) -> dict[str, Chunks]:
     """Encode a whole transformers model as `from_pretrained` reads it; tied weights are written once."""
-    if has_adapter(model):
-        raise TypeError("a model that carries an adapter is not a base model")
     # A copy, because saving must not change the model in training.
     config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
@@ -142,14 +146,6 @@ def encode_tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Chunks]:
     return {name: [data] for name, data in contents.items() if name in TOKENIZER_FILES}
 
 
-def _encode_adapter(model: torch.nn.Module, base: Path | None) -> dict[str, Chunks]:
-    return {
-        "adapter_config.json": [_adapter_config(model, base)],
-        "adapter_model.safetensors": TensorFile(_adapter_tensors(model), _METADATA),
-        **_encode_generation_config(model),  # has the list of stop ids, which no other file of an adapter holds
-    }
-
-
 def _encode_generation_config(model: torch.nn.Module) -> dict[str, Chunks]:
     generation: Any = getattr(model, "generation_config", None)
     return {} if generation is None else {"generation_config.json": [generation.to_json_string().encode()]}
@@ -162,8 +158,8 @@ def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
     name = str(base.resolve()) if base else record.get("base_model_name_or_path")
     if not name:
         raise CheckpointError(
-            "The base model has neither a hub id nor a folder, so the adapter has nothing to name. "
-            "Save it with save_base first."
+            "The base model has neither a hub id nor a folder, so the adapter has nothing to name. Save it with "
+            "save_base first."
         )
     is_folder = Path(name).is_dir()
     record["base_model_name_or_path"] = str(Path(name).resolve()) if is_folder else name
@@ -171,13 +167,7 @@ def _adapter_config(model: torch.nn.Module, base: Path | None) -> bytes:
     commit = getattr(model.config, "_commit_hash", None)
     record["revision"] = None if is_folder else commit or record.get("revision")
     record["inference_mode"] = True
-    return (json.dumps(record, indent=2, sort_keys=True, default=_sorted_set) + "\n").encode()
-
-
-def _sorted_set(value: object) -> object:
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    raise TypeError(f"{type(value).__name__} in an adapter's configuration has no place in JSON")
+    return (json.dumps(record, indent=2, sort_keys=True, default=sorted) + "\n").encode()
 
 
 def _adapter_name(model: torch.nn.Module) -> str:
@@ -209,10 +199,6 @@ def _full_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         known_memory.add(memory)
         tensors[name] = tensor
     return tensors
-
-
-def _is_equal(full: torch.Tensor, loaded: torch.Tensor) -> bool:
-    return torch.equal(local_shard(loaded).cpu().to(full.dtype), shard_like(full, loaded))
 
 
 def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:

@@ -93,9 +93,7 @@ def load_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, fol
 
 
 def _set_states(
-    optimizer: torch.optim.Optimizer,
-    parameters: dict[str, torch.nn.Parameter],
-    states: dict[str, dict[str, Any]],
+    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter], states: dict[str, dict[str, Any]]
 ) -> None:
     for name, saved in states.items():
         states[name] = {key: _sharded_like(parameters[name], value) for key, value in saved.items()}

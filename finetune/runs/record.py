@@ -112,12 +112,8 @@ class RunRecord:
         """Change fields that `start` wrote.
 
         Raises:
-            KeyError: there is no such field.
             RunFailedError: the file cannot be written.
         """
-        unknown = values.keys() - self._values.keys()
-        if unknown:
-            raise KeyError(f"run.json has no field {sorted(unknown)}")
         self._values |= values
         self._save()
 

@@ -20,13 +20,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of
 from finetune.runs.record import Status, read_run_record
 from finetune.runs.state import read_state
-from finetune.runs.verification import (
-    SavedFolder,
-    examine_folder,
-    newest_valid,
-    verify_checkpoint,
-    verify_published,
-)
+from finetune.runs.verification import SavedFolder, examine_folder, newest_valid, verify_checkpoint, verify_published
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -71,13 +65,14 @@ class RecordedRun:
             # Each line is a key. A line that was cut must not be read as a shorter value.
             if file.read_bytes().endswith(b"\n"):
                 return compose([], run=str(file), complete=False)
-            self._problems[file] = f"{file.name} is empty or cut short"
+            problem = "is empty or cut short"
         except FileNotFoundError:
-            self._problems[file] = f"{file.name} is missing"
+            problem = "is missing"
         except OSError as error:
-            self._problems[file] = f"{file.name} cannot be read: {describe_os_error(error)}"
+            problem = f"cannot be read: {describe_os_error(error)}"
         except ConfigError as error:
-            self._problems[file] = f"{file.name} cannot be read: {error}"
+            problem = f"cannot be read: {error}"
+        self._problems[file] = f"{file.name} {problem}"
         return None
 
     @property
@@ -318,13 +313,12 @@ class RecordedRun:
                 )
             return newest
         parent, _, name = checkpoint.rstrip("/").rpartition("/")
-        places = [Path(parent).resolve(), (folder.path / parent).resolve()]
+        is_here = not parent or folder.checkpoints.resolve() in (
+            Path(parent).resolve(),
+            (folder.path / parent).resolve(),
+        )
         number = name.removeprefix("step-")
-        if (
-            not number.isdecimal()
-            or int(number) not in steps
-            or (parent and folder.checkpoints.resolve() not in places)
-        ):
+        if not (number.isdecimal() and int(number) in steps and is_here):
             raise CheckpointError(
                 f"--checkpoint is {checkpoint}, but {self.name} has no such checkpoint (there: {present}). Choose one, "
                 f"or say {LATEST}."

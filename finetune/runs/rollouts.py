@@ -52,10 +52,12 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
         rollout = json.loads(text)
         if not isinstance(rollout, dict) or not isinstance(rollout.get("groups"), list):
             raise ValueError("it holds no rollout")
-    except OSError as error:  # gzip's errors are among them
-        raise CheckpointError(_damaged(path, step, describe_os_error(error))) from error
-    except (EOFError, ValueError, zlib.error) as error:
-        raise CheckpointError(_damaged(path, step, str(error))) from error
+    except (OSError, EOFError, ValueError, zlib.error) as error:  # gzip's errors are among them
+        reason = describe_os_error(error) if isinstance(error, OSError) else error
+        raise CheckpointError(
+            f"{path} cannot be read: {reason}. Step {step} learns from it. To generate its answers again, delete this "
+            f"file and the folders of step {step} and later in checkpoints/, then go on with resume=auto."
+        ) from error
     return rollout
 
 
@@ -69,10 +71,3 @@ def remove_rollouts_after(folder: RunFolder, step: int) -> None:
         for later in folder.rollout_steps():
             if later > step:
                 folder.rollout(later).unlink()
-
-
-def _damaged(path: object, step: int, reason: str) -> str:
-    return (
-        f"{path} cannot be read: {reason}. Step {step} learns from it. To generate its answers again, delete this file "
-        f"and the folders of step {step} and later in checkpoints/, then go on with resume=auto."
-    )

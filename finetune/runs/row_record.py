@@ -52,10 +52,7 @@ class RowRecord(NamedTuple):
 def write_row_record(folder: RunFolder, splits: Mapping[str, Iterable[str]], tokens: Iterable[str]) -> None:
     """Record the rows of a run that starts or resumes. Training rows of earlier starts stay recorded.
 
-    Args:
-        folder: the run's, open.
-        splits: the `digest_row` of each row, by split.
-        tokens: the digests of the tokens of the training rows.
+    `splits` has the `digest_row` of each row by split, `tokens` the digests of the tokens of the training rows.
 
     Raises:
         RunFailedError: the file cannot be written.

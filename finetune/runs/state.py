@@ -115,10 +115,9 @@ def read_state(checkpoint: Path) -> TrainerState:
     file = checkpoint / STATE_FILE
     try:
         record = json.loads(file.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {describe_os_error(error)}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not JSON: {error}.") from error
-    if not isinstance(record, dict):
-        raise CheckpointError(f"{file} is not a JSON object.")
+        if not isinstance(record, dict):
+            raise ValueError("it is not a JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = describe_os_error(error) if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file} cannot be read: {reason}.") from error
     return TrainerState.from_record(record, source=str(file))

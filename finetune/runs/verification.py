@@ -63,11 +63,7 @@ class SavedFolder:
 
 
 def examine_folder(
-    path: Path,
-    verify: Callable[[Path], list[str]],
-    *,
-    step: int | None = None,
-    validation_loss: float | None = None,
+    path: Path, verify: Callable[[Path], list[str]], *, step: int | None = None, validation_loss: float | None = None
 ) -> SavedFolder | None:
     """Examine a folder; None if it does not exist, since a run in progress may have removed an old checkpoint."""
     try:

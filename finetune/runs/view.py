@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import Event, MetricsReader, measured_beside_loss, number_in, sign_of, subset_metrics_in
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
     from rich.live import Live
 
-
 _KEPT_LOSSES = 400
 _SPEED_STEPS = 50
 _MOST_TREND_STEPS = 50
@@ -33,26 +32,13 @@ _FEWEST_TREND_STEPS = 5
 _MAX_WARNINGS = 3
 _MOST_SUBSETS = 12
 _BARS = "▁▂▃▄▅▆▇█"
+_LOOK_SECONDS = 0.5
+_LINE_EVERY = 10
 _CURVE_WIDTH = 24
 _BAR_WIDTH = 24
 """With these every row fits a terminal of 80 columns."""
-_SEPARATOR = " · "
 _OF_BOTH_SIDES = ("chosen_reward", "rejected_reward")
 """Metrics of a validation that are left out, because their difference is shown."""
-
-
-class Trend(NamedTuple):
-    """The mean loss of the last steps, compared with the mean loss of as many steps before."""
-
-    change: float
-    """Relative: -0.1 is 10% lower."""
-    num_steps: int
-    is_clear: bool
-    """Whether the change is more than twice its standard error."""
-
-    def __str__(self) -> str:
-        direction = "level" if not self.is_clear else "falling" if self.change < 0 else "rising"
-        return f"{direction}, {self.change:+.1%} over {self.num_steps} steps"
 
 
 class RunView:
@@ -82,8 +68,7 @@ class RunView:
         if event_type == "step":
             self._take_step(event)
         elif event_type == "validation":
-            self._validation = event
-            self._take_best(event)
+            self._take_validation(event)
         elif event_type == "resources":
             self._resources = event
         elif event_type == "warning":
@@ -91,35 +76,34 @@ class RunView:
 
     def line(self) -> str:
         """Describe the last step in one line."""
-        speed = number_in(self._last, "tokens_per_second")
-        facts = [
+        return _joined(
             f"step {self._of_all()}",
-            *self._epoch(),
+            self._epoch(),
             f"loss {_format_metric(self._last, 'loss', '.4f')}",
-            *([f"reward {_format_metric(self._last, 'reward', '.3f')}"] if "reward" in self._last else []),
-            *([] if speed is None else [f"{speed:,.0f} tokens/s"]),
-        ]
-        return _SEPARATOR.join([*facts, *self._left()])
+            f"reward {_format_metric(self._last, 'reward', '.3f')}" if "reward" in self._last else "",
+            self._tokens_per_second(),
+            self._left(),
+        )
 
     def validation_line(self) -> str:
         """Describe the last validation in one line."""
-        facts = [
-            f"step {self._validation.get('step')}",
-            f"validation loss {_format_metric(self._validation, 'loss', '.4f')}",
-        ]
-        return _SEPARATOR.join([*facts, *self._metrics(), *self._in_subsets()])
+        loss = f"validation loss {_format_metric(self._validation, 'loss', '.4f')}"
+        return _joined(f"step {self._validation.get('step')}", loss, *self._metrics(), *self._in_subsets())
 
-    def trend(self) -> Trend | None:
-        """Compute the trend of the loss; None before there are enough steps."""
+    def trend(self) -> str:
+        """Compare the mean loss of the last steps with that of as many before; empty before there are enough steps.
+
+        The loss is level unless the difference is more than twice its standard error.
+        """
         count = min(len(self._losses) // 2, _MOST_TREND_STEPS)
         if count < _FEWEST_TREND_STEPS:
-            return None
+            return ""
         losses = list(self._losses)
         now, before = losses[-count:], losses[-2 * count : -count]
         difference = statistics.fmean(now) - statistics.fmean(before)
         error = math.sqrt((statistics.variance(now) + statistics.variance(before)) / count)
-        scale = abs(statistics.fmean(before)) or 1.0
-        return Trend(difference / scale, count, is_clear=abs(difference) > 2 * error)
+        direction = "level" if abs(difference) <= 2 * error else "falling" if difference < 0 else "rising"
+        return f"{direction}, {difference / (abs(statistics.fmean(before)) or 1.0):+.1%} over {count} steps"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
@@ -135,64 +119,52 @@ class RunView:
         yield table
 
     def _rows(self) -> list[tuple[str, str]]:
-        rows: list[tuple[str, str]] = []
-        if self.headline:
-            rows.append(("run", self.headline))
-        rows.append(("step", self._progress()))
-        if self.task:
-            rows.append(("now", self.task))
-        if self._last:
-            rows.append(("loss", self._loss()))
-        if "reward" in self._last:
-            rows.append(("reward", self._reward()))
-        if self._validation:
-            rows.append(("validation", self._validated()))
-            if subsets := self._in_subsets():
-                rows.append(("sources", _SEPARATOR.join(subsets)))
-        if self._last:
-            rate = _format_metric(self._last, "learning_rate", ".2e")
-            norm = _format_metric(self._last, "grad_norm", ".3g")
-            rows.append(("rate", f"learning rate {rate}{_SEPARATOR}gradient norm {norm}"))
-            rows.append(("speed", self._speed()))
-        if memory := self._memory():
-            rows.append(("memory", memory))
-        return rows
+        """Return the rows of the table. Rows without a value are left out."""
+        of_steps = {"loss": self._loss(), "reward": self._reward() if "reward" in self._last else ""}
+        rates = {
+            "rate": _joined(
+                f"learning rate {_format_metric(self._last, 'learning_rate', '.2e')}",
+                f"gradient norm {_format_metric(self._last, 'grad_norm', '.3g')}",
+            ),
+            "speed": self._speed(),
+        }
+        rows = {
+            "run": self.headline,
+            "step": self._progress(),
+            "now": self.task,
+            **(of_steps if self._last else {}),
+            "validation": self._validated() if self._validation else "",
+            "sources": _joined(*self._in_subsets()),
+            **(rates if self._last else {}),
+            "memory": self._memory(),
+        }
+        return [(name, value) for name, value in rows.items() if value]
 
     def _progress(self) -> str:
-        text = _SEPARATOR.join([self._of_all(), *self._epoch(), *self._left()])
+        text = _joined(self._of_all(), self._epoch(), self._left())
         if not self.num_steps:
             return text
         filled = _BAR_WIDTH * min(self.step, self.num_steps) // self.num_steps
         return f"{text}  {'━' * filled}{'─' * (_BAR_WIDTH - filled)}"
 
-    def _take_best(self, event: Event) -> None:
-        name = str(event.get("best_metric", "loss"))
-        value = number_in(event, name)
-        sign = sign_of(name)
-        if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
-            self._best = name, value, shown_step(event)
-
     def _loss(self) -> str:
-        trend = self.trend()
-        parts = [_format_metric(self._last, "loss", ".4f"), *([] if trend is None else [str(trend)])]
-        return f"{_SEPARATOR.join(parts)}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
+        loss = _joined(_format_metric(self._last, "loss", ".4f"), self.trend())
+        return f"{loss}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
 
     def _reward(self) -> str:
-        reward = _format_metric(self._last, "reward", ".3f")
         length = _format_metric(self._last, "answer_length", ".0f")
         truncated = _format_metric(self._last, "truncated", ".0%")
-        return _SEPARATOR.join([reward, f"{length} tokens an answer", f"{truncated} truncated"])
+        return _joined(
+            _format_metric(self._last, "reward", ".3f"), f"{length} tokens an answer", f"{truncated} truncated"
+        )
 
     def _validated(self) -> str:
-        parts = [
-            f"{_format_metric(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}",
-            *self._metrics(),
-        ]
+        loss = f"{_format_metric(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}"
+        best = ""
         if self._best is not None and self._best[2] != self._validation.get("step"):
             name, value, step = self._best
-            best = f"{value:.4f}" if name == "loss" else f"{visible(name)} {value:.3f}"
-            parts.append(f"best {best} at step {step}")
-        return _SEPARATOR.join(parts)
+            best = f"best {f'{value:.4f}' if name == 'loss' else f'{visible(name)} {value:.3f}'} at step {step}"
+        return _joined(loss, *self._metrics(), best)
 
     def _metrics(self) -> list[str]:
         """Return the metrics of the last validation beside its loss, each with its name."""
@@ -205,19 +177,21 @@ class RunView:
         shown = [f"{visible(name)} {_format_metric(self._validation, name, '.4f')}" for name in names[:_MOST_SUBSETS]]
         return shown + ([f"and {len(names) - len(shown)} more"] if len(names) > len(shown) else [])
 
-    def _speed(self) -> str:
+    def _tokens_per_second(self) -> str:
         speed = number_in(self._last, "tokens_per_second")
-        parts = [] if speed is None else [f"{speed:,.0f} tokens/s"]
+        return "" if speed is None else f"{speed:,.0f} tokens/s"
+
+    def _speed(self) -> str:
         names = {"data_wait_share": "waiting for data", "slowest_rank_share": "for the slowest rank"}
-        fractions = {label: number_in(self._resources, name) for name, label in names.items()}
-        parts += [f"{value:.0%} {label}" for label, value in fractions.items() if value is not None]
-        return _SEPARATOR.join(parts)
+        shares = {label: number_in(self._resources, name) for name, label in names.items()}
+        parts = [f"{value:.0%} {label}" for label, value in shares.items() if value is not None]
+        return _joined(self._tokens_per_second(), *parts)
 
     def _memory(self) -> str:
         names = {"host_memory": "of the main process", "device_memory": "on its device"}
         sizes = {label: number_in(self._resources, name) for name, label in names.items()}
         parts = [f"{format_bytes(int(size))} {label}" for label, size in sizes.items() if size is not None]
-        return f"{_SEPARATOR.join(parts)}, at most" if parts else ""
+        return f"{_joined(*parts)}, at most" if parts else ""
 
     def _take_step(self, event: Event) -> None:
         self._last = event
@@ -229,18 +203,29 @@ class RunView:
         if speed and tokens and math.isfinite(speed):
             self._seconds.append(tokens / speed)
 
-    def _left(self) -> list[str]:
+    def _take_validation(self, event: Event) -> None:
+        self._validation = event
+        name = str(event.get("best_metric", "loss"))
+        value, sign = number_in(event, name), sign_of(name)
+        if value is not None and math.isfinite(value) and (self._best is None or sign * value > sign * self._best[1]):
+            self._best = name, value, shown_step(event)
+
+    def _left(self) -> str:
         seconds = self.seconds_left
         if seconds is None and self.num_steps and self._seconds:
             seconds = statistics.fmean(self._seconds) * max(self.num_steps - self.step, 0)
-        return [] if seconds is None else [f"{format_duration(seconds)} left"]
+        return "" if seconds is None else f"{format_duration(seconds)} left"
 
     def _of_all(self) -> str:
         return f"{self.step}/{self.num_steps}" if self.num_steps else str(self.step)
 
-    def _epoch(self) -> list[str]:
+    def _epoch(self) -> str:
         epoch = number_in(self._last, "epoch")
-        return [] if epoch is None else [f"epoch {epoch + 1:.0f}"]
+        return "" if epoch is None else f"epoch {epoch + 1:.0f}"
+
+
+def _joined(*parts: str) -> str:
+    return " · ".join(filter(None, parts))
 
 
 def curve(values: list[float], width: int) -> str:
@@ -263,10 +248,6 @@ def shown_step(event: Event) -> int:
 def _format_metric(event: Event, name: str, form: str) -> str:
     value = number_in(event, name)
     return "–" if value is None else format(value, form)
-
-
-_LOOK_SECONDS = 0.5
-_LINE_EVERY = 10
 
 
 class Watch:

@@ -52,13 +52,7 @@ def start(*, ranks: int, **run: Any) -> list[int]:
 
 
 def fork(
-    *,
-    words: list[str],
-    log: str,
-    folder: str,
-    kill_at: int | None,
-    operations: str | None,
-    variables: dict[str, str],
+    *, words: list[str], log: str, folder: str, kill_at: int | None, operations: str | None, variables: dict[str, str]
 ) -> int:
     """Fork a process that writes its screen to `log`. It kills itself right before operation `kill_at`, from 1 on."""
     child = os.fork()

@@ -153,21 +153,6 @@ def test_a_folder_may_be_missing(nursery: Nursery, kept: Path, name: str) -> Non
     assert_same_end(again, nursery.run, kept)
 
 
-def test_a_complete_run_mends_its_adapter(nursery: Nursery, kept: Path, tried: Callable[..., None]) -> None:
-    names = sorted(file.name for file in (kept / "adapter").iterdir())
-    count = 0
-    for name in names:
-        data = (kept / "adapter" / name).read_bytes()
-        for what, damaged in list(damages(data, name))[:: 1 if IS_FULL else 8]:
-            nursery.put(kept)
-            (nursery.run / "adapter" / name).write_bytes(damaged)
-            again = nursery.train(*KEEP_ALL)
-            with explained(f"adapter/{name}, {what}"):
-                assert_same_end(again, nursery.run, kept)
-            count += 1
-    tried(f"adapter/ of a complete run damaged in {count} ways, mended each time", resumes=count)
-
-
 @pytest.mark.parametrize("progress", ["complete", "in the middle"])
 def test_a_best_checkpoint_that_cannot_be_trained_again(
     nursery: Nursery, best_between: tuple[list[str], int], progress: str

@@ -7,14 +7,15 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.crash import IS_FULL
-from tests.crash.runs import Nursery, contents
+from tests.crash.runs import Nursery, contents, explained
 
 pytestmark = pytest.mark.slow
 
@@ -50,11 +51,6 @@ def write_manifest(folder: Path, files: dict[str, Any]) -> None:
     (folder / "manifest.json").write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
 
 
-def shared(cases: list[Any]) -> list[Any]:
-    """All of them in the full sweep, else a few."""
-    return cases if IS_FULL else cases[::10]
-
-
 @pytest.fixture
 def outside(nursery: Nursery) -> Path:
     """Files that no run may change."""
@@ -66,51 +62,26 @@ def outside(nursery: Nursery) -> Path:
     return folder
 
 
-def assert_harmless(nursery: Nursery, outside: Path, what: str, *, commands: tuple[str, ...] = ("train",)) -> list[int]:
-    """Every command ends well or with a typed error in one line; nothing was executed or touched outside.
-
-    Returns:
-        The exit codes.
-    """
-    before = contents(outside)
-    codes = []
-    for command in commands:
-        words = {"generate": ["generate", str(nursery.run), "hello"], "evaluate": ["evaluate", str(nursery.run)]}
-        ended = nursery.end(nursery.start(command=words.get(command)))
-        assert ended.status in (0, 2), f"{what}: {command}\n{ended.screen}"
-        assert "Traceback" not in ended.screen, f"{what}: {command}\n{ended.screen}"
-        assert ended.status == 0 or "finetune: " in ended.screen
-        assert not (nursery.folder / "canary").exists(), f"{what}: {command} executed something"
-        assert contents(outside) == before, f"{what}: {command} changed what is outside"
-        codes.append(int(ended.status))
-    return codes
+TRAIN, BOTH = ("train",), ("train", "generate")
+Case = tuple[str, Callable[[], object], tuple[str, ...]]
+"""What it is, what makes it of a whole run, and the commands that meet it."""
 
 
-def test_pickles_under_every_name(nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]) -> None:
-    payload = pickle.dumps(Touch(nursery.folder / "canary"))
+def pickles(run: Path, whole: Path, outside: Path) -> Iterator[Case]:
+    payload = pickle.dumps(Touch(outside.with_name("canary")))
     names = [name for name in contents(whole) if "/" in name and not name.endswith("manifest.json")]
     names += [f"{folder}/{name}" for folder in (STEP, "adapter", "base") for name in OTHER_NAMES]
-    count = 0
-    for signed in (True, False):
-        for name in shared(names if signed else names[::7]):
-            nursery.put(whole)
-            file = nursery.run / name
-            file.write_bytes(payload)
-            if signed:
-                sign(file.parent)
-            commands = ("train", "generate") if name.startswith(("adapter", "base")) and signed else ("train",)
-            assert_harmless(nursery, outside, name, commands=commands)
-            count += 1
-    nursery.put(whole)
+
+    def put(name: str, *, signed: bool) -> None:
+        (run / name).write_bytes(payload)
+        if signed:
+            sign((run / name).parent)
+
+    for name in names:
+        yield name, partial(put, name, signed=True), BOTH if name.startswith(("adapter", "base")) else TRAIN
+        yield f"{name}, not in the manifest", partial(put, name, signed=False), TRAIN
     for name in ("run.json", "metrics.jsonl", "config.yaml", "log.txt", ".lock"):
-        (nursery.run / name).write_bytes(payload)
-    assert_harmless(nursery, outside, "every file of the run", commands=("train", "generate"))
-    tried(f"{count + 1} pickles, none executed")
-
-
-def test_the_pickle_is_a_real_one(tmp_path: Path) -> None:
-    pickle.loads(pickle.dumps(Touch(tmp_path / "canary")))
-    assert (tmp_path / "canary").exists()
+        yield name, partial(put, name, signed=False), BOTH
 
 
 LINKS = [
@@ -122,34 +93,19 @@ LINKS = [
 ]
 
 
-@pytest.mark.parametrize("target", ["folder", "a.txt", "not there"])
-def test_links_lead_nowhere(
-    nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None], target: str
-) -> None:
-    codes = []
-    names = shared(LINKS)
-    for name in names:
-        nursery.put(whole)
-        link = nursery.run / name
+def links(run: Path, whole: Path, outside: Path) -> Iterator[Case]:
+    def put(name: str, target: str) -> None:
+        link = run / name
         if link.is_dir():
             shutil.rmtree(link)
         link.unlink(missing_ok=True)
         link.symlink_to(outside / target)
-        codes += assert_harmless(nursery, outside, name)
-        assert not (outside / "not there").exists(), name
-    assert set(codes) <= {0, 2}
-    tried(f"{len(names)} links to {target}: {codes.count(2)} refused, {codes.count(0)} passed over or replaced")
+
+    for name in LINKS:
+        for target in ("folder", "a.txt", "not there"):
+            yield f"{name} to {target}", partial(put, name, target), TRAIN
 
 
-def test_a_whole_checkpoint_behind_a_link_is_not_followed(nursery: Nursery, whole: Path, outside: Path) -> None:
-    nursery.put(whole)
-    (nursery.run / STEP).rename(outside / "step")
-    (nursery.run / STEP).symlink_to(outside / "step")
-    assert assert_harmless(nursery, outside, STEP) == [0]
-    assert not (nursery.run / STEP).is_symlink()
-
-
-DEEP = "[" * 200_000
 STATES: dict[str, Any] = {
     "step": [-1, 10**400, 1e308, "6", "../../outside", None, True],
     "epoch": [10**30, -1, 7, [3]],
@@ -163,53 +119,65 @@ STATES: dict[str, Any] = {
     "schema_version": [2, "1", None],
     "../../outside/a.txt": ["x"],
 }
+NAMES = ("../../../outside/a.txt", "..", ".", "", "a/b", ".hidden", "a\0b", "x" * 300)
+FIELDS = ("base_model_name_or_path", "auto_mapping", "peft_type", "target_modules", "revision", "task_type")
+DEEP = "[" * 200_000
+TEXTS = {"deep": DEEP, "deep, closed": DEEP + "]" * len(DEEP), "a huge number": "9" * 10_000, "huge": " " * 20_000_000}
 
 
-def test_fields_of_the_state(nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]) -> None:
-    file = nursery.run / STEP / "state.json"
-    cases = shared([(field, value) for field, values in STATES.items() for value in values])
-    for field, value in cases:
-        nursery.put(whole)
+def values(run: Path, whole: Path, outside: Path) -> Iterator[Case]:
+    """Of state.json, manifests and adapter configurations."""
+
+    def change(file: Path, field: str, value: Any) -> None:
         file.write_text(json.dumps({**json.loads(file.read_text()), field: value}, indent=2) + "\n")
         sign(file.parent)
-        assert_harmless(nursery, outside, f"{field}={str(value)[:40]}")
-    tried(f"{len(cases)} values in state.json, each passed over or refused")
+
+    def add_to_manifest(folder: Path, name: str) -> None:
+        files = json.loads((folder / "manifest.json").read_text())["files"]
+        write_manifest(folder, {**files, name: {"size": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}})
+
+    for field, wrong in STATES.items():
+        for value in wrong:
+            yield f"{field}={str(value)[:40]}", partial(change, run / STEP / "state.json", field, value), TRAIN
+    for folder in (STEP, "adapter", "base"):
+        for name in (*NAMES, str(outside / "a.txt")):
+            yield f"{folder}: {name[:40]!r} in the manifest", partial(add_to_manifest, run / folder, name), TRAIN
+    for value in (str(outside), "../../outside", {"base_model_class": "os", "parent_library": "os"}, None, 7):
+        for field in FIELDS:
+            for folder, commands in ((STEP, TRAIN), ("adapter", BOTH)):
+                file = run / folder / "adapter_config.json"
+                yield f"{folder}: {field}={value}", partial(change, file, field, value), commands
 
 
-def test_fields_of_manifest_and_adapter_config(
-    nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]
-) -> None:
-    names = ("../../../outside/a.txt", str(outside / "a.txt"), "..", ".", "", "a/b", ".hidden", "a\0b", "x" * 300)
-    cases = shared([(folder, name) for folder in (STEP, "adapter", "base") for name in names])
-    for folder, name in cases:
-        nursery.put(whole)
-        files = json.loads((nursery.run / folder / "manifest.json").read_text())["files"]
-        entry = {"size": 4, "sha256": hashlib.sha256(b"mine").hexdigest()}
-        write_manifest(nursery.run / folder, {**files, name: entry})
-        assert_harmless(nursery, outside, f"{folder}: {name[:40]!r} in the manifest")
-    fields = ("base_model_name_or_path", "auto_mapping", "peft_type", "target_modules", "revision", "task_type")
-    values = (str(outside), "../../outside", {"base_model_class": "os", "parent_library": "os"}, None, 7)
-    changes = shared([(f, v, folder) for f in fields for v in values for folder in (STEP, "adapter")])
-    for field, value, folder in changes:
-        nursery.put(whole)
-        file = nursery.run / folder / "adapter_config.json"
-        file.write_text(json.dumps({**json.loads(file.read_text()), field: value}, indent=2))
-        sign(file.parent)
-        commands = ("train", "generate") if folder == "adapter" else ("train",)
-        assert_harmless(nursery, outside, f"{folder}: {field}={value}", commands=commands)
-    tried(f"{len(cases) + len(changes)} names and values in manifests and adapter configs, none led out of the folder")
+def texts(run: Path, whole: Path, outside: Path) -> Iterator[Case]:
+    def put(name: str, text: str) -> None:
+        (run / name).write_text(text)
+        if name.endswith("state.json"):
+            sign(run / STEP)
 
-
-def test_json_that_is_deep_or_huge(nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None]) -> None:
-    texts = {"deep": DEEP, "deep and closed": DEEP + "]" * len(DEEP), "a huge number": "9" * 10_000}
-    texts["huge"] = " " * 20_000_000
     files = [f"{STEP}/state.json", f"{STEP}/manifest.json", "adapter/manifest.json", "base/manifest.json"]
-    files += ["run.json", "metrics.jsonl", ".lock", "config.yaml"]
-    cases = shared([(file, what) for file in files for what in texts])
-    for file, what in cases:
+    for file in [*files, "run.json", "metrics.jsonl", ".lock", "config.yaml"]:
+        for what, text in TEXTS.items():
+            yield f"{file} is {what}", partial(put, file, text), TRAIN
+
+
+@pytest.mark.parametrize("cases", [pickles, links, values, texts])
+def test_nothing_is_executed_or_touched_outside(
+    nursery: Nursery, whole: Path, outside: Path, tried: Callable[..., None], cases: Callable[..., Iterator[Case]]
+) -> None:
+    """Every command ends well or with a typed error in one line."""
+    chosen = list(cases(nursery.run, whole, outside))[:: 1 if IS_FULL else 10]
+    before = contents(outside)
+    for what, spoil, commands in chosen:
         nursery.put(whole)
-        (nursery.run / file).write_text(texts[what])
-        if file.endswith("state.json"):
-            sign(nursery.run / STEP)
-        assert_harmless(nursery, outside, f"{file} is {what}")
-    tried(f"{len(cases)} files of deep or huge JSON, each passed over or refused")
+        spoil()
+        for command in commands:
+            generate = ["generate", str(nursery.run), "hello"] if command == "generate" else None
+            ended = nursery.end(nursery.start(command=generate))
+            with explained(f"{what}: {command}\n{ended.screen}"):
+                assert ended.status in (0, 2)
+                assert "Traceback" not in ended.screen
+                assert ended.status == 0 or "finetune: " in ended.screen
+                assert not (nursery.folder / "canary").exists(), "something was executed"
+                assert contents(outside) == before, "files outside have changed"
+    tried(f"{len(chosen)} cases, each passed over, replaced or refused")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash import IS_FULL
 from tests.crash.runs import Nursery, assert_same_end
 from tests.launches import wait_until
 
@@ -52,31 +50,3 @@ def test_a_restart_waits_for_a_dying_run_and_goes_on(nursery: Nursery, whole: Pa
     wait_for("resumed from step=", waiting.screen)
     os.kill(waiting.pids[0], signal.SIGKILL)
     assert nursery.end(waiting).resumed_from >= ended.committed
-
-
-@pytest.mark.skipif(not IS_FULL, reason="waits for 30 seconds; FINETUNE_FULL_SWEEP=1 runs it")
-def test_a_restart_names_who_does_not_die(nursery: Nursery) -> None:
-    nursery.put(None)
-    started = nursery.start(*LONG)
-    [pid] = started.pids
-    wait_for("committed step=4", started.screen)
-    os.kill(pid, signal.SIGSTOP)
-    begun = time.monotonic()
-    ended = nursery.train(*LONG)
-    assert 29 < time.monotonic() - begun < 50
-    os.kill(pid, signal.SIGKILL)
-    nursery.end(started)
-    assert ended.status == 2
-    assert "Traceback" not in ended.screen
-    assert f"process {pid} on {socket.gethostname()} since 20" in ended.screen
-    assert "after 30 s" in ended.screen
-
-
-@pytest.mark.parametrize("holder", [{"host": "elsewhere", "pid": 1, "started": "2020-01-01"}, {}, "noise"])
-def test_the_lock_of_a_dead_process_does_not_block(nursery: Nursery, whole: Path, holder: object) -> None:
-    nursery.put(None)
-    nursery.run.mkdir()
-    (nursery.run / ".lock").write_text(json.dumps(holder))
-    ended = nursery.train()
-    assert "waiting for" not in ended.screen
-    assert_same_end(ended, nursery.run, whole)

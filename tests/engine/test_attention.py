@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch.nn import functional
 
 from finetune.engine import attention_cuda
 from finetune.engine.attention import attention, choose_kernel, dense_attention, prepare_blocks
@@ -85,31 +84,6 @@ def test_queries_at_predicting_positions_alone(seed: int, window: int | None) ->
     some = q.detach()[index].requires_grad_()
     expected = by_row(packed, some, k, v, index.tolist(), window)
     assert_same(attention(some, k, v, packed.layout, queries=index, window=window), expected, [some, k, v], 1e-12)
-
-
-def plain_rows(rows: list[Row], heads: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """A tiny embedding to q, k, v of each row, so that shared tokens have shared gradients; one causal SDPA a row."""
-    generator = torch.Generator().manual_seed(1)
-    tables = [torch.randn(64, heads, HEAD_DIM, generator=generator).requires_grad_() for _ in "qkv"]
-    outs = [
-        functional.scaled_dot_product_attention(*(table[ids].transpose(0, 1)[None] for table in tables), is_causal=True)
-        for ids, _ in rows
-    ]
-    return tables, torch.cat([out[0].transpose(0, 1) for out in outs])
-
-
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_in_fp32_output_and_gradients_are_those_of_sdpa_on_each_row(seed: int, share: bool) -> None:
-    longest = 200
-    rows = random_rows(seed, longest=longest)
-    packed = pack(rows, share_prefixes=share)
-    tables, expected = plain_rows(rows, heads=4)
-    out = attention(*(table[packed.input_ids] for table in tables), packed.layout)
-    last_tokens = {tuple(packed.input_ids[path].tolist()): out[path] for path in paths(packed)}
-    actual = torch.cat([last_tokens[tuple(ids.tolist())] for ids, _ in rows])
-    # An output is a sum over at most `longest` keys, and each addition rounds once.
-    assert_same(actual, expected, tables, longest * torch.finfo(torch.float32).eps)
 
 
 def test_one_token_and_many_short_rows() -> None:

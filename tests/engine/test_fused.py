@@ -130,21 +130,12 @@ def test_a_machine_without_a_compiler_falls_back(is_strict: bool) -> None:
         torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("wish", ["auto", False])
-def test_a_cpu_fuses_nothing_unasked(wish: Any) -> None:
+@pytest.mark.parametrize("wish", ["auto", False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_cpu_fuses_for_one_run_and_only_if_asked(wish: Any) -> None:
     config = Config.model_validate({"training": {"device": "cpu", "fused": wish}})
     with launch(config) as runtime:
         agree_on_forward(runtime, config.training, build_tiny(tiny_phi3_config()))
-        assert not fused._is_on
-        assert runtime.fallbacks.as_records() == []
-
-
-@pytest.mark.slow
-def test_fused_functions_are_on_for_one_run() -> None:
-    config = Config.model_validate({"training": {"device": "cpu", "fused": True}})
-    with launch(config) as runtime:
-        agree_on_forward(runtime, config.training, build_tiny(tiny_phi3_config()))
-        assert fused._is_on
+        assert fused._is_on is (wish is True)
         assert runtime.fallbacks.as_records() == []
     assert not fused._is_on
 

@@ -83,23 +83,6 @@ def test_a_shared_target_counts_once_for_each_row_and_a_fork_predicts_both_ways(
     assert (packed.num_tokens, packed.num_computed, packed.num_targets) == (43, 23, 41)
 
 
-def test_without_sharing_rows_lie_one_after_the_other() -> None:
-    rows = random_rows(3)
-    packed = pack(rows, share_prefixes=False)
-    assert torch.equal(packed.input_ids, torch.cat([ids for ids, _ in rows]))
-    assert len(packed.layout.segments) == len(rows) == packed.num_rows
-    assert packed.num_tokens == packed.num_computed
-    assert packed.counts.tolist() == [1] * packed.num_targets
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_packing_is_a_function_of_the_rows(seed: int) -> None:
-    first, second = pack(random_rows(seed)), pack(random_rows(seed))
-    assert first.layout.segments == second.layout.segments
-    for name in ("input_ids", "labels", "counts", "target_term", "target_row"):
-        assert torch.equal(getattr(first, name), getattr(second, name))
-
-
 def test_the_window_is_counted_along_the_row() -> None:
     packed = pack(rows_of(list(range(30)), [*range(20), 50, 51]))
     mask = dense_mask(packed.layout, packed.layout.tokens, window=5)

@@ -49,7 +49,7 @@ def run(rows, tmp_path_factory):
     words = ("model=phi_tiny", "task=finetune_lora", f"data.train={rows}/train.jsonl", "lora.r=24")
     words += (f"data.validation={rows}/validation.jsonl", "optim.learning_rate=1e-2", "optim.warmup_steps=0")
     words += ("training.max_steps=4", "training.batch_size=4", "testing.max_new_tokens=16", f"output_dir={run}")
-    assert run_finetune("train", *words).returncode == 0
+    run_finetune("train", *words, code=0)
     return run
 
 
@@ -64,8 +64,7 @@ def exports(run, tmp_path_factory):
             with pytest.MonkeyPatch.context() as patch:
                 if scheme != "w4a16":  # one of them is served by vLLM, which takes a minute
                     patch.delenv("FINETUNE_VLLM", raising=False)
-                done = run_finetune("export", run, out, "--compress", scheme, "--rows", "8")
-            assert done.returncode == 0, done.stdout
+                done = run_finetune("export", run, out, "--compress", scheme, "--rows", "8", code=0)
             made[scheme] = out, done.answer
         return made[scheme]
 
@@ -89,8 +88,7 @@ def test_a_compressed_run_is_compared_with_the_run_and_verifies(scheme, run, exp
         rf"\| validation loss \(6 rows\) \| {before:.4f} \| {after:.4f} \|", (out / "README.md").read_text()
     )
     assert (out / "tokenizer.json").is_file()
-    verified = run_finetune("verify", out, "--out", tmp_path / "certificate.json")
-    assert verified.returncode == 0, verified.stdout
+    verified = run_finetune("verify", out, "--out", tmp_path / "certificate.json", code=0)
     assert "the test vectors are of the compressed model" in verified.stdout
 
 
@@ -128,16 +126,14 @@ def test_without_vllm_the_table_says_not_run_here(exports):
 @runs_llm_compressor
 def test_what_cannot_be_compressed_leaves_nothing(rows, run, tmp_path):
     narrow = write_run(tmp_path / "narrow", words=(f"data.path={rows}/train.jsonl",))
-    done = run_finetune("export", narrow.folder.path, tmp_path / "out", "--compress", "w4a16")
-    assert done.returncode == 2, done.stdout
+    done = run_finetune("export", narrow.folder.path, tmp_path / "out", "--compress", "w4a16", code=2)
     assert "w4a16 needs multiples of 32" in done.stdout
 
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
     config = moved / "config.yaml"
     config.write_text(config.read_text().replace(f"{rows}/train.jsonl", f"{tmp_path}/gone.jsonl"))
-    done = run_finetune("export", moved, tmp_path / "out", "--compress", "fp8")
-    assert done.returncode == 2, done.stdout
+    done = run_finetune("export", moved, tmp_path / "out", "--compress", "fp8", code=2)
     assert f"{tmp_path}/gone.jsonl" in done.stdout
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out.*/"))
@@ -151,8 +147,7 @@ def test_llm_compressor_is_asked_for(tmp_path):
         with pytest.raises(ConfigError, match=r"is not in the environment of .*pip install torch llmcompressor"):
             find_llm_compressor()
         patch.delenv(PYTHON, raising=False)
-        done = run_finetune("export", run, tmp_path / "out", "--compress", "fp8")
-    assert done.returncode == 2
+        done = run_finetune("export", run, tmp_path / "out", "--compress", "fp8", code=2)
     assert "llm-compressor is not installed here" in done.stdout
 
 
@@ -166,8 +161,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path):
         ((run, tmp_path / "taken", "--compress", "fp8"), "already exists"),
         ((tmp_path / "run-base", tmp_path / "out", "--compress", "fp8"), "is not the folder of a run"),
     ):
-        done = run_finetune("export", *words)
-        assert done.returncode == 2, done.stdout
+        done = run_finetune("export", *words, code=2)
         assert message in " ".join(done.stdout.split()), done.stdout
 
 
@@ -178,8 +172,7 @@ def test_runs_that_cannot_be_measured_or_were_not_tried_are_refused(tmp_path):
         (pairs, "was trained with training.objective=dpo"),
         (experts, "a mixture of experts, whose compressed form was not tried"),
     ):
-        done = run_finetune("export", run.folder.path, tmp_path / "out", "--compress", "fp8")
-        assert done.returncode == 2, done.stdout
+        done = run_finetune("export", run.folder.path, tmp_path / "out", "--compress", "fp8", code=2)
         assert message in " ".join(done.stdout.split()), done.stdout
 
 

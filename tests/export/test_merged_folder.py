@@ -49,7 +49,7 @@ with torch.no_grad():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Of an adapter on a bfloat16 base with tied embeddings, like Phi-4-mini."""
+    """An adapter on a bfloat16 base with tied embeddings, like Phi-4-mini's."""
     return write_run(tmp_path_factory.mktemp("runs") / "orders", dtype=torch.bfloat16)
 
 
@@ -123,8 +123,7 @@ def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     run = write_run(tmp_path / "run", words=(f"data.path={tmp_path}/rows.jsonl",))
     plain, out = tmp_path / "plain", tmp_path / "out"
-    done = run_finetune("merge", run.folder.path, plain)
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("merge", run.folder.path, plain, code=0)
     note = f"most training rows begin with the system turn {system!r}, which a server does not add"
     assert note in done.stdout
     (of_verify,) = verify_folder(plain).comparison.notes
@@ -133,7 +132,7 @@ def test_the_system_turn_of_the_rows_travels_with_the_model(tmp_path):
         f"so send it with each conversation:\n\n~~~~{'~' * ('~' in system)}text\n{system}\n~~~~"
         in (plain / "README.md").read_text()
     )
-    assert run_finetune("merge", run.folder.path, out, "--add-system").returncode == 0
+    run_finetune("merge", run.folder.path, out, "--add-system", code=0)
     assert "The chat template adds it" in (out / "README.md").read_text()
     assert verify_folder(out).comparison.notes == ()
 
@@ -174,15 +173,12 @@ def test_a_card_has_the_settings_of_an_objective_where_it_was_used(tmp_path, wor
         assert [part in card for part in parts] == [objective != "sft"] * len(parts)
 
 
-def test_a_card_has_no_path_of_this_machine(tmp_path):
+def test_relative_paths_of_the_training_are_no_hub_ids_elsewhere_and_others_are_left_out_of_the_card(tmp_path):
     sources = f"data.mixture=[{{path: {tmp_path}/rows.jsonl, weight: 2}}, {{path: owner/chats}}]"
-    card = adapter_card(write_run(tmp_path / "run", words=("data.path=null", sources)), "owner/base")
+    card = adapter_card(write_run(tmp_path / "mixture", words=("data.path=null", sources)), "owner/base")
     assert str(tmp_path) not in card
     assert "| data | rows.jsonl, owner/chats |" in card
     assert "  mixture:\n  - weight: 2\n  - path: owner/chats\n" in card
-
-
-def test_relative_paths_of_the_training_are_no_hub_ids_elsewhere(tmp_path):
     run = write_run(tmp_path / "run", words=("model.path=models/phi", "data.path=data/train.jsonl.gz"))
     assert hub_base(run) is None
     card = adapter_card(run, "owner/base")
@@ -220,8 +216,8 @@ def test_nothing_is_overwritten(run, tmp_path):
     (folder / "mine.txt").write_text("mine")
     link.symlink_to(folder)
     before = sorted(tmp_path.rglob("*"))
-    done = run_finetune("merge", run.folder.path, file)
-    assert (done.returncode, "already exists and is not an empty folder" in done.stdout) == (2, True)
+    done = run_finetune("merge", run.folder.path, file, code=2)
+    assert "already exists and is not an empty folder" in done.stdout
     for out, reason in ((folder, "not an empty folder"), (link, "not an empty folder"), (file / "out", "can write to")):
         with pytest.raises(CheckpointError, match=reason):
             write_merged(run, out)
@@ -278,8 +274,7 @@ def test_weights_that_change_on_the_way_to_the_disk_are_found_and_nothing_stays(
         return reload(folder, *rest)
 
     monkeypatch.setattr(merging, "_reload", spoilt)
-    done = run_finetune("merge", run.folder.path, tmp_path / "out")
-    assert done.returncode == 3
+    done = run_finetune("merge", run.folder.path, tmp_path / "out", code=3)
     assert "does not answer like base and adapter" in done.stdout
     assert list(tmp_path.rglob("*")) == [tmp_path / "out"], "the empty folder that was there"
 
@@ -330,12 +325,4 @@ def test_it_is_for_one_process(run, tmp_path):
         pytest.raises(ConfigError, match=r"finetune merge needs one process, but 2 were started\."),
     ):
         merge(run.folder.path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_what_is_no_finished_run_is_refused(run, tmp_path):
-    copy = shutil.copytree(run.folder.path, tmp_path / "copy")
-    os.truncate(copy / "adapter" / "adapter_model.safetensors", 99)
-    done = run_finetune("merge", copy, tmp_path / "out")
-    assert (done.returncode, "is damaged" in done.stdout) == (2, True)
     assert not (tmp_path / "out").exists()

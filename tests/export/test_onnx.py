@@ -6,16 +6,14 @@ import json
 import os
 import re
 import shutil
-from importlib.resources import files
 from importlib.util import find_spec
 
 import pytest
 import torch
-from tokenizers import Tokenizer
 
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.export import onnx, onnx_served
-from finetune.export.converters import _with_known_splits, _with_layers_and_rope
+from finetune.export.converters import _with_layers_and_rope
 from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.onnx import export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
@@ -118,8 +116,7 @@ def with_options(options: dict[str, object], exported, folder):
 def test_a_configuration_that_could_run_code_or_write_files_is_refused(exported, tmp_path, options):
     folder = with_options(options, exported, tmp_path / "model")
     (folder / "code.so").write_bytes(b"not a library")
-    done = run_finetune("verify", folder)
-    assert done.returncode == 2
+    done = run_finetune("verify", folder, code=2)
     assert f"sets session_options.{next(iter(options))}, which finetune export does not write" in done.errors
     assert "code.so" not in done.errors.replace("model_path", ""), "the runtime tried to load it"
 
@@ -130,17 +127,14 @@ def test_a_template_without_end_and_a_damaged_graph_end_verify_with_a_sentence(e
     endless = with_options({}, exported, tmp_path / "endless")
     loop = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
     (endless / "chat_template.jinja").write_text(f"{loop}{{{{ messages[0].content }}}}")
-    done = run_finetune("verify", endless)
-    assert done.returncode == 3
+    done = run_finetune("verify", endless, code=3)
     assert f"the chat template of {endless} took longer than 5 s" in done.errors
     empty = with_options({}, exported, tmp_path / "empty")
     (empty / "model.onnx").unlink()
-    done = run_finetune("verify", empty)
-    assert done.returncode == 3
+    done = run_finetune("verify", empty, code=3)
     assert "is damaged: it has no model.onnx" in done.errors
     (empty / "model.onnx").write_bytes(b"not a graph")
-    done = run_finetune("verify", empty)
-    assert done.returncode == 3
+    done = run_finetune("verify", empty, code=3)
     assert "cannot be loaded by onnxruntime-genai" in done.errors
 
 
@@ -160,8 +154,7 @@ def test_the_folder_is_certified_and_verifies_again(exported):
 @pytest.mark.slow
 def test_int4_is_compared_too_and_what_differs_can_be_kept(merged, tmp_path):
     """Weights that were drawn suffer more from rounding than trained ones: these are beyond the bound."""
-    done = run_finetune("export", merged, tmp_path / "out", "--onnx", "--type", "int4", "--allow-differences")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune("export", merged, tmp_path / "out", "--onnx", "--type", "int4", "--allow-differences", code=0)
     assert "matrices as int4" in done.answer
     assert re.search(r"logits at positions .* \d\.\d+ \(bound 0\.5\)", done.answer)
     assert "Note: with a bound of 0.5, the comparison shows that the model loads and answers" in done.answer
@@ -197,7 +190,7 @@ def flip_weights(folder):
     [
         (
             drop_merges,
-            r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Render and encode prompts',
+            r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* serve the merged folder',
         ),
         (change_stops, r"it stops at \[\d+\], expected \[\d+, \d+\]"),
         (flip_weights, r"logits at position \d+ differ by .* serve the merged folder"),
@@ -230,16 +223,9 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(tmp_path, m
     """The builder imports onnx-ir, which is not needed to serve."""
     monkeypatch.setattr(onnx_served, "find_spec", lambda name: None if name == "onnx_ir" else object())
     onnx_served.refuse_missing_packages(builds=False)
-    done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx")
-    assert (done.returncode, "needs onnx-ir, not installed here" in done.errors) == (2, True)
+    done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx", code=2)
+    assert "needs onnx-ir, not installed here" in done.errors
     assert "pip install 'phi-finetune[onnx]'" in done.errors
-
-
-def test_the_builder_is_told_which_layers_have_a_window():
-    """Without layer_types it builds all layers without one, and answers differ beyond the window."""
-    assert _with_layers_and_rope({**PHI3, "sliding_window": 2047})["layer_types"] == ["sliding_attention"] * 2
-    for other in ({"sliding_window": None}, {"sliding_window": 262144}, {"sliding_window": 9, "model_type": "llama"}):
-        assert "layer_types" not in _with_layers_and_rope({**PHI3, **other})
 
 
 def test_the_builder_is_told_which_phi3_has_longrope():
@@ -250,20 +236,6 @@ def test_the_builder_is_told_which_phi3_has_longrope():
     assert read["original_max_position_embeddings"] == 1024
     read = _with_layers_and_rope({**config, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
     assert read["original_max_position_embeddings"] == 4096
-
-
-def test_a_pattern_that_the_runtime_knows_splits_like_phi_tinys():
-    text = (files("finetune") / "assets" / "phi_tiny" / "tokenizer.json").read_text(encoding="utf-8")
-    rewritten = json.dumps(_with_known_splits(json.loads(text)))
-    assert r"[^\\p{L}\\p{N}]+" in text
-    assert r"[^\\p{L}\\p{N}]+" not in rewritten
-    ours, theirs = Tokenizer.from_str(text), Tokenizer.from_str(rewritten)
-    for line in (
-        "3 crates, 12 boxes!\n\n  Olá, Zürich: 3 € für 价格 🙂",
-        '{"a1": 0.25}\tdon\'t ½ ② ٣',
-        "<|end|>\n<|user|> x ",
-    ):
-        assert ours.encode(line).ids == theirs.encode(line).ids
 
 
 def _die(folder, bound):

@@ -117,8 +117,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path, monkeypatch):
         ((run, "--gguf", "--keep", "0.9"), "--keep needs --smallest"),
         ((run, "--gguf", "--lora", "--type", "q4_k_m"), "merge the adapter"),
     ):
-        done = run_finetune("export", words[0], tmp_path / "out", *words[1:])
-        assert done.returncode == 2, done.stdout
+        done = run_finetune("export", words[0], tmp_path / "out", *words[1:], code=2)
         assert message in " ".join(done.stdout.split()), done.stdout
     assert not (tmp_path / "out").exists()
 
@@ -135,7 +134,7 @@ def test_a_type_that_holds_is_kept_and_otherwise_nothing(tmp_path, monkeypatch):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = ["task=finetune_lora", "model=phi_tiny", f"data.train={tmp_path}/train.jsonl", "training.max_steps=2"]
     words += [f"data.validation={tmp_path}/validation.jsonl", "testing.max_new_tokens=8", f"output_dir={tmp_path}/run"]
-    assert run_finetune("train", *words, "training.batch_size=4").returncode == 0
+    run_finetune("train", *words, "training.batch_size=4", code=0)
     (tmp_path / "convert_hf_to_gguf.py").write_text("import sys; sys.exit('no such tokenizer')")
     write_program(tmp_path / "llama-quantize", "")
     monkeypatch.setattr(quantizing, "installed_version", lambda: "0.3")
@@ -149,8 +148,7 @@ def test_a_type_that_holds_is_kept_and_otherwise_nothing(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == before
 
     monkeypatch.setattr("finetune.export.smallest.MOST_LOSS", 2.0)
-    done = run_finetune(*command, "--keep", "0")
-    assert done.returncode == 0, done.stdout
+    done = run_finetune(*command, "--keep", "0", code=0)
     assert "q4_k_m was not measured: llama.cpp's converter refused the model" in done.errors
     certificate = json.loads((tmp_path / "out" / "certificate.json").read_text())
     assert certificate["verdict"] == "same"

@@ -73,8 +73,8 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(second, tmp_path)
     [
         ({"r": 2}, r"it has lora\.r=4, lora\.alpha=6 and lora\.rslora=false, this run 2, 6 and false"),
         ({"rslora": True}, r"this run 4, 6 and true"),
-        ({"dora": True}, r"8 of the tensors are missing in it"),
-        ({"target_modules": ["o_proj"]}, r"12 of the tensors are not in this run's"),
+        ({"dora": True}, "8 missing there"),
+        ({"target_modules": ["o_proj"]}, "12 unknown here"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused_with_both_sides(inputs, first, keys, said):
@@ -102,7 +102,7 @@ def test_what_holds_no_whole_adapter_is_refused(inputs, first, tmp_path):
     torn.mkdir()
     (torn / "adapter_config.json").write_text((first[0] / "adapter/adapter_config.json").read_text())
     (torn / "adapter_model.safetensors").write_bytes(b"torn")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(ModelError, match="is not a whole safetensors file"):
         start(base_of(inputs), torn)
     (torn / "adapter_model.safetensors").write_bytes((first[0] / "adapter/adapter_model.safetensors").read_bytes())
     config = json.loads((torn / "adapter_config.json").read_text())

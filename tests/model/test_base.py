@@ -1,8 +1,6 @@
-import gc
 import json
 import shutil
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -212,30 +210,9 @@ def test_context_and_longrope_boundary_come_from_the_configuration():
     assert longrope_boundary(build_tiny(tiny_phi_config())) is None
     factors = {"short_factor": [1.0, 1.0], "long_factor": [2.0, 2.0]}
     long = tiny_phi3_config(
-        original_max_position_embeddings=32,
-        rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors},
+        original_max_position_embeddings=32, rope_parameters={"rope_type": "longrope", "rope_theta": 10000.0, **factors}
     )
     assert longrope_boundary(build_tiny(long)) == 32
-
-
-def test_weights_are_mapped_from_their_file_and_not_read_into_memory(tmp_path):
-    """So ranks of one machine share them, and a rank on a GPU has no second copy in main memory."""
-    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "vocab_size": 3000}
-    build_tiny(tiny_phi3_config(**wide), dtype=torch.bfloat16).save_pretrained(tmp_path / "wide")
-    build_tiny(tiny_phi3_config(), dtype=torch.bfloat16).save_pretrained(tmp_path / "small")
-    build_base_model(section(path=str(tmp_path / "small")))  # imports what loading needs
-
-    def own_bytes():
-        gc.collect()
-        return psutil.Process().memory_full_info().uss
-
-    before = own_bytes()
-    model = build_base_model(section(path=str(tmp_path / "wide")))
-    size = sum(parameter.nbytes for parameter in model.parameters())
-    assert size > 2**24
-    model.requires_grad_(False)
-    convert_weights(model, "bf16")
-    assert own_bytes() - before < size / 4
 
 
 def test_a_weight_is_moved_and_converted_in_one_step(folder):

@@ -22,13 +22,7 @@ from finetune.data.batches import pad
 from finetune.engine.loss import cross_entropy_per_target
 from finetune.model.lora import add_lora
 from finetune.model.targets import linear_layers, resolve_targets
-from tests.tiny_models import (
-    SIZES,
-    build_tiny,
-    tiny_examples,
-    tiny_phi3_config,
-    tiny_phi_config,
-)
+from tests.tiny_models import SIZES, build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
 GATED = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 GQA: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}

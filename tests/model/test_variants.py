@@ -62,6 +62,9 @@ def test_tokens_and_targets_of_a_conversation(made: tuple[Variant, Path], tmp_pa
     assert tokenizer.convert_ids_to_tokens(ids) == golden["tokens"].split(" ")
     assert " ".join(map(str, ids)) == golden["ids"]
     assert "".join(str(int(target)) for target in is_target) == golden["targets"]
+    turns = [*(variant.completed or ()), tokenizer.eos_token]
+    whole = "".join(turns) if variant.completed else tokenizer.apply_chat_template(variant.turns, tokenize=False)
+    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"], "a token was doubled or cut"
 
     answers = [answer + variant.end for answer in variant.answers]
     learned = tokenizer.decode([token for token, target in zip(ids, is_target, strict=True) if target])
@@ -70,47 +73,14 @@ def test_tokens_and_targets_of_a_conversation(made: tuple[Variant, Path], tmp_pa
     num_ends = sum(target and token == examples.end_id for token, target in zip(ids, is_target, strict=True))
     assert tokenizer.convert_ids_to_tokens(examples.end_id) == variant.end
     assert num_ends == len(answers), "an end of turn carries no loss"
-    record_row(
-        variant.name,
-        {
-            Fact.PRESET: f"`{variant.preset}`",
-            Fact.TEMPLATE: f"{len(ids)} ids{_whose_template(variant)}",
-            Fact.MASK: f"{sum(is_target)} of {len(ids)}",
-            Fact.END: f"`{variant.end}`, {num_ends} of {num_ends}",
-        },
-    )
+    whose = "" if variant.template else ", of the preset"
+    whose = whose if variant.completed is None else " of a prompt and its completion: no template"
+    facts = {Fact.PRESET: f"`{variant.preset}`", Fact.TEMPLATE: f"{len(ids)} ids{whose}"}
+    facts |= {Fact.MASK: f"{sum(is_target)} of {len(ids)}", Fact.END: f"`{variant.end}`, {num_ends} of {num_ends}"}
+    record_row(variant.name, facts)
 
 
-def _whose_template(variant: Variant) -> str:
-    if variant.completed is not None:
-        return " of a prompt and its completion: no template"
-    return "" if variant.template else ", of the preset"
-
-
-def test_no_token_is_doubled_or_cut_where_the_template_is_rendered_at_once(
-    made: tuple[Variant, Path], tmp_path: Path
-) -> None:
-    variant, folder = made
-    examples, tokenizer = encode(variant, folder, variant.row, tmp_path)
-    turns = [*(variant.completed or ()), tokenizer.eos_token]
-    whole = "".join(turns) if variant.completed else tokenizer.apply_chat_template(variant.turns, tokenize=False)
-    ids = examples[0].input_ids.tolist()
-    assert ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
-    assert tokenizer.bos_token_id == tokenizer.eos_token_id or tokenizer.bos_token_id not in ids
-
-
-def test_the_padding_token_ends_nothing_and_needs_no_new_row(made: tuple[Variant, Path]) -> None:
-    variant, folder = made
-    tokenizer = build_tokenizer(variant.run_config(folder).model)
-    model = build_base_model(variant.run_config(folder).model)
-    stops = set_stop_and_pad_ids(model, tokenizer)
-    assert tokenizer.pad_token_id not in stops
-    assert tokenizer.pad_token_id < len(model.get_input_embeddings().weight)
-    assert len(model.get_input_embeddings().weight) == len(variant.tokenizer()) + 13, "the vocabulary was cut or grown"
-    record_row(variant.name, {Fact.PAD: f"`{tokenizer.pad_token}`"})
-
-
-def test_stop_ids_are_a_list_all_the_way_to_the_saved_generation_config(
+def test_stop_ids_are_saved_as_a_list_and_the_padding_token_ends_nothing(
     made: tuple[Variant, Path], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
@@ -122,12 +92,15 @@ def test_stop_ids_are_a_list_all_the_way_to_the_saved_generation_config(
     stops = set_stop_and_pad_ids(adapted, tokenizer)
     names = tokenizer.convert_ids_to_tokens(stops)
     assert names == list(dict.fromkeys([variant.end, tokenizer.eos_token]))
+    assert tokenizer.pad_token_id not in stops
+    assert tokenizer.pad_token_id < len(model.get_input_embeddings().weight)
+    assert len(model.get_input_embeddings().weight) == len(variant.tokenizer()) + 13, "the vocabulary was cut or grown"
     for name, content in encode_full_model(adapted.unload()).items():
         (tmp_path / name).write_bytes(b"".join(bytes(chunk) for chunk in content))
-    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == stops
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.generation_config.eos_token_id == stops
-    record_row(variant.name, {Fact.STOPS: ", ".join(f"`{name}`" for name in names)})
+    stops_named = ", ".join(f"`{name}`" for name in names)
+    record_row(variant.name, {Fact.PAD: f"`{tokenizer.pad_token}`", Fact.STOPS: stops_named})
 
 
 @pytest.mark.few(5)
@@ -307,12 +280,6 @@ def test_the_template_of_phi_4_mini_reasoning_renders_what_is_known_of_it() -> N
     )
     own = "Your name is Phi, an AI math expert developed by Microsoft."
     assert rendered == f"<|system|>{own} {knight}<|end|><|user|>{question}<|end|><|assistant|>"
-
-
-def test_the_system_prompt_of_phi_4_reasoning_is_its_own() -> None:
-    for name, golden in GOLDEN.items():
-        assert ("YouĠareĠPhi" in golden["tokens"].replace(" ", "")) is name.startswith("Phi-4-reasoning"), name
-        assert ("YourĠnameĠisĠPhi" in golden["tokens"].replace(" ", "")) is (name == "Phi-4-mini-reasoning"), name
 
 
 def test_phi_3_5_leaves_an_empty_system_turn_out_and_phi_3_does_not(tmp_path: Path) -> None:

@@ -256,132 +256,45 @@ class Variant:
         return load_config([f"model={self.preset}", f"model.path={folder}", *data], task="finetune_lora")
 
 
-_PHI_TARGETS = ("dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj")
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant(
-            name="phi-1",
-            preset="phi1",
-            config=tiny_phi_config,
-            tokens=GPT2,
-            completed=("def f(n):\n", "    return n\n"),
-            targets=_PHI_TARGETS,
-        ),
-        Variant(name="phi-1.5", preset="phi1_5", config=tiny_phi_config, tokens=GPT2, targets=_PHI_TARGETS),
-        Variant(name="phi-2", preset="phi2", config=tiny_phi_config, tokens=GPT2, targets=_PHI_TARGETS),
-        Variant(
-            name="Phi-3-mini-4k",
-            preset="phi3_mini",
-            config=_phi3(_PLAIN | _WIDE, sliding_window=7),
-            tokens=PHI3_TOKENS,
-            template=PHI3,
-            end="<|end|>",
-        ),
-        Variant(
-            name="Phi-3-mini-128k",
-            preset="phi3_mini_128k",
-            config=_phi3(_WIDE | _longrope(), sliding_window=262144),
-            tokens=PHI3_TOKENS,
-            template=PHI3,
-            end="<|end|>",
-            boundary=BOUNDARY,
-        ),
-        Variant(
-            name="Phi-3-medium-4k",
-            preset="phi3_medium",
-            config=_phi3(_PLAIN, sliding_window=7),
-            tokens=PHI3_TOKENS,
-            template=PHI3_MEDIUM,
-            turns=TURNS,
-            end="<|end|>",
-        ),
-        Variant(
-            name="Phi-3-medium-128k",
-            preset="phi3_medium_128k",
-            config=_phi3(_longrope(), tie_word_embeddings=False, sliding_window=131072),
-            tokens=PHI3_TOKENS,
-            template=PHI3_MEDIUM,
-            turns=TURNS,
-            end="<|end|>",
-            boundary=BOUNDARY,
-        ),
-        Variant(
-            name="Phi-3.5-mini",
-            preset="phi3_5_mini",
-            config=_phi3(_WIDE | _longrope(), sliding_window=262144),
-            tokens=PHI3_TOKENS,
-            template=PHI3_5,
-            end="<|end|>",
-            boundary=BOUNDARY,
-        ),
-        Variant(
-            name="Phi-3.5-MoE",
-            preset="phi3_5_moe",
-            config=_phimoe,
-            tokens=PHI3_TOKENS,
-            template=PHI3_5,
-            end="<|end|>",
-            targets=("k_proj", "o_proj", "q_proj", "v_proj"),
-            boundary=BOUNDARY,
-        ),
-        Variant(
-            name="phi-4",
-            preset="phi4",
-            config=_phi3(_PLAIN, sliding_window=None),
-            tokens=PHI4_TOKENS,
-            template=PHI4,
-            end="<|im_end|>",
-        ),
-        Variant(
-            name="phi-4, first upload",
-            preset="phi4",
-            config=_phi3(_PLAIN, sliding_window=None),
-            tokens=PHI4_FIRST_TOKENS,
-            template=PHI4_FIRST,
-            end="<|im_end|>",
-        ),
-        Variant(
-            name="Phi-4-reasoning",
-            preset="phi4_reasoning",
-            config=_phi3(_PLAIN, sliding_window=None),
-            tokens=PHI4_TOKENS,
-            template=PHI4_REASONING,
-            turns=TURNS,
-            end="<|im_end|>",
-        ),
-        Variant(
-            name="Phi-4-reasoning-plus",
-            preset="phi4_reasoning_plus",
-            config=_phi3(_PLAIN, sliding_window=None),
-            tokens=PHI4_TOKENS,
-            template=PHI4_REASONING,  # the cards of both give the same format
-            turns=TURNS,
-            end="<|im_end|>",
-        ),
-        Variant(
-            name="Phi-4-mini",
-            preset="phi4_mini",
-            config=_phi3(_longrope(), sliding_window=262144, tie_word_embeddings=True),
-            tokens=PHI4_MINI_TOKENS,
-            template=PHI4_MINI,
-            turns=TOOL_TURNS,
-            end="<|end|>",
-            is_tied=True,
-            boundary=BOUNDARY,
-        ),
-        Variant(
-            name="Phi-4-mini-reasoning",
-            preset="phi4_mini_reasoning",
-            config=_phi3(_longrope(), sliding_window=262144, tie_word_embeddings=True),
-            tokens=PHI4_MINI_TOKENS,
-            template=PHI4_MINI_REASONING,
-            end="<|end|>",
-            is_tied=True,
-            boundary=BOUNDARY,
-        ),
-    )
+_PHI = {"config": tiny_phi_config, "tokens": GPT2, "targets": ("dense", "fc1", "fc2", "k_proj", "q_proj", "v_proj")}
+_PHI_3 = {"tokens": PHI3_TOKENS, "end": "<|end|>"}
+_LONG = {"boundary": BOUNDARY}
+_MEDIUM = {**_PHI_3, "template": PHI3_MEDIUM, "turns": TURNS}
+_PHI_4 = {"config": _phi3(_PLAIN, sliding_window=None), "tokens": PHI4_TOKENS, "end": "<|im_end|>"}
+_REASONING = {**_PHI_4, "template": PHI4_REASONING, "turns": TURNS}
+_PHI_4_MINI = {
+    "config": _phi3(_longrope(), sliding_window=262144, tie_word_embeddings=True),
+    **{"tokens": PHI4_MINI_TOKENS, "end": "<|end|>", "is_tied": True, **_LONG},
 }
+_LONG_MINI = {"config": _phi3(_WIDE | _longrope(), sliding_window=262144), **_PHI_3, **_LONG}
+_VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "phi-1": ("phi1", {**_PHI, "completed": ("def f(n):\n", "    return n\n")}),
+    "phi-1.5": ("phi1_5", _PHI),
+    "phi-2": ("phi2", _PHI),
+    "Phi-3-mini-4k": ("phi3_mini", {"config": _phi3(_PLAIN | _WIDE, sliding_window=7), **_PHI_3, "template": PHI3}),
+    "Phi-3-mini-128k": ("phi3_mini_128k", {**_LONG_MINI, "template": PHI3}),
+    "Phi-3-medium-4k": ("phi3_medium", {"config": _phi3(_PLAIN, sliding_window=7), **_MEDIUM}),
+    "Phi-3-medium-128k": (
+        "phi3_medium_128k",
+        {"config": _phi3(_longrope(), tie_word_embeddings=False, sliding_window=131072), **_MEDIUM, **_LONG},
+    ),
+    "Phi-3.5-mini": ("phi3_5_mini", {**_LONG_MINI, "template": PHI3_5}),
+    "Phi-3.5-MoE": (
+        "phi3_5_moe",
+        {
+            **{"config": _phimoe, **_PHI_3, "template": PHI3_5, **_LONG},
+            "targets": ("k_proj", "o_proj", "q_proj", "v_proj"),
+        },
+    ),
+    "phi-4": ("phi4", {**_PHI_4, "template": PHI4}),
+    "phi-4, first upload": ("phi4", {**_PHI_4, "tokens": PHI4_FIRST_TOKENS, "template": PHI4_FIRST}),
+    "Phi-4-reasoning": ("phi4_reasoning", _REASONING),
+    "Phi-4-reasoning-plus": ("phi4_reasoning_plus", _REASONING),  # the cards of both give the same format
+    "Phi-4-mini": ("phi4_mini", {**_PHI_4_MINI, "template": PHI4_MINI, "turns": TOOL_TURNS}),
+    "Phi-4-mini-reasoning": ("phi4_mini_reasoning", {**_PHI_4_MINI, "template": PHI4_MINI_REASONING}),
+}
+"""By name: preset, and what else it differs by."""
+VARIANTS = {name: Variant(name=name, preset=preset, **keys) for name, (preset, keys) in _VARIANTS.items()}
 
 
 @cache

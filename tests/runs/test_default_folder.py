@@ -87,8 +87,7 @@ def test_rank_0_chooses_for_all_ranks_and_a_complete_run_is_said_to_be_complete(
         done = run_launched("torchrun", words, cwd=tmp_path)
         assert done.returncode == 0, done.stdout
         assert Path(folder, "adapter/adapter_model.safetensors").is_file()
-    again = run_finetune(*words[2:], "resume=auto")
-    assert again.returncode == 0, again.stdout
+    again = run_finetune(*words[2:], "resume=auto", code=0)
     assert "resume=auto: runs/orders-phi_tiny-2 is the newest run of this configuration (complete)" in again.stdout
     assert "the run is complete, with step 2 of 2: nothing is trained" in again.stdout
     assert sorted(path.name for path in Path("runs").iterdir()) == ["orders-phi_tiny", "orders-phi_tiny-2"]

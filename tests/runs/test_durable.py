@@ -1,5 +1,6 @@
 import errno
 import hashlib
+import itertools
 import os
 import signal
 import sys
@@ -98,78 +99,48 @@ def test_only_plain_names_are_written(tmp_path, name):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("exists", [False, True])
-def test_a_kill_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exists):
-    points = 0
-    while True:
+KILL = signal.SIGKILL
+FAULTS = [(False, KILL), (True, KILL), (False, errno.ENOSPC), (True, errno.EIO)]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("exists", "fault"), FAULTS)
+def test_a_fault_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exists, fault):
+    """A kill, or an error of the disk. Only a kill may leave temporary files, and any start clears them away."""
+    for points in itertools.count(1):
         place = tmp_path / f"{points}"
         place.mkdir()
         if exists:
             write(place / "x", OLD)
 
-        def save_and_die(number=points + 1, place=place):
-            at_operation(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
-            write(place / "x", NEW)
+        def save(number=points, place=place):
+            def strike() -> None:
+                if fault is KILL:
+                    os.kill(os.getpid(), KILL)
+                raise OSError(fault, os.strerror(fault), str(place))
 
-        status = in_child(save_and_die)
-        assert status in (0, -signal.SIGKILL)
-        clear_leftovers(place, {"x"}.__contains__)
-        left = [path.name for path in place.iterdir()]
-        assert left == ["x"] or (left == [] and not exists)
-        if left:
-            assert find_damage(place / "x") == []
-            assert content(place / "x") in ([OLD, NEW] if exists else [NEW])
-        if status == 0:
-            break
-        points += 1
-    assert points >= (28 if exists else 20)
-    assert content(place / "x") == NEW
-
-
-SWEPT = [pytest.param(code, marks=pytest.mark.slow) for code in (errno.EIO, errno.EROFS)]
-
-
-@pytest.mark.few(1)
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("exists", [False, True])
-@pytest.mark.parametrize("code", [errno.ENOSPC, *SWEPT])
-def test_an_error_at_any_operation_leaves_the_old_folder_and_no_litter(tmp_path, exists, code):
-    points = 0
-    while True:
-        place = tmp_path / f"{points}"
-        place.mkdir()
-        if exists:
-            write(place / "x", OLD)
-
-        def save_and_fail(number=points + 1, place=place):
-            def fail() -> None:
-                raise OSError(code, os.strerror(code), str(place))
-
-            seen = at_operation(number, fail)
+            seen = at_operation(number, strike)
             try:
                 with disk_failures_end_the_run("Saving", place / "x"):
                     write(place / "x", NEW)
             except RunFailedError as error:
-                return 3 if os.strerror(code) in str(error) and "bytes are free" in str(error) else 4
+                return 3 if os.strerror(fault) in str(error) and "bytes are free" in str(error) else 4
             return 0 if len(seen) < number else 5
 
-        status = in_child(save_and_fail)
-        assert status in (0, 3)
-        left = sorted(path.name for path in place.iterdir())
-        committed = (place / "x").is_dir() and content(place / "x") == NEW
-        if status == 3 and not committed:
-            assert left == (["x"] if exists else [])
-            assert not exists or content(place / "x") == OLD
-        if committed:
-            # The error came after the rename: the new folder is whole, its predecessor may wait to be cleared away.
-            assert find_damage(place / "x") == []
-            clear_leftovers(place, {"x"}.__contains__)
-            assert content(place / "x") == NEW
+        status = in_child(save)
+        assert status in ((0, -KILL) if fault is KILL else (0, 3))
+        is_new = (place / "x").is_dir() and content(place / "x") == NEW
+        if status == 3 and not is_new:
+            assert sorted(path.name for path in place.iterdir()) == ["x"] * exists
+        clear_leftovers(place, {"x"}.__contains__)
+        left = [path.name for path in place.iterdir()]
+        assert left == ["x"] or (left == [] and not exists)
+        assert not left or find_damage(place / "x") == []
+        assert not left or is_new or content(place / "x") == OLD
         if status == 0:
             break
-        points += 1
-    assert points >= (28 if exists else 20)
+    assert points > (28 if exists else 20)
+    assert is_new
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
