@@ -316,10 +316,14 @@ def _is_slurm_step(environ: Mapping[str, str]) -> bool:
     """Return whether srun started this process.
 
     A batch script's body and the shell that salloc opens are one process, whatever SLURM_NTASKS says there. They have
-    no step id, or a reserved one: a name such as ``batch``, or 0xFFFFFFF0 and above.
+    no step id, or a reserved one: a name such as ``batch``, or 0xFFFFFFF0 and above. A job that was submitted inside a
+    step inherits the step's variables, but lists fewer ranks on its node (SLURM_GTIDS) than the step has tasks there.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    return re.fullmatch(r"[0-9]{1,12}", step) is not None and int(step) < _FIRST_SPECIAL_STEP
+    if re.fullmatch(r"[0-9]{1,12}", step) is None or int(step) >= _FIRST_SPECIAL_STEP:
+        return False
+    here, ranks_here = _slurm_tasks_here(environ), environ.get("SLURM_GTIDS")
+    return here is None or ranks_here is None or len(ranks_here.split(",")) == here
 
 
 def _slurm_tasks_here(environ: Mapping[str, str]) -> int | None:

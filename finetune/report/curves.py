@@ -189,13 +189,6 @@ _OF_ANSWERS = (
     ("kl", "KL divergence from the reference", "nats"),
 )
 """Metrics of steps, each with the title and the unit of its chart."""
-_OF_RESOURCES = (
-    ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", _PER_GIB),
-    ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", _PER_GIB),
-    ("data-wait", "Waiting for data", "% of the time", "data_wait_share", 100.0),
-    ("slowest-rank", "Waiting for the slowest rank", "% of the time", "slowest_rank_share", 100.0),
-)
-"""Name, title and unit of a chart of `resources` events, the metric, and the factor of its values."""
 
 
 def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
@@ -215,10 +208,7 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
         _chart(runs, "learning-rate", "Learning rate", "", "step", "learning_rate", smooth=False),
         _chart(runs, "grad-norm", "Gradient norm", "before clipping", "step", "grad_norm"),
         _chart(runs, "throughput", "Throughput", "tokens per second", "step", "tokens_per_second"),
-        *(
-            _chart(runs, name, title, unit, "resources", metric, smooth=False, factor=factor)
-            for name, title, unit, metric, factor in _OF_RESOURCES
-        ),
+        *_resources(runs),
     ]
     return [chart for chart in charts if any(curve.drawn() for curve in chart.curves)]
 
@@ -335,6 +325,17 @@ def _chart(
         else:
             curves.append(Curve(name=curve_name, run=index, hue=hue, points=points))
     return Chart(name=name, title=title, unit=unit, curves=curves, starts_at_zero=True)
+
+
+def _resources(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
+    """Yield the charts of memory and waiting, from `resources` events."""
+    for name, title, unit, metric, factor in (
+        ("device-memory", "Memory of the accelerator", "GiB, the most so far", "device_memory", _PER_GIB),
+        ("host-memory", "Memory of the process", "GiB, the most so far", "host_memory", _PER_GIB),
+        ("data-wait", "Waiting for data", "% of the time", "data_wait_share", 100.0),
+        ("slowest-rank", "Waiting for the slowest rank", "% of the time", "slowest_rank_share", 100.0),
+    ):
+        yield _chart(runs, name, title, unit, "resources", metric, smooth=False, factor=factor)
 
 
 def _as_points(index: int, curve: Curve) -> Iterator[dict[str, Any]]:

@@ -146,7 +146,7 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
         "changed": setting_rows(run),
         "fallbacks": [mapping(entry) for entry in run.entries("fallbacks")],
         "resume_changes": [mapping(entry) for entry in run.entries("resume_changes")],
-        "has_scores": bool(summary["base"] or summary["tuned"]),
+        "has_scores": bool(summary.base or summary.tuned),
         "answers": _answers(run),
         "verdict": _verdict(run),
         "rollouts": _rollouts(run),

@@ -243,6 +243,14 @@ def test_reading_the_environment_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_a_job_that_was_submitted_from_inside_a_step_is_no_task_of_it():
+    # Slurm 22.05: `srun -n2 sbatch job.sh`; the body inherits SLURM_STEP_*, and lists one rank where the step had two.
+    body = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_GTIDS": "0"}
+    assert read_environment(body).world_size == 1
+    task = {**SRUN, "SLURM_GTIDS": "2,3"}
+    assert read_environment(task).world_size == 4
+
+
 def test_rank_0_on_another_node_than_the_first_must_be_told_to_the_others():
     arbitrary = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURMD_NODENAME": "gpu08"}
     with pytest.raises(LaunchError, match="Export MASTER_ADDR=gpu08"):
