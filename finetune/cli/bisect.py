@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 def bisect(
-    context: typer.Context,
     run: RunFolderArgument,
     other: Annotated[
         list[str] | None,
@@ -48,7 +47,7 @@ def bisect(
     refuse_several_processes("bisect")
     configure_logs(rank=0)
     is_run = other is not None and len(other) == 1 and "=" not in other[0]
-    rules = OptionRules(context, *["another run"] * is_run, *["OVERRIDES"] * bool(other))
+    rules = OptionRules({"--python": python, "--steps": steps, "another run": is_run, "OVERRIDES": bool(other)})
     rules.exclude("--steps", "another run", because="the steps of two runs are those up to the first difference.")
     rules.exclude("--python", "OVERRIDES", because="an environment is compared under the settings of one run.")
 

@@ -39,7 +39,6 @@ Split = Literal["train", "validation", "test"]
 
 
 def evaluate(
-    context: typer.Context,
     run_folder: RunFolderArgument,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…")] = None,
     split: Annotated[Split, typer.Option(help="The rows to measure on.")] = "test",
@@ -77,11 +76,27 @@ def evaluate(
     from finetune.inference.harness import require_harness
 
     _refuse_to_overwrite(output)
-    rules = OptionRules(context)
+    rules = OptionRules(
+        {
+            "--harness": harness,
+            "--harness-tasks": harness_tasks,
+            "--split": split != "test",
+            "--metric": metric or None,
+            "--metrics-from": metrics_from or None,
+            "--against": against,
+            "--fail-if-worse": fail_if_worse or None,
+        }
+    )
     rules.need("--harness-tasks", "--harness")
-    of_rows = ("--split", "--metric", "--metrics-from", "--against", "--fail-if-worse")
-    once = "--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each."
-    rules.exclude("--harness", *of_rows, because=once)
+    rules.exclude(
+        "--harness",
+        "--split",
+        "--metric",
+        "--metrics-from",
+        "--against",
+        "--fail-if-worse",
+        because="--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each.",
+    )
     if harness is not None:
         require_harness()
     log_as_this_rank()

@@ -93,7 +93,6 @@ def merge(
 
 
 def export(
-    context: typer.Context,
     model_folder: Annotated[
         Path,
         typer.Argument(
@@ -177,7 +176,26 @@ def export(
     With --smallest, try all types on a run from small to large, and keep the first that answers as the run does.
     """
     refuse_several_processes("export")
-    rules = OptionRules(context, *[f"--type {weight_type}"] * (weight_type != "auto"))
+    rules = OptionRules(
+        {
+            "--gguf": gguf,
+            "--onnx": onnx,
+            "--compress": compress,
+            "--rows": rows,
+            "--lora": lora,
+            "--adapter-only": adapter_only,
+            "--llama-cpp": llama_cpp,
+            "--base": base,
+            "--set": settings or None,
+            "--no-modelfile": not modelfile,
+            "--max-difference": max_difference,
+            "--allow-differences": allow_differences,
+            f"--type {weight_type}": weight_type != "auto",
+            "--imatrix": imatrix,
+            "--smallest": smallest,
+            "--keep": keep,
+        }
+    )
     every = (*_TYPES, "--compress", "--lora", f"--type {weight_type}")
     rules.exclude("--smallest", *every, because="--smallest tries all types and formats. Leave the others out.")
     rules.exclude("--lora", *map("--type {}".format, _QUANTIZED), because="merge the adapter, and export that folder.")

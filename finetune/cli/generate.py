@@ -39,7 +39,6 @@ _STANDARD_INPUT = "-"
 
 
 def generate(
-    context: typer.Context,
     run_folder: RunFolderArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.")] = None,
     from_file: Annotated[
@@ -73,8 +72,13 @@ def generate(
     from finetune.inference.generator import AnswerSettings, Generator
     from finetune.inference.prompts import Prompt
 
-    written = "the chat template writes them, and --raw leaves it out. Drop --raw, or write them into the prompt."
-    OptionRules(context).exclude("--raw", "--system", "--tools", because=written)
+    OptionRules({"--raw": raw, "--system": system, "--tools": tools}).exclude(
+        "--raw",
+        "--system",
+        "--tools",
+        because="the chat template writes them, and --raw leaves the chat template out. Drop --raw, or write them "
+        "into the prompt.",
+    )
     answer_settings = AnswerSettings(
         system=system,
         tools=read_tools_option(tools),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -113,15 +114,15 @@ def refuse_several_processes(command: str) -> None:
 
 
 class OptionRules:
-    """Rules about the options of a command that a user gave, and about other facts, in words."""
+    """Rules about the options that a user gave.
 
-    def __init__(self, context: typer.Context, *facts: str) -> None:
-        self._given = set(facts)
-        for parameter in context.command.params:
-            source = context.get_parameter_source(parameter.name or "")
-            if source is not None and source.name == "COMMANDLINE":
-                is_negated = context.params[parameter.name or ""] is False
-                self._given.update(parameter.secondary_opts if is_negated else parameter.opts)
+    Args:
+        options: the value of each option by its name on the command line. None and False mean that the user did not
+            give the option.
+    """
+
+    def __init__(self, options: Mapping[str, object]) -> None:
+        self._given = {name for name, value in options.items() if value is not None and value is not False}
 
     def need(self, option: str, *alternatives: str) -> None:
         """Refuse an option when the user gave none of the options that it needs.

@@ -30,7 +30,6 @@ _MOST_BYTES = 16 << 20
 
 
 def verify(
-    context: typer.Context,
     source: Annotated[
         Path,
         typer.Argument(
@@ -84,9 +83,10 @@ def verify(
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").is_file()
-    rules = OptionRules(context, *["the folder of a run"] * is_run)
+    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
+    rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
     rules.need("--served-as", "--server")
-    for option in ("--replay", "--base", "--checkpoint", "--set"):
+    for option in run_options:
         rules.need(option, "the folder of a run")
     once = "a replay uses the base and the checkpoints of the run itself. Run finetune verify once with each."
     if runtime not in (None, "vllm"):
