@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import re
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -171,6 +173,9 @@ def _parts_at_hub(section: ModelSection, *, needs_weights: bool) -> Iterator[tup
 NUM_STEPS = 3
 """The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
 _MAX_SHOWN = 5
+_EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
+"""A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
+_log = logging.getLogger(__name__)
 
 
 class AdapterWatch:
@@ -215,14 +220,28 @@ class AdapterWatch:
             for name, of_layer in self._b_matrices.items()
             if not any(map(_has_changed, of_layer, self._at_start[name]))
         ]
-        if unchanged:
+        idle_experts = [name for name in unchanged if self._is_idle_expert(name, unchanged)]
+        if idle_experts:
+            _log.warning(
+                "no token has reached the adapters of %s until step %d: they are not trained yet",
+                name_first(sorted(idle_experts), _MAX_SHOWN),
+                NUM_STEPS,
+            )
+        untrained = [name for name in unchanged if name not in idle_experts]
+        if untrained:
             raise RunFailedError(
-                f"step {NUM_STEPS}: {len(unchanged)} of {len(self._b_matrices)} adapters have not changed since the "
-                f"start: {name_first(unchanged, _MAX_SHOWN)}. Expected: each of them trains. Either the model's "
+                f"step {NUM_STEPS}: {len(untrained)} of {len(self._b_matrices)} adapters have not changed since the "
+                f"start: {name_first(untrained, _MAX_SHOWN)}. Expected: each of them trains. Either the model's "
                 "forward does not call these layers, or it detaches their results, or a hook or a script freezes them, "
                 f"or the learning rate is too small (the highest so far was {self._highest_rate:g}). Correct that, or "
                 "leave these layers out of lora.target_modules."
             )
+
+    def _is_idle_expert(self, name: str, unchanged: Collection[str]) -> bool:
+        """Return whether a layer belongs to an expert, and the same layer of another expert has changed."""
+        match = _EXPERT.fullmatch(name)
+        others = (_EXPERT.fullmatch(other) for other in self._b_matrices if other not in unchanged)
+        return match is not None and any(other and other.groups() == match.groups() for other in others)
 
 
 def _has_changed(matrix: torch.Tensor, at_start: torch.Tensor | None) -> bool:

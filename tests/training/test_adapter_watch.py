@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -124,7 +126,7 @@ class Experts(nn.Module):
         super().__init__()
         self.q_proj = nn.Linear(4, 4)
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.route = [0, 1, 2]
+        self.route = [0, 0, 2]
 
     def forward(self, x):
         x = self.q_proj(x)
@@ -153,7 +155,10 @@ def take_steps(model, *, config=None, results=None):
         watch.after_step(step, found)
 
 
-def test_layers_that_the_forward_does_not_call_are_named():
+def test_an_expert_without_tokens_is_a_warning_unless_no_expert_trains(caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    take_steps(Experts())
+    assert caplog.messages == ["no token has reached the adapters of experts.1 until step 3: they are not trained yet"]
     model = Experts()
     model.forward = lambda x: model.q_proj(x)
     with pytest.raises(RunFailedError, match=r"step 3: 3 of 4 adapters .*: experts.0, experts.1, experts.2\. Expected"):
@@ -178,6 +183,3 @@ def test_skipped_steps_and_frozen_adapters_do_not_count():
         part.requires_grad_(False)
     watch = AdapterWatch(adapted, Config())
     assert list(watch._b_matrices) == ["experts.0"]
-
-
-# --- several processes ----------------------------------------------------------------------------------------------
