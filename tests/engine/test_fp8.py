@@ -9,12 +9,12 @@ import torch
 from torch.nn import functional
 
 from finetune.engine import quantized
+from finetune.engine.adapted import Fp8Linear
 from finetune.engine.linear import Linear, linear
 from finetune.engine.quantized import (
     FP8,
     MULTIPLE,
     ROUNDING,
-    Fp8Linear,
     input_gradient_in_fp8,
     product_in_fp8,
     rounded_to_fp8,
