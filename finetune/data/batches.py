@@ -133,6 +133,19 @@ class BatchRule:
                 units.append([row])
         return units
 
+    def computed_again(self) -> tuple[int, int, int]:
+        """Count the examples in several micro-batches, the tokens that these compute again, and all other tokens."""
+        unsplit = replace(self, max_tokens=None, boundary=None)
+        num_split = again = total = 0
+        for example in range(self.num_examples):
+            units = self.units(example)
+            tokens = sum(len(unsplit._tokens_of(unit)) for unit in unsplit.units(example))
+            total += tokens
+            if len(units) > 1:
+                num_split += 1
+                again += sum(len(self._tokens_of(unit)) for unit in units) - tokens
+        return num_split, again, total
+
     def microbatches_of_step(self, epoch: int, step: int) -> list[RowGroup]:
         """Return the micro-batches of a step, counted in its epoch from 0."""
         return self.split(self.examples_of_step(self.order(epoch), step))

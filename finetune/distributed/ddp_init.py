@@ -252,9 +252,7 @@ def _initialize_distributed(
     _world.undo.callback(rendezvous.leave)
     verdict = Verdict("together")
     if environment.rank == 0:
-        started = f"{environment.launcher} started {environment.world_size} processes"
-        refusal = f"ddp=False refuses it: {started}. Start one process, or drop ddp=False"
-        failure = refusal if flag is False else rendezvous.wait_for_all()
+        failure = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
         verdict = _compare_devices(rendezvous) if failure is None else _verdict(failure, fallbacks)
     _obey(rendezvous, verdict)
     _choose_interface(rendezvous, host)
@@ -265,6 +263,13 @@ def _initialize_distributed(
             _world.take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used="gloo", why=nccl_failure))
     if failure is not None:
         _obey(rendezvous, _verdict(failure, fallbacks))
+
+
+def _why_not_wanted(environment: LaunchEnvironment) -> str:
+    return (
+        f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one process, "
+        "or drop ddp=False"
+    )
 
 
 def _verdict(failure: str, fallbacks: Fallbacks) -> Verdict:

@@ -176,6 +176,9 @@ _EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
 NUM_STEPS = 3
 """The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
 _MAX_SHOWN = 5
+_EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
+"""A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
+_log = logging.getLogger(__name__)
 
 
 class AdapterWatch:

@@ -162,6 +162,20 @@ def _kill_workers() -> None:
             process.kill()
 
 
+def _log_cut_examples(rule: BatchRule) -> None:
+    """Log the cost of examples whose rows do not fit into one micro-batch."""
+    if rule.examples is None or rule.tokens is None or (rule.max_tokens is None and rule.boundary is None):
+        return
+    num_cut, again, total = rule.computed_again()
+    if num_cut:
+        limit = f"training.max_tokens_per_microbatch={rule.max_tokens}" if rule.max_tokens else "LongRoPE's boundary"
+        _log.info(
+            "%s of %s conversations exceed %s: their answers are cut into several micro-batches, which computes %s "
+            "tokens of an epoch again (%.1f %%)",
+            *(f"{num_cut:,}", f"{rule.num_examples:,}", limit, f"{again:,}", 100 * again / total),
+        )
+
+
 def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: int) -> None:
     """Log the parts of the global batch and the number of steps."""
     _log.info(
@@ -173,6 +187,7 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
         counted(rule.steps_per_epoch, "step"),
         num_steps,
     )
+    _log_cut_examples(rule)
 
 
 def log_microbatches(

@@ -183,6 +183,3 @@ def test_skipped_steps_and_frozen_adapters_do_not_count():
         part.requires_grad_(False)
     watch = AdapterWatch(adapted, Config())
     assert list(watch._b_matrices) == ["experts.0"]
-
-
-# --- several processes ----------------------------------------------------------------------------------------------
