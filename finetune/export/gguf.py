@@ -203,6 +203,13 @@ def write_gguf(
     files, runtime = GgufFiles(writer.path / name), None
     if installed_version() is not None:
         runtime = check_in_llama_cpp(files, reading, tokenizer, stop_ids)
+    elif unnamed := _stops_beside_eos(header, stop_ids)[len(_ENDS_BESIDE_EOS) :]:
+        _log.warning(
+            "a GGUF file names eos and two more ends of an answer, and the model stops at %d tokens: llama.cpp may not "
+            "stop at %s. Give their texts as `stop` in each request, and start llama-server with --special",
+            len(stop_ids),
+            ", ".join(f"{tokenizer.convert_ids_to_tokens(token_id)} ({token_id})" for token_id in unnamed),
+        )
     return Exported(num_tensors=header.num_tensors, reading=reading, runtime=runtime)
 
 
@@ -256,12 +263,16 @@ def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int
     """Return the keys that the converter does not write as the run needs them.
 
     A chat template renders the whole text, so llama.cpp must add no token before it. llama.cpp ends an answer at eos,
-    end of turn and end of message, and at tokens whose text it knows: a file has keys for two stop ids beside eos.
+    end of turn and end of message, and at tokens whose text it knows.
     """
-    eos = header.keys.get("tokenizer.ggml.eos_token_id")
-    others = [token_id for token_id in stop_ids if token_id != eos]
-    keys = dict(zip(_ENDS_BESIDE_EOS, others, strict=False))
+    keys = dict(zip(_ENDS_BESIDE_EOS, _stops_beside_eos(header, stop_ids), strict=False))
     return {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
+
+
+def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
+    """Return the stop ids but eos. A file has keys for two. At others, llama.cpp stops only if it knows their text."""
+    eos = header.keys.get("tokenizer.ggml.eos_token_id")
+    return [token_id for token_id in stop_ids if token_id != eos]
 
 
 def refuse_other_tokens(header: Header, tokenizer: Any) -> None:

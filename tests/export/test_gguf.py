@@ -10,7 +10,9 @@ import pytest
 
 from finetune.errors import ModelError, RunFailedError
 from finetune.export.gguf import Gguf, copy_for_llama_cpp, export_model, find_converter
+from finetune.export.gguf_file import read_header
 from tests.export.finished_runs import write_run
+from tests.export.gguf_files import write_gguf
 from tests.in_process import run_finetune
 from tests.model.variants import VARIANTS
 
@@ -110,6 +112,23 @@ def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
     with pytest.raises(RunFailedError, match=r"the converter reported success, but model\.gguf"):
         export_model(model, tmp_path / "out", gguf=Gguf(converter=script, weight_type="f16"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["convert_hf_to_gguf.py", "merged"]
+
+
+def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, monkeypatch):
+    """The file has keys for eos and two more, and llama.cpp is not here to be asked whether it knows the fourth."""
+    tokenizer = VARIANTS["Phi-3-mini-4k"].tokenizer()
+    stops = tokenizer.convert_tokens_to_ids(["<|end|>", "<|endoftext|>", "<|user|>", "<|assistant|>"])
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+
+    def convert(_model, out, _gguf, _rules):
+        tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+        keys = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": tokenizer.eos_token_id}
+        return read_header(write_gguf(out, keys))
+
+    monkeypatch.setattr("finetune.export.gguf.convert", convert)
+    monkeypatch.setattr("finetune.export.gguf.installed_version", lambda: None)
+    export_model(model, tmp_path / "out", gguf=Gguf(converter=tmp_path, weight_type="f32"))
+    assert f"may not stop at <|assistant|> ({stops[3]}). Give their texts as `stop` in each request" in caplog.text
 
 
 def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path):
