@@ -162,7 +162,7 @@ def _kill_workers() -> None:
             process.kill()
 
 
-def _log_cut_examples(rule: BatchRule) -> None:
+def log_cut_examples(rule: BatchRule) -> None:
     """Log the cost of examples whose rows do not fit into one micro-batch."""
     if rule.examples is None or rule.tokens is None or (rule.max_tokens is None and rule.boundary is None):
         return
@@ -187,7 +187,7 @@ def log_batches(config: Config, rule: BatchRule, *, num_steps: int, world_size: 
         counted(rule.steps_per_epoch, "step"),
         num_steps,
     )
-    _log_cut_examples(rule)
+    log_cut_examples(rule)
 
 
 def log_microbatches(

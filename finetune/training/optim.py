@@ -185,6 +185,17 @@ def learning_rate_at(step: int, num_steps: int, section: OptimSection) -> float:
     return section.learning_rate * height + section.min_learning_rate * (1.0 - height)
 
 
+def warn_of_long_warmup(section: OptimSection, num_steps: int) -> None:
+    """Warn if the warm-up takes more than all steps, so that the peak learning rate is never reached."""
+    if section.warmup_steps > num_steps:
+        _log.warning(
+            "optim.warmup_steps is %d and the run has %d steps: the learning rate never reaches %g",
+            section.warmup_steps,
+            num_steps,
+            section.learning_rate,
+        )
+
+
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Set the learning rate of every group, times the group's ratio if it has one (`optim.lora_plus_ratio`)."""
     for group in optimizer.param_groups:

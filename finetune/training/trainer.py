@@ -39,7 +39,7 @@ from finetune.training.loaders import build_loaders, global_batch_size, log_batc
 from finetune.training.loop import run_loop
 from finetune.training.low_precision import LossScale
 from finetune.training.objective import Loaders, TrainingObjective
-from finetune.training.optim import build_optimizer, restore_trained_weights
+from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
 from finetune.training.profiling import StepProfiler
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
@@ -226,6 +226,7 @@ class Trainer:
         config, rule, world_size = self.config, train_loader.rule, self.runtime.world_size
         cadence = Cadence.of(config, rule.steps_per_epoch)
         log_batches(config, rule, num_steps=cadence.num_steps, world_size=world_size)
+        warn_of_long_warmup(config.optim, cadence.num_steps)
         return cadence
 
     def _begin(

@@ -25,7 +25,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import AdapterWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
-from finetune.training.loaders import log_microbatches
+from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.low_precision import LossScale
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
@@ -264,6 +264,7 @@ class TrainingRun:
         else:
             _log.warning("out of memory in step %d, which is tried again: %s", step, setup.memory)
         setup.record_memory()
+        log_cut_examples(loader.rule)
         self._batches = loader.steps(epoch, place)
         return next(self._batches)
 

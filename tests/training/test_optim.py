@@ -1,3 +1,4 @@
+import logging
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from finetune.training.optim import (
     resolve_optimizer,
     set_learning_rate,
     trainable_parameters,
+    warn_of_long_warmup,
 )
 
 
@@ -127,3 +129,11 @@ def test_trainable_parameters_are_in_the_models_order_and_tied_ones_come_once():
     model[2].weight = model[0].weight
     model[1].bias.requires_grad = False
     assert trainable_parameters(model) == [model[0].weight, model[1].weight]
+
+
+@pytest.mark.parametrize(("warmup_steps", "is_said"), [(9, False), (10, False), (11, True)])
+def test_a_warmup_longer_than_the_run_is_said(caplog, monkeypatch, warmup_steps, is_said):
+    monkeypatch.setattr(logging.getLogger("finetune"), "propagate", True)
+    warn_of_long_warmup(section(warmup_steps=warmup_steps), 10)
+    assert [message.endswith("never reaches 0.1") for message in caplog.messages] == [True] * is_said
+    assert (max(rates(10, warmup_steps=warmup_steps)) < 0.1) is is_said
