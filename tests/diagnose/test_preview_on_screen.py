@@ -85,7 +85,8 @@ def test_nothing_but_the_cache_is_written_and_half_a_reader_is_enough(words, tmp
         text=True,
         timeout=240,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    slow = "s so far)"  # a slow machine is told what it waits for
+    assert (done.returncode, [line for line in done.stderr.splitlines() if not line.endswith(slow)]) == (0, [])
     assert done.stdout.startswith("data:")
     assert list(tmp_path.iterdir()) == []
 
