@@ -15,7 +15,6 @@ from typing import Any
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
 from finetune.data.formats import Reads
-from finetune.data.hub import open_split, split_names
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets, stem_of, suffix_of
 from finetune.data.remote import JoinedRows, RemoteRows, RowSource, name_of, names_at
 from finetune.data.rows import Examples, JoinedExamples
@@ -443,5 +442,7 @@ def _saved_datasets(folder: Path, label: str) -> _Splits:
 
 
 def _dataset(form: str, section: DataSection, path: str) -> _Splits:
+    from finetune.data.hub import open_split, split_names
+
     names = split_names(section, path)
     return _Splits(form, path, names, partial(open_split, section, path), has_slices=True)

@@ -42,7 +42,6 @@ from finetune.distributed.environment import (
     is_batch_script_body,
 )
 from finetune.distributed.liveness import explain
-from finetune.distributed.local_spawn import run_as_processes
 from finetune.distributed.runtime import Runtime
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import kernels_kept_in, switch_fused
@@ -115,6 +114,8 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         master_port=config.parallel.master_port or environment.master_port,
     )
     if is_to_spawn:
+        from finetune.distributed.local_spawn import run_as_processes
+
         place = config.parallel
         raise SystemExit(run_as_processes(num_processes, master_addr=place.master_addr, master_port=place.master_port))
     torch.manual_seed(config.seed)

@@ -13,7 +13,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,11 @@ import torch.distributed as dist
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
 from finetune.distributed.network import address_of_rank_0
-from finetune.distributed.watchdog import Watchdog
 from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError
 from finetune.signals import Terminated, received_stop_signal
+
+if TYPE_CHECKING:
+    from finetune.distributed.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,8 @@ class Liveness:
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
+        from finetune.distributed.watchdog import Watchdog  # one process has nothing to watch
+
         self.watchdog = Watchdog(
             rank=self.context.rank,
             world_size=self.context.world_size,

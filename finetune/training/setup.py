@@ -13,7 +13,6 @@ from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
 from finetune.data.objective import AnySplits
-from finetune.data.subsets import by_column
 from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
@@ -172,6 +171,8 @@ def _with_subsets(config: Config, splits: Any) -> Any:
     measured = {name: split for name, split in named_splits(splits).items() if name != "train"}
     if config.validation.by is None or not measured:
         return splits
+    from finetune.data.subsets import by_column
+
     return EncodedSplits(**vars(splits) | by_column(config.data, config.validation.by, measured))
 
 
