@@ -32,7 +32,11 @@ class Fallbacks:
         self._taken: list[Fallback] = []
 
     def take(self, fallback: Fallback, *, warning: str | None = None) -> None:
-        """Log a fallback, with its own text or with `warning`, and record it; ConfigError if the run is strict."""
+        """Log a fallback, with its own text or with `warning`, and record it.
+
+        Raises:
+            ConfigError: the run is strict.
+        """
         if self.strict:
             raise ConfigError(f"{fallback}. The run is strict; drop strict=true to accept this.")
         _log.warning("%s", warning or fallback)

@@ -207,7 +207,7 @@ def compare_accelerate_command(config: Config, environment: LaunchEnvironment) -
 
 
 def read_accelerate_command(environ: Mapping[str, str]) -> AccelerateCommand | None:
-    """Return what the `accelerate launch` that started only this process was asked for; None: unknown."""
+    """Return what the `accelerate launch` that started only this process was asked for; None if not known."""
     if not is_started_by_accelerate_alone(environ):
         return None
     import psutil

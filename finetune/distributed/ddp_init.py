@@ -367,7 +367,11 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
 
 
 def _finish(work: dist.Work, seconds: float) -> None:
-    """Wait for a collective whose backend has no limit that this process survives; RuntimeError if it has not ended."""
+    """Wait for a collective whose backend has no time limit that this process survives.
+
+    Raises:
+        RuntimeError: it failed, or has not ended in time.
+    """
     end = time.monotonic() + seconds
     while not work.is_completed():
         if time.monotonic() > end:

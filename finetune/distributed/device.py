@@ -24,7 +24,10 @@ _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
-    """Return the device that was asked for; None: the best. One that is not there becomes the CPU, with a warning."""
+    """Return the device that was asked for, or the best one if none was.
+
+    A device that this machine lacks is replaced by the CPU, with a warning.
+    """
     if device is None or device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", 0)
@@ -67,7 +70,11 @@ def _pick_device(local_rank: int, *, shares_gpus: bool = False) -> torch.device:
 
 
 def device_of_rank(local_rank: int, wish: str | torch.device | None, *, shares_gpus: bool = False) -> torch.device:
-    """Return the CPU if it was asked for, else the GPU with the local rank. LaunchError for an Apple GPU."""
+    """Return the CPU if it was asked for, else the GPU with the local rank.
+
+    Raises:
+        LaunchError: an Apple GPU was asked for.
+    """
     device_type = "cuda" if wish is None else _resolve_device(wish).type
     if device_type == "mps":
         raise LaunchError(

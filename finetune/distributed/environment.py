@@ -108,7 +108,11 @@ They are hidden if one process of a failed launch goes on alone. Neither library
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """Read this process's place in its launch; LaunchError if variables are missing or contradict each other."""
+    """Read this process's place in its launch.
+
+    Raises:
+        LaunchError: the launcher's variables are missing or contradict each other.
+    """
     family = _family_of_launcher(environ)
     given_addr = environ.get("MASTER_ADDR")
     if family is None:
@@ -136,7 +140,11 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def with_place(environ: Mapping[str, str], rank: int | None, worldsize: int | None) -> Mapping[str, str]:
-    """Return the given rank and world size as a launcher would set them; LaunchError if it set others."""
+    """Return the given rank and world size as a launcher would set them.
+
+    Raises:
+        LaunchError: one of the two is missing, or a launcher has set others.
+    """
     if rank is None and worldsize is None:
         return environ
     if rank is None or worldsize is None:
@@ -350,7 +358,11 @@ def _slurm_port(environ: Mapping[str, str]) -> int:
 
 
 def _first_host(environ: Mapping[str, str], family: _Family, rank: int, *, is_one_node: bool) -> str | None:
-    """Return the first host that Slurm names, where mpirun starts rank 0 too; LaunchError if rank 0 is elsewhere."""
+    """Return the first host that Slurm names. mpirun starts rank 0 there, too.
+
+    Raises:
+        LaunchError: rank 0 is on another node (`--distribution=arbitrary`).
+    """
     step_nodes = environ.get("SLURM_STEP_NODELIST") if family is _SLURM else None
     nodelist = step_nodes or environ.get("SLURM_JOB_NODELIST")
     if family is _SLURM and rank == 0 and (read_number(environ, "SLURM_NODEID") or 0) > 0:
@@ -364,7 +376,11 @@ def _first_host(environ: Mapping[str, str], family: _Family, rank: int, *, is_on
 
 
 def _first_host_from_slurm_nodelist(nodelist: str) -> str:
-    """Return the first host of a Slurm node list: ``n1-ib`` of ``n[1-2]-ib,m3``. LaunchError if there is none."""
+    """Return the first host of a Slurm node list: ``n1-ib`` of ``n[1-2]-ib,m3``.
+
+    Raises:
+        LaunchError: the list does not begin with a host.
+    """
     match = _HOST.match(nodelist.strip())
     if match is None:
         raise LaunchError(

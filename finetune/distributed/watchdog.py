@@ -177,7 +177,11 @@ class Watchdog:
         self._answer()  # ready
 
     def _answer(self) -> Message:
-        """Return the guardian's next answer while it starts; LaunchError if it reports a fault or is silent."""
+        """Return the guardian's next answer while it starts.
+
+        Raises:
+            LaunchError: it reports a fault, or is silent.
+        """
         stdout = self._guardian.stdout if self._guardian is not None else None
         line = b""
         if stdout is not None:

@@ -158,7 +158,11 @@ class Callbacks:
         return any(hasattr(callback, name) for callback in self._callbacks)
 
     def call(self, name: str, result: object) -> None:
-        """Call a method of all callbacks that define it; RunFailedError if one fails on any rank. Collective."""
+        """Call a method of all callbacks that define it. Collective.
+
+        Raises:
+            RunFailedError: one fails, on any rank.
+        """
         if not self.listen_to(name):
             return
         error: Exception | None = None

@@ -108,9 +108,10 @@ def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:
 def build_loaders(
     runtime: Runtime, config: Config, splits: Any, *, collate: Collate, is_packed: bool, boundary: int | None
 ) -> tuple[TrainLoader, EvaluationLoader | None, EvaluationLoader | None]:
-    """Build the loaders of this rank; DataError as `refuse_dropping_all`.
+    """Build the loaders of this rank. Rank 0 has all test rows, and the others none, unless the model is sharded.
 
-    Rank 0 has all test rows, and the others none, unless the model is sharded.
+    Raises:
+        DataError: see `refuse_dropping_all`.
     """
     device_type = runtime.device.type
     size = global_batch_size(config, runtime.environment.world_size)

@@ -75,7 +75,11 @@ class Saver:
     def save(self, snapshot: Snapshot, *, best: int | None) -> list[Saved]:
         """Begin to write a checkpoint, after the one before is finished. The one of the step `best` is not pruned.
 
-        Return the checkpoints that were written since the last call; RunFailedError if one could not be.
+        Returns:
+            The checkpoints that were written since the last call.
+
+        Raises:
+            RunFailedError: the checkpoint before this one could not be written, or this one, if not in the background.
         """
         began = time.monotonic()
         saved = self.finish()
@@ -94,7 +98,7 @@ class Saver:
         return [*saved, *self.finish()]
 
     def collect(self) -> list[Saved]:
-        """Return the checkpoint that has been written since the last call, without waiting; raise like `save`."""
+        """Return the checkpoint that has been written since the last call, without waiting. Raises as `save` does."""
         return [] if self._writer is None or self._writer.is_alive() else self.finish()
 
     def finish(self, *, is_last: bool = False) -> list[Saved]:

@@ -168,7 +168,11 @@ def build_trainer(
 def checked_objective(
     config: Config, *, rewards_answers: bool = True, given: Mapping[str, Metric] = MappingProxyType({})
 ) -> TrainingObjective:
-    """Return the functions of the configuration's objective; ConfigError if the configuration does not suit it."""
+    """Return the functions of the configuration's objective.
+
+    Raises:
+        ConfigError: the configuration does not suit the objective.
+    """
     check_objective(config)
     objective = training_objective(config.training.objective)
     objective.check(config, rewards_answers)

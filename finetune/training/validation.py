@@ -122,10 +122,13 @@ def check_metrics(
     *,
     given: Mapping[str, Metric] = MappingProxyType({}),
 ) -> dict[str, Metric]:
-    """Return the metrics of validations by name; ConfigError for unknown ones, or criteria that are not measured.
+    """Return the metrics of validations by name.
 
     `in_subsets` is the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
     accepted if the run may have subsets.
+
+    Raises:
+        ConfigError: a metric is unknown, or a criterion is not measured.
     """
     names = config.validation.metrics
     if config.validation.by is not None and config.training.objective != "sft":

@@ -35,7 +35,11 @@ def hello(token: str, rank: int) -> bytes:
 
 
 def connect(place: Message, rank: int) -> Peer:
-    """Return the connection to the hub once it has accepted this rank; ConnectionError if it does not in time."""
+    """Return the connection to the hub once it has accepted this rank.
+
+    Raises:
+        ConnectionError: it did not accept this rank in time.
+    """
     errors: dict[str, str] = {}
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end:

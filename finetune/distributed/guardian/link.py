@@ -34,7 +34,12 @@ class Link:
                 self._unsent = self._unsent[os.write(self._writer, self._unsent) :]
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived; EOFError at the end, ValueError for a line that is no object."""
+        """Return the messages that have arrived.
+
+        Raises:
+            EOFError: the connection has ended.
+            ValueError: a line is too long, or no JSON object.
+        """
         try:
             data = os.read(self._reader, _LONGEST_LINE)
         except BlockingIOError:

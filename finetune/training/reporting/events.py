@@ -44,7 +44,11 @@ class Trackers:
         self._step = 0
 
     def start(self, *, first_step: int) -> None:
-        """Open the trackers that the configuration names; ConfigError if one cannot be opened."""
+        """Open the trackers that the configuration names.
+
+        Raises:
+            ConfigError: one cannot be opened.
+        """
         for name in dict.fromkeys(self._config.training.report_to):
             try:
                 tracker = open_tracker(name, self._folder.path / _FOLDER, self._folder.path.name, first_step=first_step)

@@ -123,7 +123,7 @@ class TrainingProgress:
 
 
 def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profile: str | None = None) -> None:
-    """Print the files of a finished run and the next command to try; None: not known, or there is none."""
+    """Print the files of a finished run and the next command to try. What is None is left out."""
     shown = shown_folder(folder)
     # A row may hold characters that steer the terminal, which quotes for the shell do not stop, or that it cannot show.
     is_exact = prompt and as_written(visible(prompt), sys.stdout) == prompt

@@ -89,7 +89,11 @@ class Rewards:
 
     @classmethod
     def of(cls, config: Config) -> Rewards:
-        """Make the functions of a configuration, or raise ConfigError for settings that do not fit each other."""
+        """Make the functions of a configuration.
+
+        Raises:
+            ConfigError: its settings do not fit each other.
+        """
         section = config.reward
         if not section.functions:
             raise ConfigError(
@@ -115,7 +119,11 @@ class Rewards:
         )
 
     def check(self) -> None:
-        """Import the user's own functions; ConfigError if a name is unknown, not allowed, or no function."""
+        """Import the user's own functions.
+
+        Raises:
+            ConfigError: a name is unknown or not allowed, or it is no function.
+        """
         self._own  # noqa: B018  # looked up here
 
     @cached_property
@@ -145,7 +153,11 @@ class Rewards:
         return tuple(name for name in self.names if name in _NEED_EXPECTED)
 
     def __call__(self, answers: Sequence[GeneratedAnswer]) -> list[list[float]]:
-        """Return the rewards of all functions for each answer, nan where one gives none; DataError if one fails."""
+        """Return the rewards of all functions for each answer, nan where one gives none.
+
+        Raises:
+            DataError: a function fails.
+        """
         by_function = [
             [self._scores[name](answer) for answer in answers] if name in self._scores else self._ask(name, answers)
             for name in self.names

@@ -55,7 +55,11 @@ class RolloutServer:
                     raise (PreemptedError(str(error)) if error.is_preempted else error) from None
 
     def sample(self, step: int, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer]:
-        """Give the adapter to the server, and return its answers on every rank; or raise ServerError. Collective."""
+        """Give the adapter to the server, and return its answers on every rank. Collective.
+
+        Raises:
+            ServerError: the server cannot be used, or the run was asked to stop meanwhile.
+        """
         runtime, section = self._runtime, self._section
         runtime.liveness.enter_phase("rollout by the server", step, timed=False)
         answers: Any = None
