@@ -148,13 +148,19 @@ class Placement:
     def forward(
         self, compute: Callable[[torch.nn.Module, Any], Value], model: torch.nn.Module, microbatch: Any
     ) -> Value:
-        """Compute something of a micro-batch in the run's precision. Collective if it is sharded: equally often."""
+        """Compute something of a micro-batch in the run's precision.
+
+        Collective if the model is sharded: all ranks call it equally often.
+        """
         there = microbatch.to(self.context.device)
         with self.autocast():
             return self.apply(lambda full_model: compute(full_model, there), model)
 
     def apply(self, compute: Callable[[Any], Value], model: torch.nn.Module) -> Value:
-        """Compute something of a model, which may run it several times. Collective if it is sharded: equally often."""
+        """Compute something of a model, which may run it several times.
+
+        Collective if the model is sharded: all ranks call it equally often.
+        """
         if self._sharded is None:
             return compute(model)
         self._stop_requests.before_sharded_forward()
