@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections import Counter
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -28,39 +27,29 @@ NOT_IN_CI = {
 """Beginnings of the names of tests that no command of `.ci/run` runs, and why."""
 
 
-def never_run(collected: list[str], beyond_ci: set[str], lines: list[str]) -> list[str]:
-    """Return the tests that no command ran, without those of `NOT_IN_CI` and those beyond the samples.
+def never_run(collected: list[str], lines: list[str]) -> list[str]:
+    """Return the tests that no command ran, without those of `NOT_IN_CI`.
 
     A test that this machine cannot run (no AVX-512, no rights to mount a disk) counts as run: its skip says why. A test
     that was skipped because a package or program is not installed does not count.
 
     Args:
         collected: all tests of the suite.
-        beyond_ci: cases of sampled sweeps that were not drawn.
         lines: the tests that ran; with a tab and the reason, those that were skipped.
     """
     seen = {test for test, _, reason in (line.partition("\t") for line in lines) if "not installed" not in reason}
     excused = tuple(NOT_IN_CI)
-    return [test for test in collected if test not in seen | beyond_ci and not test.startswith(excused)]
+    return [test for test in collected if test not in seen and not test.startswith(excused)]
 
 
 class Collected:
-    """A plugin of pytest that keeps the names of the tests.
-
-    Attributes:
-        tests: all tests of the suite.
-        beyond_ci: cases of sampled sweeps that are not drawn for CI.
-    """
+    """A plugin of pytest that keeps the names of all tests of the suite in `tests`."""
 
     tests: list[str]
-    beyond_ci: list[str]
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Keep them. The plugin of the tiers is imported by pytest first, which rewrites its assertions."""
-        from tests.tiers import cases_beyond_ci
-
+        """Keep them."""
         self.tests = [item.nodeid for item in session.items]
-        self.beyond_ci = [item.nodeid for item in cases_beyond_ci(session.items)]
 
 
 def main() -> None:
@@ -71,12 +60,9 @@ def main() -> None:
         code = pytest.main(["--everything", "--collect-only", "-q", "-n", "0"], plugins=[collected])
     if code:
         sys.exit(said.getvalue())
-    tests, beyond_ci = collected.tests, set(collected.beyond_ci)
-    left = never_run(tests, beyond_ci, lines)
+    tests = collected.tests
+    left = never_run(tests, lines)
     print(f"{len(tests)} tests are in the suite, {len(set(lines) & set(tests))} ran")
-    sizes = Counter(test.partition("[")[0] for test in tests)
-    for name, number in sorted(Counter(test.partition("[")[0] for test in beyond_ci).items()):
-        print(f"  {number} of {sizes[name]} cases are not drawn for CI: {name}: pytest --beyond-ci")
     for beginning, why in NOT_IN_CI.items():
         number = sum(test.startswith(beginning) for test in tests)
         print(f"  {number} may be skipped in CI: {beginning}: {why}")

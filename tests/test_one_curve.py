@@ -78,17 +78,11 @@ class Form(NamedTuple):
     world_size: int
     cases: tuple[Case, ...]
 
-    def param(self, *marks):
-        """Of the test."""
-        return pytest.param(self, id=f"{self.command}-{self.world_size}-{len(self.cases)}", marks=marks)
-
 
 SHOWN_FORM = Form("torchrun", "torchrun", "torchrun", 2, SHOWN)
 FORMS = (
     Form("torchrun", "torchrun", "torchrun", 2, OF_TWO),
     Form("torchrun", "torchrun_4", "torchrun", 4, OF_FOUR),
-)
-OTHER_FORMS = (
     Form("torchrun, c10d rendezvous", "torchrun_c10d", "torchrun", 2, PLAIN_CASES),
     Form("torchrun", "torchrun", "torchrun", 2, SHARDED),
     Form("python -m torch.distributed.launch", "torch.distributed.launch", "torchrun", 2, PLAIN_CASES),
@@ -96,7 +90,7 @@ OTHER_FORMS = (
     Form("accelerate launch, config file", "accelerate_config", "accelerate", 2, PLAIN_CASES),
     Form("mpirun", "mpirun", "mpi", 2, PLAIN_CASES),
 )
-"""CI runs one of them. `tests/distributed` has more of sharded runs, and of a c10d rendezvous."""
+"""`tests/distributed` has more of sharded runs, and of a c10d rendezvous."""
 ACCELERATE = Form("accelerate launch", "accelerate", "accelerate", 2, (*PLAIN_CASES, SHARDED[0]))
 LOCAL_SPAWN = "finetune train, parallel.num_processes=2"
 TORCH_SPAWN = "torch.multiprocessing.spawn"
@@ -104,11 +98,7 @@ AS_THE_OTHER_RECIPE = ("model.path=null", "optim.schedule=linear", "optim.warmup
 """What configs/train_ddp.yaml says differently."""
 ROWS = [
     *(case.row("python", 1) for case in ALONE),
-    *(
-        case.row(form.name, form.world_size)
-        for form in (SHOWN_FORM, *FORMS, *OTHER_FORMS, ACCELERATE)
-        for case in form.cases
-    ),
+    *(case.row(form.name, form.world_size) for form in (SHOWN_FORM, *FORMS, ACCELERATE) for case in form.cases),
     *(case.row(LOCAL_SPAWN, 2) for case in (*PLAIN_CASES, SHARDED[0])),
     PLAIN_CASES[1].row(TORCH_SPAWN, 2),
     *(case.row("srun", 2) for case in PLAIN_CASES),
@@ -162,9 +152,7 @@ def test_a_sharded_run_has_the_bytes_of_one_that_is_not(shown):
     assert_sharded_is_unsharded(whole, shards)
 
 
-@pytest.mark.parametrize(
-    "form", [*(form.param() for form in FORMS), *(form.param(pytest.mark.sampled(1)) for form in OTHER_FORMS)]
-)
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.command}-{form.world_size}-{len(form.cases)}")
 def test_every_launcher_world_and_split_gives_one_curve(tmp_path, form):
     run_and_report(command_of(form), tmp_path, form.cases, variables=variables_of(form))
     assert_cases(form.name, tmp_path, form.cases, world_size=form.world_size, launcher=form.launcher)

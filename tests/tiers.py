@@ -2,8 +2,7 @@
 
     pytest                 what is quick, and each promise once with real processes: a few minutes
     pytest --everything    all tests
-    pytest --rest          what `pytest` left out, for CI; of a sampled sweep only the sample
-    pytest --beyond-ci     the cases that CI's samples leave out
+    pytest --rest          what `pytest` left out, for CI
     pytest --real          only the tests of a real model, which is made from a package on PyPI first
     pytest --llama-cpp     only the tests that run llama.cpp, which they build first; no other command runs them
 
@@ -27,7 +26,7 @@ T = TypeVar("T")
 LONG = {"llama_cpp", "needs", "slow"}
 """Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
 SAMPLE_SEED = 25
-"""CI runs the same cases of a sampled sweep each time."""
+"""`pytest` runs the same cases of a test each time."""
 _MAY_START_PROCESSES = {*LONG, "promise", "process"}
 _REAL_TESTS = Path(__file__).with_name("real")
 _PROGRAMS = re.compile(r"python.*|finetune|torchrun|accelerate|mpirun|srun|sbatch|(ba)?sh")
@@ -36,7 +35,6 @@ _ran: list[str] = []
 """Tests that ran, and after a tab why one was skipped. With FINETUNE_TESTS_RUN a session appends them to that file."""
 _LEFT_OUT = pytest.StashKey[int]()
 _REAL = pytest.StashKey[int]()
-_BEYOND_CI = pytest.StashKey[int]()
 _MOST_WORKERS = 4
 
 
@@ -44,7 +42,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--everything", action="store_true", help="run all tests, also those that start many processes")
     group.addoption("--rest", action="store_true", help="run only the tests that `pytest` alone leaves out")
-    group.addoption("--beyond-ci", action="store_true", help="run only the cases that the samples of CI leave out")
     group.addoption("--real", action="store_true", help="run only the tests of a real model")
     group.addoption("--llama-cpp", action="store_true", help="run only the tests that build and run llama.cpp")
 
@@ -62,7 +59,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         missing = [name for mark in item.iter_markers("needs") for name in mark.args if find_spec(name) is None]
         if missing:
             item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)}: not installed (test-everything, qlora)"))
-    for item in _cases_not_drawn(items, "few"):
+    for item in _cases_not_drawn(items):
         item.add_marker("slow")
     if config.option.llama_cpp:
         _keep(config, items, [item for item in items if item.get_closest_marker("llama_cpp")])
@@ -74,18 +71,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.real:
         _keep(config, items, real)
         return
-    beyond = cases_beyond_ci(items)
-    if config.option.beyond_ci:
-        _keep(config, items, [item for item in items if item in beyond])
-        return
     if config.option.everything or _is_named(config):
         return
     rest = config.option.rest
     config.stash[_REAL] = len(real)
     _keep(config, items, [item for item in items if item not in set(real)])
-    config.stash[_LEFT_OUT] = sum(is_left_out(item) != rest for item in items if item not in beyond)
-    config.stash[_BEYOND_CI] = len(beyond)
-    _keep(config, items, [item for item in items if is_left_out(item) == rest and item not in beyond])
+    config.stash[_LEFT_OUT] = sum(is_left_out(item) != rest for item in items)
+    _keep(config, items, [item for item in items if is_left_out(item) == rest])
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], chosen: list[pytest.Item]) -> None:
@@ -94,16 +86,11 @@ def _keep(config: pytest.Config, items: list[pytest.Item], chosen: list[pytest.I
     items[:] = chosen
 
 
-def cases_beyond_ci(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases of tests marked as `sampled` that are not drawn for CI."""
-    return _cases_not_drawn(filter(is_left_out, items), "sampled")
-
-
-def _cases_not_drawn(items: Iterable[pytest.Item], marker: str) -> set[pytest.Item]:
-    """Return the cases that are left when as many are drawn of each test as its marker says."""
+def _cases_not_drawn(items: Iterable[pytest.Item]) -> set[pytest.Item]:
+    """Return the cases that are left when as many are drawn of each test as its marker `few` says."""
     sweeps: dict[tuple[str, int], list[pytest.Item]] = {}
     for item in items:
-        if (found := item.get_closest_marker(marker)) is not None:
+        if (found := item.get_closest_marker("few")) is not None:
             sweeps.setdefault((item.nodeid.partition("[")[0], found.args[0]), []).append(item)
     return {item for (name, number), cases in sweeps.items() for item in not_drawn(name, cases, number)}
 
@@ -136,7 +123,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
         session.config.workeroutput["real"] = session.config.stash.get(_REAL, 0)
-        session.config.workeroutput["beyond_ci"] = session.config.stash.get(_BEYOND_CI, 0)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -145,7 +131,6 @@ def pytest_testnodedown(node: object, error: object) -> None:
     output = getattr(node, "workeroutput", {})
     node.config.stash[_LEFT_OUT] = output.get("left_out", 0)  # type: ignore[attr-defined]
     node.config.stash[_REAL] = output.get("real", 0)  # type: ignore[attr-defined]
-    node.config.stash[_BEYOND_CI] = output.get("beyond_ci", 0)  # type: ignore[attr-defined]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -156,8 +141,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         terminalreporter.write_line(f"{left_out} tests {which}")
     if real := config.stash.get(_REAL, 0):
         terminalreporter.write_line(f"{real} tests of a real model are left to `pytest --real`")
-    if beyond := config.stash.get(_BEYOND_CI, 0):
-        terminalreporter.write_line(f"{beyond} cases of sampled sweeps are left to `pytest --beyond-ci`")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS, README, Block, marked_blocks, name_of, pages_with
+from tests.docs.pages import README, Block, marked_blocks, name_of, pages_with
 from tests.launches import run_command
 from tests.warm import programs
 
@@ -28,13 +28,7 @@ def kept() -> dict[tuple[str, ...], Path]:
     return {}
 
 
-ALWAYS = (README, DOCS / "quickstart.md")
-SAMPLED = [page for page in pages_with("runnable") if page not in ALWAYS]
-
-
-@pytest.mark.parametrize(
-    "page", [*ALWAYS, *(pytest.param(page, marks=pytest.mark.sampled(2)) for page in SAMPLED)], ids=name_of
-)
+@pytest.mark.parametrize("page", pages_with("runnable"), ids=name_of)
 def test_the_commands_of_a_page_work_in_their_order(page, kept, tmp_path, tmp_path_factory):
     done: tuple[str, ...] = ()
     for block in marked_blocks(page):
