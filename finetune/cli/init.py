@@ -35,6 +35,12 @@ from finetune.terminal import say
 
 _DEFAULTS = {"model": "phi_tiny", "data": "orders"}
 """They train at once, on any machine and without a network."""
+_REPLACED = {
+    "model": ("path", "revision", "tokenizer"),
+    "data": ("path", "mixture", "name", "revision", "train", "columns"),
+}
+"""The keys that belong to the model or the rows of another tool's file. They go when an override chooses others."""
+_ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40), null, a number, a share or a file"
 
 
 def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Path | None = None) -> None:
@@ -93,13 +99,6 @@ def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | No
     return commented_run_file(config, groups, file or "FILE.yaml", came_from, (decide, settled))
 
 
-_REPLACED = {
-    "model": ("path", "revision", "tokenizer"),
-    "data": ("path", "mixture", "name", "revision", "train", "columns"),
-}
-"""The keys that belong to the model or the rows of another tool's file. They go when an override chooses others."""
-
-
 def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) -> list[str]:
     """Return overrides for what is left open: the answers, or the defaults."""
     config = config_from_overrides(overrides, command="init", complete=False)
@@ -139,7 +138,6 @@ def _ask_data() -> str:
     return _prompt(question, default, partial(_existing, "data"))
 
 
-_ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40), null, a number, a share or a file"
 _QUESTIONS: dict[str, Callable[[], str]] = {"model": _ask_model, "data": _ask_data}
 
 

@@ -14,38 +14,8 @@ from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
 
-
-def refuse_password(value: str | None) -> str | None:
-    """Refuse an address with a password or a token, which messages and files would repeat.
-
-    Raises:
-        ConfigError: the address has one; the message shows the address without it.
-    """
-    from finetune.terminal import without_passwords
-
-    if value is not None and (shown := without_passwords(value)) != value:
-        raise ConfigError(
-            f"{shown} contains a user name, a password or a token, which would be shown and stored. Leave it out; for "
-            "the hub, set HF_TOKEN in the environment."
-        )
-    return value
-
-
-def refuse_missing_folder(option: str, file: Path) -> None:
-    """Refuse a file to write that is in no folder.
-
-    Raises:
-        ConfigError: names the option and the folder.
-    """
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{option} is {file}, but there is no folder {file.absolute().parent}. Make it first.")
-
-
 RunFolderArgument = Annotated[
     Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, for example runs/quickstart.")
-]
-BaseOption = Annotated[
-    str | None, typer.Option("--base", help="Load the base model from this folder or hub id.", callback=refuse_password)
 ]
 CheckpointOption = Annotated[
     str | None, typer.Option("--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/.")
@@ -82,6 +52,37 @@ TopPOption = Annotated[
 TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def refuse_password(value: str | None) -> str | None:
+    """Refuse an address with a password or a token, which messages and files would repeat.
+
+    Raises:
+        ConfigError: the address has one; the message shows the address without it.
+    """
+    from finetune.terminal import without_passwords
+
+    if value is not None and (shown := without_passwords(value)) != value:
+        raise ConfigError(
+            f"{shown} contains a user name, a password or a token, which would be shown and stored. Leave it out; for "
+            "the hub, set HF_TOKEN in the environment."
+        )
+    return value
+
+
+def refuse_missing_folder(option: str, file: Path) -> None:
+    """Refuse a file to write that is in no folder.
+
+    Raises:
+        ConfigError: names the option and the folder.
+    """
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"{option} is {file}, but there is no folder {file.absolute().parent}. Make it first.")
+
+
+BaseOption = Annotated[
+    str | None, typer.Option("--base", help="Load the base model from this folder or hub id.", callback=refuse_password)
+]
 
 
 def read_tools_option(file: str | None) -> str | None:

@@ -43,6 +43,9 @@ Settings = dict[tuple[str, ...], Setting]
 
 _THERE = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config show."
 """The end of a message about a key that resembles none. Only the first such message of several has it."""
+_TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
+"""The packages of a tracker whose name is not enough: with constraints.txt, the full mlflow installs as 1.x only."""
+_log = logging.getLogger(__name__)
 
 
 def build_config(
@@ -232,10 +235,6 @@ def _value(chosen: Settings, dotted: str) -> object:
     return setting.value if setting else None
 
 
-_TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
-"""The packages of a tracker whose name is not enough: with constraints.txt, the full mlflow installs as 1.x only."""
-
-
 def refuse_missing_trackers(config: Config) -> None:
     """Refuse a run whose trackers are not installed, before anything slow begins. Only the main process needs them.
 
@@ -255,9 +254,6 @@ def is_tracker_installed(name: str) -> bool:
     """Return whether a tracker is installed. A plain folder of its name, which wandb creates, does not count."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
-
-
-_log = logging.getLogger(__name__)
 
 
 def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = COMMAND_LINE) -> Config:

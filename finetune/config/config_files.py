@@ -17,6 +17,27 @@ from finetune.errors import ConfigError
 SHIPPED_PREFIX = "shipped:"
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+GROUPS = ("model", "data", "task", "parallel")
+"""The groups, in the order in which their files are merged: a later one wins over an earlier one."""
+RUN_FILES = "run"
+"""The name in `list_configs` of the files directly in configs/."""
+PATH_INSTEAD = {
+    "model": "For a model of your own write model=./FOLDER, model=ORG/NAME or model.path=HUB_ID.",
+    "data": "For rows of your own write data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID.",
+}
+"""The groups that also take a path or a hub id, which sets the section's `path`, and how to write one."""
+SAVED_CONFIG = "config.yaml"
+"""The name of the configuration in the folder of a run."""
+MADE_FOR = "Phi, which finetune is made for"
+_FAMILIES = {
+    "phi": MADE_FOR,
+    **{name.lower(): f"{name}, which it trains too" for name in ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma")},
+    "": "others in ./configs",
+}
+"""The families of models, by how the names in configs/model/ begin."""
+LOCAL = "file://"
+"""What a path may begin with."""
+_SUFFIXES = (".yaml", ".yml")
 
 
 def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
@@ -46,34 +67,6 @@ def resolve_shipped(path: str) -> str:
         there = ", ".join(SHIPPED_PREFIX + asset for asset in sorted(assets)) or "nothing"
         raise ConfigError(f"{path} is not shipped with this package. There is: {there}.")
     return str(assets[name])
-
-
-GROUPS = ("model", "data", "task", "parallel")
-"""The groups, in the order in which their files are merged: a later one wins over an earlier one."""
-
-RUN_FILES = "run"
-"""The name in `list_configs` of the files directly in configs/."""
-
-PATH_INSTEAD = {
-    "model": "For a model of your own write model=./FOLDER, model=ORG/NAME or model.path=HUB_ID.",
-    "data": "For rows of your own write data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID.",
-}
-"""The groups that also take a path or a hub id, which sets the section's `path`, and how to write one."""
-
-SAVED_CONFIG = "config.yaml"
-"""The name of the configuration in the folder of a run."""
-
-MADE_FOR = "Phi, which finetune is made for"
-_FAMILIES = {
-    "phi": MADE_FOR,
-    **{name.lower(): f"{name}, which it trains too" for name in ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma")},
-    "": "others in ./configs",
-}
-"""The families of models, by how the names in configs/model/ begin."""
-
-LOCAL = "file://"
-"""What a path may begin with."""
-_SUFFIXES = (".yaml", ".yml")
 
 
 def is_path(group: str, name: str) -> bool:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import DataSection
     from finetune.fallbacks import Fallbacks
+_log = logging.getLogger(__name__)
 
 
 def _refuse_without_target(sides: Sequence[EncodedExamples], label: str) -> None:
@@ -141,9 +142,6 @@ def encode_preferences(
     if chosen.validation is None or rejected.validation is None:
         return EncodedPairSplits(train=train)
     return EncodedPairSplits(train=train, validation=EncodedPairs(chosen.validation, rejected.validation, "validation"))
-
-
-_log = logging.getLogger(__name__)
 
 
 class LabelledExample(NamedTuple):

@@ -32,6 +32,22 @@ _MOST_RATIO = 200
 _ALWAYS_BYTES = 256 << 20
 """Every file may unpack to this size."""
 _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
+JSON_LINES = (".jsonl", ".ndjson")
+SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
+"""The suffixes of files that can be read."""
+_MOST_OF_A_LINE = 128 << 20
+"""The longest line of a file, in bytes, and the longest cell of a table, in characters."""
+_LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
+_JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
+_LINES_EXPECTED = (
+    "Write each row on one line, as json.dumps and `jq -c .` do, without commas between rows. A file that is one list "
+    "of rows must end in .json."
+)
+_USUAL_CAUSES = ("the text ends before the value does", "a comma that nothing follows", "the text of a Python object")
+"""Mistakes that the messages of Python's reader do not name. If the first line has one, so have the others."""
+_BETWEEN_ROWS = re.compile(r"[\s,]*")
+_STRAY_COMMA = re.compile(r",\s*([}\]]|$)")
+_DECODER = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=with_unique_keys)
 
 
 def suffix_of(path: PurePath | str) -> str:
@@ -126,24 +142,6 @@ def _refuse_other_bytes(file: IO[bytes], label: str) -> None:
 
 def _cannot_be_read(label: str, error: OSError) -> DataError:
     return DataError(f"{label} cannot be read: {describe_os_error(error)}.")
-
-
-JSON_LINES = (".jsonl", ".ndjson")
-SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
-"""The suffixes of files that can be read."""
-
-_MOST_OF_A_LINE = 128 << 20
-"""The longest line of a file, in bytes, and the longest cell of a table, in characters."""
-_LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
-_JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
-_LINES_EXPECTED = (
-    "Write each row on one line, as json.dumps and `jq -c .` do, without commas between rows. A file that is one list "
-    "of rows must end in .json."
-)
-_USUAL_CAUSES = ("the text ends before the value does", "a comma that nothing follows", "the text of a Python object")
-"""Mistakes that the messages of Python's reader do not name. If the first line has one, so have the others."""
-_BETWEEN_ROWS = re.compile(r"[\s,]*")
-_STRAY_COMMA = re.compile(r",\s*([}\]]|$)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +289,6 @@ def _usual_cause(error: json.JSONDecodeError) -> str:
     if _STRAY_COMMA.match(text, max(0, text.rfind(",", 0, position + 1))):
         return comma
     return is_python if text.startswith(("'", "None", "True", "False"), position) else ""
-
-
-_DECODER = json.JSONDecoder(parse_constant=refuse_constant, object_pairs_hook=with_unique_keys)
 
 
 def _read_json(path: Path, label: str) -> Iterator[RawRow]:

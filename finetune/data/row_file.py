@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 
 _METADATA_KEY = "finetune"
+_log = logging.getLogger(__name__)
+ENCODING_VERSION = 11
+"""Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 
 class RowFacts(NamedTuple):
@@ -232,12 +235,6 @@ def _content(stream: IO[bytes]) -> Any:
 
 def _as_tensor(values: Any, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(values, dtype=dtype) if len(values) else torch.zeros(0, dtype=dtype)
-
-
-_log = logging.getLogger(__name__)
-
-ENCODING_VERSION = 11
-"""Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 
 def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection) -> str:

@@ -26,6 +26,13 @@ _HELD_OUT_IN_THIS_ORDER = ("test", "validation", "train")  # the validation size
 AUTO_NEEDS_ROWS = 40
 """`data.validation=auto` holds no row out of fewer rows."""
 _AUTO_MOST_ROWS = 200
+SPLIT_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
+    "test": ("test", "testing"),
+}
+"""The splits of a run and their usual names. `data.train`, `data.validation` and `data.test` override them."""
+_LONGEST_NAME = 40
 
 
 @dataclass(frozen=True)
@@ -110,14 +117,6 @@ def shuffled(num_rows: int, seed: int) -> list[int]:
     return sorted(range(num_rows), key=lambda row: blake2b(row.to_bytes(8, "little"), key=key, digest_size=16).digest())
 
 
-SPLIT_NAMES = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev", "eval", "evaluation"),
-    "test": ("test", "testing"),
-}
-"""The splits of a run and their usual names. `data.train`, `data.validation` and `data.test` override them."""
-
-
 def in_order(names: Iterable[str]) -> list[str]:
     """Sort names so that numbers in them compare as numbers: part-9 comes before part-10."""
     return sorted(names, key=lambda name: (re.sub("[0-9]+", lambda number: number[0].zfill(20), name), name))
@@ -138,9 +137,6 @@ def files_of_splits(names: Sequence[str]) -> dict[str, list[str]]:
     return {split: files for split, files in files_of.items() if files} or {"train": list(names)}
 
 
-_LONGEST = 40
-
-
 def names_of_sources(mixture: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a name for each source of `data.mixture`, in their order.
 
@@ -157,7 +153,7 @@ def unique_names(labels: Sequence[Sequence[str]]) -> list[str]:
         depth = 1
         while depth < len(parts) and sum(other[-depth:] == parts[-depth:] for other in labels) > 1:
             depth += 1
-        name = re.sub(r"[^\w.-]+", "_", "-".join(parts[-depth:]))[:_LONGEST]
+        name = re.sub(r"[^\w.-]+", "_", "-".join(parts[-depth:]))[:_LONGEST_NAME]
         number = 2
         unique = name
         while unique in names:

@@ -46,6 +46,11 @@ if TYPE_CHECKING:
 _VERSIONS, _DEVICES = "Versions", "Devices"
 _PAGE = "docs/launching.md"
 _LEAST_SHARED_BYTES = 512 * 2**20
+AREA = "Folders"
+_LEAST_BYTES = 100 * 2**20
+_ENOUGH_BYTES = 2 * 2**30
+_SECONDS_TO_SEE = 5.0
+_PREFIX = ".finetune-doctor-"
 
 
 def check_versions() -> Iterator[Finding]:
@@ -154,13 +159,6 @@ def judge_shared_memory(num_bytes: int, num_workers: int) -> Finding:
         fix = "start the container with --shm-size=2g or --ipc=host, or set training.num_workers=0"
         return warning(_DEVICES, f"{size} for {num_workers} data workers: a worker may die of a bus error", fix)
     return ok(_DEVICES, size)
-
-
-AREA = "Folders"
-_LEAST_BYTES = 100 * 2**20
-_ENOUGH_BYTES = 2 * 2**30
-_SECONDS_TO_SEE = 5.0
-_PREFIX = ".finetune-doctor-"
 
 
 def check_folders(config: Config) -> Iterator[Finding]:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _MOST_STEPS_LOOKED_AT = 500
 _FILLER_TOKEN = 1
+Section = Literal["validation", "testing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,9 +279,6 @@ class Batching:
         if self.is_padded or (training.packing and training.share_prefixes):
             return group.num_tokens
         return sum(int(side.lengths[group.rows].sum()) for side in self._rows.sides)
-
-
-Section = Literal["validation", "testing"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,12 @@ Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
 
 _MOST_NAMED = 20
 _MOST_BINS = 12
+_SIGNS = {"\n": "↵\n", "\t": "⇥", "↵": "<U+21B5>", "⇥": "<U+21E5>"}
+_LOOKS_LIKE_A_SIGN = re.compile(r"<(?=U\+[0-9A-F]{4,6}>)")
+_LOOKS_SPECIAL = re.compile(r"<\|[^\s|<>]{1,32}\|>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
+_UNREADABLE = "\N{REPLACEMENT CHARACTER}"
+MOST_TOKENS_OF_A_CHARACTER = 4
+"""A character has at most so many bytes in UTF-8."""
 
 
 @dataclass(frozen=True)
@@ -147,14 +153,6 @@ def _round_width(span: int) -> int:
 def _percentile(ordered: torch.Tensor, fraction: float) -> int:
     """Return the smallest length that this fraction of the rows does not exceed."""
     return int(ordered[max(0, math.ceil(fraction * len(ordered)) - 1)])
-
-
-_SIGNS = {"\n": "↵\n", "\t": "⇥", "↵": "<U+21B5>", "⇥": "<U+21E5>"}
-_LOOKS_LIKE_A_SIGN = re.compile(r"<(?=U\+[0-9A-F]{4,6}>)")
-_LOOKS_SPECIAL = re.compile(r"<\|[^\s|<>]{1,32}\|>|</?s>|\[/?INST\]|<(?:start|end)_of_turn>")
-_UNREADABLE = "\N{REPLACEMENT CHARACTER}"
-MOST_TOKENS_OF_A_CHARACTER = 4
-"""A character has at most so many bytes in UTF-8."""
 
 
 class Piece(NamedTuple):

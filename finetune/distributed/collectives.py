@@ -27,6 +27,8 @@ from finetune.errors import Fault, FinetuneError, LaunchError, PeerFailedError, 
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0
+Value = TypeVar("Value")
+_SAME_COMMAND = "Start every rank with the same command, the same config files and the same data."
 
 
 class StoreBarrier:
@@ -90,11 +92,6 @@ def _alone(activity: str, reason: str) -> RunFailedError:
         "weights, so all of them must compute: call run_test and whatever runs the model on every rank, not on rank 0 "
         "alone."
     )
-
-
-Value = TypeVar("Value")
-
-_SAME_COMMAND = "Start every rank with the same command, the same config files and the same data."
 
 
 class Collectives:

@@ -21,6 +21,10 @@ _log = logging.getLogger(__name__)
 _CHOICES_OF_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 """Set by a launcher or the user, perhaps to other GPUs for each process."""
 _WISH = re.compile(r"(cuda|gpu|mps|cpu)(?::([0-9]{1,4}))?")
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""The type of frozen weights and of products."""
+_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def _resolve_device(device: str | torch.device | int | None) -> torch.device:
@@ -141,13 +145,6 @@ def _parse(device: str | torch.device | int) -> tuple[str, int]:
             "a GPU. Set training.device to one of these."
         )
     return "cuda" if match[1] == "gpu" else match[1], int(match[2] or 0)
-
-
-Precision = Literal["fp32", "bf16", "fp16"]
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""The type of frozen weights and of products."""
-
-_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def has_bf16(device: torch.device) -> bool:

@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _in_pinned_memory: Keep = partial(torch.autograd.graph.save_on_cpu, pin_memory=True)
+GivenLoss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns the summed loss of a chunk, given fp32 logits (n, vocabulary) and the target tokens (n,)."""
+_TRIED_TARGETS = 6
+_MOST_DIFFERENCE = 1e-3
+"""Relative: far above the rounding of fp32, and far below the difference between a sum and a mean."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,13 +166,6 @@ def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_
     hidden = decoder.hidden_states(microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions)
     with torch.autocast(hidden.device.type, enabled=False):
         return microbatch.at_terms(hidden), bare.get_output_embeddings()
-
-
-GivenLoss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Returns the summed loss of a chunk, given fp32 logits (n, vocabulary) and the target tokens (n,)."""
-_TRIED_TARGETS = 6
-_MOST_DIFFERENCE = 1e-3
-"""Relative: far above the rounding of fp32, and far below the difference between a sum and a mean."""
 
 
 def summed_given_loss(

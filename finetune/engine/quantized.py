@@ -24,6 +24,15 @@ from finetune.units import ceil_div
 
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
 """The weights that share a scale, and the scales that share one in turn: section 3 of the paper, and bitsandbytes."""
+FP8 = torch.float8_e4m3fn
+ROUNDING = 2.0**-4
+"""The largest relative error of a value that is rounded to e4m3."""
+MULTIPLE = 16
+"""torch's kernels need in_features and out_features that are multiples of this."""
+_LARGEST = 448.0
+_SMALLEST_SCALE = 2.0**-126
+"""For rows of zeros. Smaller scales would not be normal numbers in fp32."""
+_FIRST_CAPABILITY = (9, 0)
 
 
 def holds_nf4(module: Any) -> bool:
@@ -119,17 +128,6 @@ def weight_without_data(weight: Any, make: Callable[[torch.Tensor], torch.Tensor
         known = {id(value): make(value) for value in _state_tensors(weight)}
         twin.quant_state = copy.deepcopy(weight.quant_state, known)
     return twin
-
-
-FP8 = torch.float8_e4m3fn
-ROUNDING = 2.0**-4
-"""The largest relative error of a value that is rounded to e4m3."""
-MULTIPLE = 16
-"""torch's kernels need in_features and out_features that are multiples of this."""
-_LARGEST = 448.0
-_SMALLEST_SCALE = 2.0**-126
-"""For rows of zeros. Smaller scales would not be normal numbers in fp32."""
-_FIRST_CAPABILITY = (9, 0)
 
 
 class Rounded(NamedTuple):

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
 _END_OF_THINKING = "</think>"
 _QUESTION = text_turn("user", "a")
 _THINKING, _TEXT = "probe-1", "probe-2"
+Metric = Callable[[str, str], float]
+"""(generated answer, expected answer) to a number. The score of a model is the mean over the rows."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
+"""Metrics that are shares of the rows, shown as percentages."""
 
 
 class Answer(NamedTuple):
@@ -151,11 +156,6 @@ def _leading_json(text: str) -> tuple[Any, int]:
     return value, blank + end
 
 
-Metric = Callable[[str, str], float]
-"""(generated answer, expected answer) to a number. The score of a model is the mean over the rows."""
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
 def exact_match(answer: str, expected: str) -> float:
     """Return 1 if both are equal, ignoring white space around them, else 0."""
     return float(answer.strip() == expected.strip())
@@ -212,8 +212,6 @@ METRICS: Mapping[str, Metric] = {
     "json_equal": json_equal,
     "token_f1": token_f1,
 }
-SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
-"""Metrics that are shares of the rows, shown as percentages."""
 
 
 def resolve_functions(

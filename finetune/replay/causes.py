@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 _NUM_SHOWN = 8
 """Tokens to show from the first that differs."""
+_MACHINE = ("device", "precision", "threads")
+_ROUNDING = {"num_targets": 0.0, "num_tokens": 0.0, "grad_norm": 1e-4, "learning_rate": 1e-12}
+"""The largest relative difference of two values that counts as rounding."""
+_ADDED_BY_PEFT = ("base_model.model.", ".base_layer")
+"""Parts of the names of a base's tensors."""
 
 
 class TrainingRows(NamedTuple):
@@ -93,13 +98,6 @@ def _first_differing_tokens(tokenizer: Any, rows: Sequence[list[int]]) -> str:
         return "which of their tokens carry loss, or in their label"
     shown = [json.dumps(tokenizer.decode(row[position : position + _NUM_SHOWN]), ensure_ascii=False) for row in rows]
     return f"token {position + 1}: {shown[0]} and {shown[1]}"
-
-
-_MACHINE = ("device", "precision", "threads")
-_ROUNDING = {"num_targets": 0.0, "num_tokens": 0.0, "grad_norm": 1e-4, "learning_rate": 1e-12}
-"""The largest relative difference of two values that counts as rounding."""
-_ADDED_BY_PEFT = ("base_model.model.", ".base_layer")
-"""Parts of the names of a base's tensors."""
 
 
 @dataclass(frozen=True)

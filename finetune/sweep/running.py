@@ -29,6 +29,10 @@ from finetune.signals import end_with_parent, received_stop_signal, stops_after_
 from finetune.sweep.trials import FINISHED, Sweep, Trial
 from finetune.terminal import say
 
+_POLL_SECONDS = 0.1
+_STOP_SECONDS = 15.0
+"""How long a trial that was stopped twice may take to end before it is killed."""
+
 
 class LostComparison(NamedTuple):
     """The comparison that ends a trial."""
@@ -74,11 +78,6 @@ def find_lost_comparison(
                 return LostComparison(number, step, value, better, compared)
         number *= factor
     return None
-
-
-_POLL_SECONDS = 0.1
-_STOP_SECONDS = 15.0
-"""How long a trial that was stopped twice may take to end before it is killed."""
 
 
 def run_trials(sweep: Sweep, trials: Sequence[Trial], chosen: Sequence[Trial], *, retries: bool) -> None:

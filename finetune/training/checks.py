@@ -24,6 +24,12 @@ from finetune.units import name_first
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
+_log = logging.getLogger(__name__)
+_EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
+"""A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
+NUM_STEPS = 3
+"""The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
+_MAX_SHOWN = 5
 
 
 def check_objective(config: Config) -> None:
@@ -168,17 +174,6 @@ def _parts_at_hub(section: ModelSection, *, needs_weights: bool) -> Iterator[tup
         repository = None if path is None else repository_of(locate(path, key), section.revision)
         if repository is not None:
             yield repository, part, key
-
-
-_log = logging.getLogger(__name__)
-_EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
-"""A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
-NUM_STEPS = 3
-"""The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
-_MAX_SHOWN = 5
-_EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
-"""A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
-_log = logging.getLogger(__name__)
 
 
 class AdapterWatch:

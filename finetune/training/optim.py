@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _TRAINED = "y"
 _OF_GROUP = ("k", "weight_sum", "lr_max")
 """What the optimizer counts for each group of weights. A checkpoint holds states of weights only."""
+_log = logging.getLogger(__name__)
+_RATIO = "ratio_to_learning_rate"
+"""A key that is added to a parameter group. The optimizer keeps it and does not use it."""
 
 
 def is_schedule_free(optimizer: torch.optim.Optimizer) -> bool:
@@ -76,12 +79,6 @@ def _weights_with_state(
 
 def _inner(optimizer: torch.optim.Optimizer) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
-
-
-_log = logging.getLogger(__name__)
-
-_RATIO = "ratio_to_learning_rate"
-"""A key that is added to a parameter group. The optimizer keeps it and does not use it."""
 
 
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
