@@ -34,7 +34,7 @@ _AFTER_A_RUN = {
     **dict.fromkeys(("merge", "export"), "export"),
     **{"verify": "verify", "push": "export"},
     **{"watch": "runs", "runs": "runs", "diff": "bisect", "bisect": "bisect"},
-    **{"upgrade": "upgrade", "checkpoints": "runs", "report": "report"},
+    **{"upgrade": "bisect", "checkpoints": "runs", "report": "report"},
 }
 """The commands about finished runs, with the module in which each is a function. Training does not import them."""
 

@@ -5,37 +5,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+import logging
+import shlex
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from finetune.config.config_files import GROUPS, MADE_FOR, list_model_families, other_models
-from finetune.config.keys import did_you_mean_key, expected, fields, section_class, takes, takes_text
+from finetune.config.config_files import GROUPS, MADE_FOR, is_address, list_model_families, other_models, path_exists
+from finetune.config.keys import code_keys, did_you_mean_key, expected, fields, section_class, takes, takes_text, values
 from finetune.config.objectives import OBJECTIVES
-from finetune.config.schema import AUTO_VALIDATION, Config, is_allowed_object, refused_object
-from finetune.config.yaml_reader import DottedName, Setting
+from finetune.config.run_paths import named_paths
+from finetune.config.schema import AUTO_VALIDATION, Config, DataSection, is_allowed_object, refused_object
+from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting
 from finetune.errors import ConfigError
+from finetune.logs import warn_once
 from finetune.terminal import without_passwords
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-
-import json
-import logging
-import shlex
-from collections.abc import Collection
-from pathlib import Path
-
-from finetune.config.config_files import is_address, path_exists
-from finetune.config.keys import code_keys, values
-from finetune.config.run_paths import named_paths
-from finetune.config.schema import DataSection
-from finetune.config.yaml_reader import COMMAND_LINE
-from finetune.logs import warn_once
 
 Settings = dict[tuple[str, ...], Setting]
 """The setting that counts for each key. No key is above another one."""

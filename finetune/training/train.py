@@ -116,7 +116,7 @@ def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapp
     if isinstance(model, (str, os.PathLike)):
         arguments.append(f"model={os.fspath(model)}")
     elif model is not None:
-        from finetune.model.given_model import describe_given_model
+        from finetune.training.given import describe_given_model
 
         described = describe_given_model(model)
         arguments.append(f"model.path={described['model.path']}")
@@ -127,7 +127,7 @@ def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapp
     if has_rows:
         if config.data.label:
             raise ConfigError(f"data is given as rows, but the overrides name {config.data.label}. Give one of them.")
-        from finetune.data.given_rows import write_given_rows
+        from finetune.training.given import write_given_rows
 
         described |= write_given_rows(data, config.data.cache_dir)
     for key, value in described.items():
@@ -216,7 +216,7 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
     tokenizer = build_run_tokenizer(config)
     splits = encode_for_objective(config, tokenizer, fallbacks=runtime.fallbacks)
     if given_model is not None:
-        from finetune.model.given_model import adopt_given_model
+        from finetune.training.given import adopt_given_model
 
         return Parts(adopt_given_model(given_model, config, tokenizer), tokenizer, splits)
     if is_quantized:

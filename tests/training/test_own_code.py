@@ -15,9 +15,9 @@ import finetune
 from finetune.config.config_files import resolve_shipped
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run
-from finetune.model.given_model import describe_given_model
 from finetune.replay.steps import replay_config
 from finetune.runs.recorded_run import RecordedRun
+from finetune.training.given import describe_given_model
 from finetune.training.hooks import Hooks
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched

@@ -8,8 +8,8 @@ from pathlib import Path
 import datasets
 import pytest
 
-from finetune.data.given_rows import write_given_rows
 from finetune.errors import DataError
+from finetune.training.given import write_given_rows
 
 ROWS = [{"prompt": f"naïve {n}", "completion": str(n)} for n in range(3)]
 
