@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -100,35 +100,22 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
     refuse_what_is_not_sharded(config, trains=trains)
-    refuse_another_launch(config, environment)
-    if dropped := compare_accelerate_command(config, environment):
-        fallbacks.take(dropped)
-    if is_batch_script_body(os.environ):
-        _log.warning(
-            "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
-            "Prefix the command with srun to start all tasks"
-        )
-    environment = replace(
-        environment,
-        master_addr=config.parallel.master_addr or environment.master_addr,
-        master_port=config.parallel.master_port or environment.master_port,
+    _compare_with_launch(config, environment, fallbacks)
+    place = config.parallel
+    master_addr, master_port = (
+        place.master_addr or environment.master_addr,
+        place.master_port or environment.master_port,
     )
+    environment = replace(environment, master_addr=master_addr, master_port=master_port)
     if is_to_spawn:
         from finetune.distributed.local_spawn import run_as_processes
 
-        place = config.parallel
         raise SystemExit(run_as_processes(num_processes, master_addr=place.master_addr, master_port=place.master_port))
     torch.manual_seed(config.seed)
     is_adopted = is_joined()  # then it has an owner, who may launch again
     context = _join(config, fallbacks)
     with ExitStack() as signals, ExitStack() as leaving, hide_fsdp():
-        # A signal stops one process at once during set-up. Several ranks stop together after a step.
-        stops = (
-            stops_after_step(sets_up=environment.world_size == 1)
-            if trains
-            else stop_signals_go_to(raise_at_once, (signal.SIGTERM,))
-        )
-        signals.enter_context(stops)
+        signals.enter_context(_signals_of_run(environment, trains=trains))
         leaving.callback(lambda: _log.info("Process %d cleanup completed", environment.rank))
         if not is_adopted:
             leaving.callback(cleanup_ddp)
@@ -137,12 +124,10 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
             fallbacks.take(fallback)
         leaving.callback(switch_fused, False)
         leaving.enter_context(kernels_kept_in(_folder_of_kernels(config)))
-        if config.training.deterministic:
-            leaving.enter_context(deterministic_algorithms())
+        leaving.enter_context(deterministic_algorithms() if config.training.deterministic else nullcontext())
         _refuse_what_mps_lacks(config, context.device)
         runtime = Runtime(context, environment, fallbacks, config, launcher_settings)
         try:
-            _log.info("Process %d/%d started", environment.rank, environment.world_size)
             _check_world(config, runtime, trains=trains)
             yield runtime
         except BaseException as error:
@@ -151,13 +136,37 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
             named = explain(error, runtime.liveness.watchdog)
             runtime.close(named)
             if was_stopped_in_set_up(named):
-                by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
-                text = f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
-                named = PreemptedError(text)
+                named = _stopped_in_set_up()
             if named is error:
                 raise
             raise named from error
         runtime.close(None)
+
+
+def _compare_with_launch(config: Config, environment: LaunchEnvironment, fallbacks: Fallbacks) -> None:
+    """Compare the configuration with the launch, and log or record what was started in place of several processes."""
+    refuse_another_launch(config, environment)
+    if dropped := compare_accelerate_command(config, environment):
+        fallbacks.take(dropped)
+    if is_batch_script_body(os.environ):
+        _log.warning(
+            "Slurm gave this job several tasks, but this process was started outside of srun: it is one process. "
+            "Prefix the command with srun to start all tasks"
+        )
+
+
+def _signals_of_run(environment: LaunchEnvironment, *, trains: bool) -> AbstractContextManager[None]:
+    """Stop one process at once during set-up. Several ranks stop together after a step."""
+    if trains:
+        return stops_after_step(sets_up=environment.world_size == 1)
+    return stop_signals_go_to(raise_at_once, (signal.SIGTERM,))
+
+
+def _stopped_in_set_up() -> PreemptedError:
+    by = f" by {stopped_by.name}" if (stopped_by := received_stop_signal()) else ""
+    return PreemptedError(
+        f"stopped during set-up as asked{by}, before a step was trained: start it again with resume=auto"
+    )
 
 
 def _folder_of_kernels(config: Config) -> Path:
@@ -191,6 +200,7 @@ def wished_device(config: Config) -> str | None:
 
 def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     """Check the run's folder, compare the ranks with each other, and this one with the configuration. Collective."""
+    _log.info("Process %d/%d started", runtime.environment.rank, runtime.environment.world_size)
     if trains:
         # Only now: rank 0 may train alone, and may have begun its run before a rank that leaves had come this far.
         RunFolder(_choose_folder(config, runtime)).check(config.resume)

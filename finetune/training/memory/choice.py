@@ -205,15 +205,8 @@ def choose(
     row_type = OBJECTIVES[config.training.objective].rows
     row_tokens = longest * (2 if row_type == "pairs" else 1)
     if config.training.memory == "least":
-        is_on = config.training.gradient_checkpointing is not False
-        is_free = configured.max_tokens is None and not keeps_microbatches
-        return replace(
-            configured,
-            gradient_checkpointing=is_on,
-            max_tokens=row_tokens if is_free else configured.max_tokens,
-            offloads=is_on and how.device_type == "cuda",
-            why="training.memory=least",
-        )
+        least = _least(configured, config, how)
+        return least if least.max_tokens or keeps_microbatches else replace(least, max_tokens=row_tokens)
     if config.training.gradient_checkpointing != "auto" and not limits_tokens:
         return configured
     if how.device_type not in ("cpu", "cuda"):
@@ -250,6 +243,16 @@ def choose(
         return chosen
     fits_most = decision.tokens >= most * row_tokens
     return replace(chosen, max_tokens=max(row_tokens, MOST_TOKENS if fits_most else decision.tokens))
+
+
+def _least(configured: MemoryChoice, config: Config, how: Computation) -> MemoryChoice:
+    is_checkpointing = config.training.gradient_checkpointing is not False
+    return replace(
+        configured,
+        gradient_checkpointing=is_checkpointing,
+        offloads=is_checkpointing and how.device_type == "cuda",
+        why="training.memory=least",
+    )
 
 
 def agree_on_memory(
