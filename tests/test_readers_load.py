@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.launches import REPOSITORY
-from tools.readers_load import names_defined_twice
+from tools.readers_load import PACKAGE, lines_of_functions, names_defined_twice
 
 MOST_MODULES_RUN = 122
 MOST_MODULES_IMPORTED = 149
@@ -15,6 +15,13 @@ MOST_MODULES_IMPORTED = 149
 
 def test_each_public_name_has_one_home():
     assert names_defined_twice() == []
+
+
+def test_no_function_has_more_than_75_lines_but_commands_with_their_options():
+    files = [file for file in PACKAGE.rglob("*.py") if file.parent.name != "cli"]
+    assert len(files) > 200
+    long = [f"{file}:{first}" for file in files for first, length in lines_of_functions(file) if length > 75 + 1]
+    assert long == [], "one line is a decorator's"
 
 
 @pytest.mark.slow
