@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.data.chat_template import ChatTemplate, describe_key, use_chat_template
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
@@ -159,9 +159,10 @@ def encode_rows(
         DataError: a row cannot be used, or none has a target token.
         OSError: the disk refused a row.
     """
-    num_rows, num_to_encode, characters, facts = _look_through(examples, tokens.template, section.train_on)
+    scan = _look_through(examples, tokens.template, section.train_on)
+    facts = scan.facts
     train_on: TrainOn = "last" if section.train_on == "last" else "all"
-    num_processes = choose_processes(num_to_encode, characters, section.num_processes)
+    num_processes = choose_processes(scan.num_to_encode, scan.characters, section.num_processes)
 
     def batches() -> Iterator[list[Example]]:
         alike = (as_messages(example) if facts.row_type == "messages" else example for example in examples)
@@ -172,7 +173,7 @@ def encode_rows(
     def write(encoded: Iterable[Encoded]) -> RowProblems:
         problems = RowProblems(drops=examples.drops)
         _write_rows(encoded, writer, section.max_length, problems)
-        problems.raise_if_any(examples.label, num_rows)
+        problems.raise_if_any(examples.label, scan.num_rows)
         return problems
 
     try:
@@ -189,7 +190,7 @@ def encode_rows(
         problems = write((batch, encode_batch(batch, tokens, train_on)) for batch in batches())
     if not any(writer.num_targets):
         raise DataError(
-            f"{examples.label}: none of its {num_rows:,} rows has a target token within "
+            f"{examples.label}: none of its {scan.num_rows:,} rows has a target token within "
             f"data.max_length={section.max_length}; the longest row has {max(writer.full_lengths)} tokens. Raise "
             "data.max_length, or shorten the rows."
         )
@@ -197,13 +198,18 @@ def encode_rows(
     return facts._replace(read_as=facts.read_as + problems.describe(), num_dropped=num_dropped)
 
 
-def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> tuple[int, int, int, RowFacts]:
-    """Read and check all rows of a source.
+class _Seen(NamedTuple):
+    """What the first pass over the rows of a source found out."""
 
-    Returns:
-        The number of rows, of rows to encode, and of characters, which are counted until several processes pay off; and
-        the facts about the rows.
-    """
+    num_rows: int
+    num_to_encode: int
+    characters: int
+    """A lower limit: counting stops where several processes pay off."""
+    facts: RowFacts
+
+
+def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> _Seen:
+    """Read and check all rows of a source."""
     types: set[RowType] = set()
     num_rows = num_to_encode = characters = 0
     ignored: dict[str, tuple[int, int]] = {}
@@ -221,7 +227,7 @@ def _look_through(examples: Examples, template: ChatTemplate, train_on: str) -> 
     keys = [(key, *where) for key, where in sorted(ignored.items())]
     row_type = "messages" if "messages" in types else types.pop()
     facts = RowFacts(row_type, examples.read_as, keys, examples.unread, examples.num_dropped)
-    return num_rows, num_to_encode, characters, facts
+    return _Seen(num_rows, num_to_encode, characters, facts)
 
 
 def _to_encode(row: Example, train_on: str) -> Iterable[Example]:

@@ -10,7 +10,7 @@ from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
@@ -146,7 +146,7 @@ def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
     for source in _sources_of(section):
         if any(map(is_hub_id, as_list(source.path))):
             continue
-        for rows in _find_sources(source)[2].values():
+        for rows in _find_sources(source).sources.values():
             if isinstance(rows, (FileRows, RemoteRows, JoinedRows)):
                 rows.check()
             first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
@@ -243,10 +243,15 @@ def _load_source(
     return splits | {split: train.with_choice(partial(choose, split=split)) for split in ("train", *sizes)}
 
 
-def _find_sources(
-    section: DataSection, without: Collection[str] = ()
-) -> tuple[_Splits | None, dict[str, SplitSize], dict[str, RowSource | None]]:
-    """Return the splits at `data.path`, the sizes of those to hold out, and the source of each other one, or None."""
+class _Sources(NamedTuple):
+    """Where the splits of a source come from. A split that is off has the source None."""
+
+    at_path: _Splits | None
+    sizes: dict[str, SplitSize]
+    sources: dict[str, RowSource | None]
+
+
+def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sources:
     try:
         at_path = _find_splits(section)
     except OSError as error:
@@ -265,7 +270,7 @@ def _find_sources(
         for split, text in settings.items()
         if split not in sizes
     }
-    return at_path, sizes, sources
+    return _Sources(at_path, sizes, sources)
 
 
 def _as_examples(source: RowSource, section: DataSection, reads: Reads) -> Examples:

@@ -167,10 +167,9 @@ def render_examples(
             f"{WITHOUT_TEMPLATE}. Or use rows with prompt and completion."
         )
     if row_type == "messages":
-        learnt = [e.learnt if train_on == "all" else e.learnt[-1:] for e in examples]
-        return render_dialogues(
-            template, [Dialogue(e.messages, k, e.tools) for e, k in zip(examples, learnt, strict=True)]
-        )
+        first = 0 if train_on == "all" else -1
+        dialogues = [Dialogue(example.messages, example.learnt[first:], example.tools) for example in examples]
+        return render_dialogues(template, dialogues)
     if row_type == "prompt_completion" and has_template:
         pairs = [[text_turn("user", e.prompt), text_turn("assistant", e.completion)] for e in examples]
         return render_dialogues(template, [dialogue_of(turns) for turns in pairs])

@@ -36,7 +36,7 @@ def with_chosen_folder(config: Config) -> Config:
         return config.model_copy(update={"output_dir": newest.name})
     numbered = (default.with_name(f"{default.name}-{number}") for number in count(2))
     candidates = chain([default], numbered)
-    folder = next(it for it in candidates if not it.exists() or (it.is_dir() and not any(it.iterdir())))
+    folder = next(path for path in candidates if not path.exists() or (path.is_dir() and not any(path.iterdir())))
     if config.resume == "auto" and folder != default:
         where = f"{default} is another run. A new run begins in {folder}"
         _log.warning(
