@@ -22,11 +22,19 @@ from finetune.units import name_first
 _BUILDER = "onnxruntime_genai.models.builder"
 _PRECISION: dict[OnnxType, str] = {"f32": "fp32", "int4": "int4"}
 """The builder's names of the types."""
-_ADVICE: dict[OnnxType, str] = {
+_OWN_TEXT = (
+    "The runtime renders or splits text in its own way. Render and encode prompts with the tokenizer of transformers "
+    "and give the runtime their ids, or serve the merged folder"
+)
+_ADVICE = {
+    "of the prompt is": _OWN_TEXT,
+    "rendered text": _OWN_TEXT,
+    "it stops at": "The runtime stops where eos_token_id in its genai_config.json says",
     "f32": "Set another bound with --max-difference, or serve the merged folder",
-    "int4": "int4 may be too coarse for this model. Export with --type f32, which rounds nothing. If it must be small, "
+    "int4": "int4 is too coarse for this model. Export with --type f32, which rounds nothing. If it must be small, "
     "use finetune export MODEL OUT --gguf --type q8_0 for llama.cpp",
 }
+"""What to do about a difference, by a part of its sentence; about logits and answers, by the type of the weights."""
 
 
 def export_onnx(
@@ -65,9 +73,11 @@ def export_onnx(
         copy_vectors(model, writer)
         comparison = _compare_elsewhere(writer.path, most_difference)
         if comparison.mismatches and not allows_differences:
+            first = comparison.mismatches[0]
+            advice = next((advice for part, advice in _ADVICE.items() if part in first), _ADVICE[weight_type])
             raise RunFailedError(
                 "the ONNX model does not answer like base and adapter: "
-                f"{name_first(comparison.mismatches, 1, separator='; ')}. Nothing was written. {_ADVICE[weight_type]}. "
+                f"{name_first(comparison.mismatches, 1, separator='; ')}. Nothing was written. {advice}. "
                 "--allow-differences keeps the model all the same, and its certificate lists all differences."
             )
     out = out.expanduser().absolute()

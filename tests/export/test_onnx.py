@@ -190,7 +190,7 @@ def flip_weights(folder):
     [
         (
             drop_merges,
-            r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* serve the merged folder',
+            r'prompt "one turn": token \d+ of the prompt is \[\d+\], expected \[\d+\].* Render and encode prompts',
         ),
         (change_stops, r"it stops at \[\d+\], expected \[\d+, \d+\]"),
         (flip_weights, r"logits at position \d+ differ by .* serve the merged folder"),
@@ -240,3 +240,10 @@ def test_the_builder_is_told_which_phi3_has_longrope():
 
 def _die(folder, bound):
     os._exit(134)
+
+
+def test_the_builder_is_told_which_layers_have_a_window():
+    """Without layer_types it builds all layers without one, and answers differ beyond the window."""
+    assert _with_layers_and_rope({**PHI3, "sliding_window": 2047})["layer_types"] == ["sliding_attention"] * 2
+    for other in ({"sliding_window": None}, {"sliding_window": 262144}, {"sliding_window": 9, "model_type": "llama"}):
+        assert "layer_types" not in _with_layers_and_rope({**PHI3, **other})
