@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.config.schema import CheckpointSection
-from finetune.errors import RunFailedError
+from finetune.errors import ConfigError, RunFailedError
 from finetune.fallbacks import Fallbacks
 from finetune.runs.checkpoints import disk_need, take_snapshot
 from finetune.runs.durable import is_leftover
@@ -160,6 +160,13 @@ def test_the_last_save_may_not_fail_whatever_the_configuration_says(broken, mode
     saves.save(snapshot(broken, model, optimizer, 1), best=None)
     with pytest.raises(RunFailedError, match="step-000001 failed"):
         saves.finish(is_last=True)
+
+
+def test_a_strict_run_does_not_go_on_without_a_checkpoint(broken, model, optimizer):
+    saves = saver(broken, fallbacks=Fallbacks(strict=True), on_disk_failure="continue")
+    saves.save(snapshot(broken, model, optimizer, 1), best=None)
+    with pytest.raises(ConfigError, match="strict"):
+        saves.finish()
 
 
 @pytest.mark.parametrize(("where", "value"), [("weight", float("nan")), ("optimizer", float("-inf"))])

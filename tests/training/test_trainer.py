@@ -8,6 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from finetune import (
     Trainer,
@@ -230,6 +232,31 @@ def test_a_resumed_run_keeps_its_random_base_whatever_the_seed_is_now(words, inp
         plain = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run" / "adapter").eval()(input_ids=IDS).logits
         ours = ended.trainer.model.eval()(input_ids=IDS).logits
     assert torch.equal(plain, ours)
+
+
+def test_full_fine_tuning_trains_every_weight_and_loads_in_plain_transformers(words, inputs, tmp_path):
+    ended = train([*words, "training.gradient_checkpointing=true"], task="finetune_full")
+    run = tmp_path / "run"
+    before = load_file(inputs / "base" / "model.safetensors")
+    after = load_file(run / "adapter" / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(run / "adapter").eval()(input_ids=IDS).logits
+        ours = ended.trainer.model.eval()(input_ids=IDS).logits
+    assert torch.equal(plain, ours)
+    assert ended.comparison.base is None
+
+
+def test_full_fine_tuning_resumes_to_the_same_bytes(words, tmp_path, monkeypatch):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train([*words, f"output_dir={whole}"], task="finetune_full")
+    with monkeypatch.context() as patch:
+        break_at(patch, 5, RuntimeError("power cut"))
+        with pytest.raises(RuntimeError, match="power cut"):
+            train([*words, f"output_dir={broken}"], task="finetune_full")
+    train([*words, f"output_dir={broken}", "resume=auto"], task="finetune_full")
+    assert contents(broken / "checkpoints" / "step-000005") == contents(whole / "checkpoints" / "step-000005")
 
 
 def test_a_run_that_fails_says_so_and_gives_its_folder_back(words, tmp_path, monkeypatch):
