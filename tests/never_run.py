@@ -22,7 +22,6 @@ NOT_IN_CI = {
         "needs MPICH, which Debian does not install beside Open MPI"
     ),
     "tests/export/test_ollama.py::test_go_itself_": "needs Go",
-    "tests/crash/test_two_runs.py::test_a_restart_names_who_does_not_die": "waits for 30 s: FINETUNE_FULL_SWEEP=1",
 }
 """Beginnings of the names of tests that no command of `.ci/run` runs, and why."""
 
