@@ -155,7 +155,7 @@ class Generator:
     def stream(self, name: str, prompt: Sequence[int], write: Callable[[str], object], answer_ids: list[int]) -> None:
         """Answer one encoded prompt with the model `name`, and write each piece of text as soon as it is final.
 
-        Joined, the pieces are the text of the answer, up to where Ctrl-C stopped it. `answer_ids` receives its tokens.
+        The joined pieces are the text of the answer. Ctrl-C may cut it short. `answer_ids` receives its tokens.
         """
         from finetune.inference.decoding import stream_answer
 

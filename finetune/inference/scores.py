@@ -179,7 +179,7 @@ class Evaluation:
 
 
 def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
-    """Sort rows: first those whose metrics fell, the largest fall first. The other rows keep their order."""
+    """Sort rows so that the one with the largest fall of a metric comes first. Rows without a fall keep their order."""
 
     def change(row: AnsweredRow) -> float:
         base, tuned = (row.metrics.get(name, {}) for name in ("base", "tuned"))

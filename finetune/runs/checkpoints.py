@@ -191,7 +191,8 @@ def load_checkpoint(path: Path, *, model: torch.nn.Module, optimizer: torch.opti
 def prune(folder: RunFolder, keep: int, best: int | None) -> list[int]:
     """Remove all checkpoints but the newest `keep`, and return their steps.
 
-    They are counted back from the newest valid one; damaged newer ones stay too, and so does that of the step `best`.
+    They are counted back from the newest valid checkpoint. Damaged newer ones stay. The checkpoint of the step `best`
+    stays, too.
 
     Raises:
         RunFailedError: the disk refused.

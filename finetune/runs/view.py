@@ -91,9 +91,10 @@ class RunView:
         return _joined(f"step {self._validation.get('step')}", loss, *self._metrics(), *self._in_subsets())
 
     def trend(self) -> str:
-        """Compare the mean loss of the last steps with that of as many before; empty before there are enough steps.
+        """Compare the mean loss of the last steps with that of as many steps before them.
 
-        The loss is level unless the difference is more than twice its standard error.
+        Return an empty text if there are not enough steps. The loss is level unless the difference is more than twice
+        its standard error.
         """
         count = min(len(self._losses) // 2, _MOST_TREND_STEPS)
         if count < _FEWEST_TREND_STEPS:
@@ -262,7 +263,7 @@ class Watch:
         self._live: Live | None = None
 
     def follow(self, *, once: bool = False) -> None:
-        """Show the run until it ends, or with `once` as it is now."""
+        """Show the run until it ends. With `once`, show its present state and return."""
         with self._live_view():
             # The state is read before the events, so that all events before the end are shown.
             while self._read_state() == "running" and not once:

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Cadence:
-    """The steps after which a run validates, saves and ends, counted from 1. None: not counted that way."""
+    """The steps after which a run validates, saves and ends. Steps count from 1.
+
+    `validate_every` and `save_every` are numbers of steps, and `save_every_epochs` is a number of epochs. If
+    `validate_every` is None, a run validates at the end of each epoch.
+    """
 
     steps_per_epoch: int
     num_steps: int

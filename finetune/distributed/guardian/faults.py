@@ -62,7 +62,11 @@ def found_at_start(summary: str) -> Fault:
 
 
 def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
-    """Return the fault of a rank whose guardian has ended, for a reason or an unknown one, or is silent (None)."""
+    """Return the fault of a rank whose guardian is gone.
+
+    `end` says why the connection with the guardian has ended. It is empty if the reason is not known, and None if the
+    guardian is silent but still connected.
+    """
     if end is None:
         reason = f"its process, its machine or the network between is gone (nothing heard for {LOST_SECONDS:g} s)"
         return Fault(rank=rank, summary=f"rank {rank} cannot be reached during {position}: {reason}")

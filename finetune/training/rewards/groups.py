@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 METRICS = ("entropy", "clipped", "kl")
-"""Means over the tokens of a step: nats of the sampled tokens, which estimate the entropy; the share of tokens whose
-ratio is clipped; the divergence from the reference, in nats, where there is one."""
+"""Means over the tokens of a step. `entropy` is -log p of the sampled tokens, in nats, which estimates the entropy.
+`clipped` is the share of tokens with a clipped ratio. `kl` is the divergence from the reference, in nats, if the loss
+has one."""
 
 _SMALLEST_DEVIATION = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
