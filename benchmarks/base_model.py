@@ -35,28 +35,39 @@ def write_base(job: Job, folder: Path) -> None:
         real_model(folder)
         return
     make_base(job, job.shape, dtype=TORCH_TYPES[job.shape.stored_as]).save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    write_tokenizer(folder)
 
 
 def write_base_without_weights(job: Job, folder: Path) -> None:
-    """Write what `write_base` writes, but for the weights.
+    """Write what `write_wide_base` writes, but for the weights."""
+    _wide_config(job.shape).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_wide_base(job: Job, folder: Path) -> None:
+    """Write a base like `write_base`, with weights of a size that suits a wide model.
 
     Random weights of transformers' usual size (0.02) would make a wide model amplify rounding: with phi-4's width and
     layers, bf16 changes the gradient by a sixth, and a base in fp8 by more than the gradient itself. These are as large
     for any width as 0.02 is for 512 features.
     """
-    config = _config(job.shape)
+    make_base(job, job.shape, _wide_config(job.shape), dtype=TORCH_TYPES[job.precision]).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def _wide_config(shape: Size) -> Any:
+    config = _config(shape)
     config.initializer_range = 0.02 * math.sqrt(512 / config.hidden_size)
-    config.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
+    return config
 
 
-def make_base(job: Job, shape: Size, **arguments: Any) -> Any:
+def make_base(job: Job, shape: Size, config: Any = None, **arguments: Any) -> Any:
     """Make a model with seeded random weights where it will train.
 
     Args:
         job: its seed and the device.
         shape: the job's, or another.
+        config: of the model; None: the usual one of this shape.
         arguments: of transformers' `from_config`.
     """
     from transformers import AutoModelForCausalLM
@@ -64,7 +75,7 @@ def make_base(job: Job, shape: Size, **arguments: Any) -> Any:
     torch.manual_seed(job.seed)
     auto: Any = AutoModelForCausalLM
     with torch.device(job.device):
-        return auto.from_config(_config(shape), **arguments)
+        return auto.from_config(config or _config(shape), **arguments)
 
 
 def _config(shape: Size) -> Any:
@@ -95,7 +106,8 @@ def row_losses(job: Job, folder: Path, numbers: Sequence[int]) -> dict[int, tupl
     return losses
 
 
-def _tokenizer() -> Any:
+def write_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that knows hardly any word: rows are token ids, but every trainer wants one."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -106,7 +118,7 @@ def _tokenizer() -> Any:
         tokenizer_object=backend, eos_token="<|end|>", pad_token="<|endoftext|>"
     )
     tokenizer.chat_template = _TEMPLATE
-    return tokenizer
+    tokenizer.save_pretrained(folder)
 
 
 if __name__ == "__main__":

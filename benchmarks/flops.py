@@ -15,6 +15,7 @@ def necessary_flops(
     rows: Iterable[RowShape],
     *,
     rank: int = LORA_RANK,
+    trains_all: bool = False,
     recomputes_scores: bool = True,
     is_causal: bool = True,
 ) -> int:
@@ -22,12 +23,14 @@ def necessary_flops(
 
     A frozen linear layer costs 2 P a token forward and 2 P for the gradient of its input, P being its weights; a LoRA
     pair twice its own forward besides; the head is run at target positions only. Nothing below the first layer's
-    queries, keys and values trains, so these need no gradient of their input, nor does the parallel MLP of phi.
+    queries, keys and values trains, so these need no gradient of their input, nor does the parallel MLP of phi. If all
+    weights train, every layer and the head cost 6 P, and there is no LoRA.
 
     Args:
         size: the model.
         rows: their tokens and targets.
         rank: of the LoRA pairs.
+        trains_all: whether all weights train (`training.method=full`).
         recomputes_scores: count the scores of attention once more in the backward pass, as every attention that does
             not keep them must (Dao, 2023, arXiv:2307.08691).
         is_causal: count only the pairs of positions that a causal model looks at.
@@ -35,9 +38,12 @@ def necessary_flops(
     shapes = size.linear_shapes
     weights = sum(width_in * width_out for width_in, width_out in shapes)
     widths = sum(width_in + width_out for width_in, width_out in shapes)
-    first = sum(2 * width_in * (width_out + rank) for width_in, width_out in size.shapes_at_input)
-    per_token = size.layers * (4 * weights + 6 * rank * widths) - first
-    per_target = 4 * size.hidden * size.vocabulary
+    if trains_all:
+        per_token, per_target = 6 * size.layers * weights, 6 * size.hidden * size.vocabulary
+    else:
+        first = sum(2 * width_in * (width_out + rank) for width_in, width_out in size.shapes_at_input)
+        per_token = size.layers * (4 * weights + 6 * rank * widths) - first
+        per_target = 4 * size.hidden * size.vocabulary
     products = _FORWARD_PRODUCTS + _BACKWARD_PRODUCTS + recomputes_scores
     per_pair = 2 * products * size.layers * size.heads * size.head_dim
     return sum(

@@ -249,6 +249,7 @@ class Job:
         global_batch: rows of an optimizer step over all ranks.
         seed: of weights and rows.
         objective: `dpo`: rows 2k and 2k + 1 are the chosen and the rejected answer to one prompt.
+        method: `full`: all weights train, with ours only.
     """
 
     size: str
@@ -261,6 +262,7 @@ class Job:
     global_batch: int = 16
     seed: int = 0
     objective: Literal["sft", "dpo"] = "sft"
+    method: Literal["lora", "full"] = "lora"
 
     @property
     def shape(self) -> Size:
@@ -277,6 +279,7 @@ class Job:
         """What a table calls this setting."""
         extras = [
             "pairs" if self.objective == "dpo" else "",
+            "all weights" if self.method == "full" else "",
             "shared prompt" if self.has_shared_prompt else "",
             f"{self.processes} processes" if self.processes > 1 else "",
             self.device if self.device != "cpu" else "",

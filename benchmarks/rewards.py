@@ -100,7 +100,6 @@ def write_inputs(folder: Path) -> None:
 def run_ours(folder: Path, out: Path) -> dict[str, Any]:
     """Train with finetune."""
     from finetune import load_config, train
-    from finetune.inference import rewards
     from finetune.training import step, training_run
     from finetune.training.rewards import rollouts
 
@@ -116,14 +115,10 @@ def run_ours(folder: Path, out: Path) -> dict[str, Any]:
     loader: Any = rollouts.RolloutLoader
     loader._generate = generating.timed(loader._generate)
     training_run.train_step = updating.timed(counting)  # type: ignore[attr-defined]
-    built_in = rewards.built_in_functions
-    rewards.built_in_functions = lambda *given, **named: {
-        **built_in(*given, **named),
-        "length": lambda answer: reward([answer.whole])[0],
-    }
     words = [
         *(f"model.path={folder / 'base'}", f"data.path={folder / 'train.jsonl'}", f"data.cache_dir={out}"),
-        *(f"output_dir={out / 'run'}", "reward.functions=length", f"rollout.num_generations={ANSWERS}"),
+        *("reward.functions=benchmarks.rewards.reward", "reward.functions_from=benchmarks.rewards"),
+        *(f"output_dir={out / 'run'}", f"rollout.num_generations={ANSWERS}"),
         *(f"rollout.max_completion_length={LENGTH}", f"training.global_batch_size={PROMPTS}"),
         *(f"training.batch_size={PROMPTS * ANSWERS}", f"training.max_steps={STEPS}", "lora.r=16", "lora.alpha=32"),
         *("training.precision=fp32", "optim.warmup_steps=0", "data.max_length=512"),

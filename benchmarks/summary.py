@@ -87,7 +87,8 @@ def figures_of(job: Job, reports: Sequence[RankReport]) -> dict[str, float]:
         "first_step_cpu_seconds": sum(report.marks[0].cpu for report in reports),
         "total_seconds": max(report.finished for report in reports),
         "peak_memory_mib": sum(report.peak_memory for report in reports) / 2**20,
-        "flops_per_second": necessary_flops(job.shape, timed) / (wall if job.device == "cuda" else cpu),
+        "flops_per_second": necessary_flops(job.shape, timed, trains_all=job.method == "full")
+        / (wall if job.device == "cuda" else cpu),
         "num_tokens": float(num_tokens),
     }
 

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,15 @@ def carry_out(order: Order) -> RankReport:
     from benchmarks.engines import ENGINES
 
     engine = ENGINES[order.engine]
-    clock = StepClock(order.job, order.started)
     module = importlib.import_module(engine.module)
+    return timed(order, lambda clock: module.train(order, engine.options, clock))
+
+
+def timed(order: Order, train: Callable[[StepClock], RankReport]) -> RankReport:
+    """Call a function that trains the job, and add times and memory to what it reports."""
+    clock = StepClock(order.job, order.started)
     try:
-        report: RankReport = module.train(order, engine.options, clock)
+        report = train(clock)
     finally:
         clock.close()
     report.rank = order.rank

@@ -66,15 +66,16 @@ def test_the_count_of_operations_gives_the_known_figures_of_the_real_models():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", ["phi3", "phi"])
-def test_the_count_of_operations_is_that_of_torch(family):
+def test_the_count_of_operations_is_that_of_torch(family, method):
     from peft import get_peft_model
 
     from benchmarks.engines.transformers_trainer import lora_config
 
     size = replace(SIZES["tiny"], family=family)
     base = make_base(JOB, size, attn_implementation="eager")
-    model = get_peft_model(base, lora_config(family))
+    model = get_peft_model(base, lora_config(family)) if method == "lora" else base
     row = JOB.rows()[0]
     with FlopCounterMode(display=False) as counter:
         hidden = base.model(input_ids=torch.tensor([row.ids]), use_cache=False).last_hidden_state
@@ -82,7 +83,8 @@ def test_the_count_of_operations_is_that_of_torch(family):
         logits.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
-    ours = necessary_flops(size, [row_shape(row)], rank=LORA_RANK, recomputes_scores=False, is_causal=False)
+    settings = {"rank": LORA_RANK, "trains_all": method == "full", "recomputes_scores": False, "is_causal": False}
+    ours = necessary_flops(size, [row_shape(row)], **settings)
     assert counter.get_total_flops() == ours
 
 

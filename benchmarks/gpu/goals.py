@@ -19,9 +19,11 @@ class Goal(NamedTuple):
     high: float = math.inf
     against: str = ""
     """The beginning of the names of tasks: the figure is divided by the best of the others."""
+    unit: float = 1
+    """The figure is divided by it, too."""
 
 
-_RATE = "median_tokens_per_second"
+_RATE, _MEMORY = "median_tokens_per_second", "timed_peak_allocated_bytes"
 GOALS = (
     Goal("phi-4, rows of 4,096 tokens, tokens per second", "phi4/defaults", _RATE, 8_200),
     Goal("Phi-4-mini, rows of 4,096 tokens, tokens per second", "peers/mini/ours", _RATE, 28_000),
@@ -30,13 +32,19 @@ GOALS = (
     Goal(
         "phi-4 with checkpointing, peak memory divided by the plan's", "phi4/checkpointed", "peak_over_plan", 0.9, 1.1
     ),
+    Goal("Phi-4-mini, a micro-batch of 1,024 tokens, milliseconds", "profile/1024", "median_ms", 0, 90),
+    Goal("GRPO on Phi-4-mini, update, tokens per second", "rewards/update", _RATE, 18_000),
+    Goal("QLoRA on phi-4, tokens per second", "qlora/defaults", _RATE, 5_500),
+    Goal("QLoRA on phi-4 with the least memory, peak memory in GB", "qlora/least", _MEMORY, 0, 15, unit=1e9),
+    Goal("full fine-tuning of Phi-4-mini, MFU", "full/mini", "mfu", 0.45),
 )
 
 
 def standings(figures: Figures) -> Iterator[str]:
     """Say for each goal where the figures stand."""
     for goal in GOALS:
-        asked = f"at least {goal.low:,g}" if goal.high == math.inf else f"{goal.low:g} to {goal.high:g}"
+        range_ = f"{goal.low:g} to {goal.high:g}" if goal.low else f"at most {goal.high:g}"
+        asked = f"at least {goal.low:,g}" if goal.high == math.inf else range_
         yield f"{goal.what}: {_reached(figures, goal)} (goal: {asked})"
 
 
@@ -45,7 +53,7 @@ def _reached(figures: Figures, goal: Goal) -> str:
     if mine is None:
         return "not measured yet"
     if not goal.against:
-        return f"{mine:,.4g}"
+        return f"{mine / goal.unit:,.4g}"
     peers = dict.fromkeys(
         record["task"]
         for record in figures.records

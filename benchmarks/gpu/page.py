@@ -19,7 +19,8 @@ def render(figures: Figures) -> str:
     newest = {name: record for name, record in found.items() if "figures" in record}
     failed = {name: record["error"] for name, record in found.items() if "error" in record}
     runs, checks = _runs(newest, _limits(figures)), _checks(newest, failed)
-    parts = (_facts(newest), map("- {}".format, standings(figures)), runs, _profile(newest), checks)
+    sampled = [_answers(newest)] if any(_figures(newest, "new_tokens_per_second")) else []
+    parts = (_facts(newest), map("- {}".format, standings(figures)), runs, _profile(newest), *sampled, checks)
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
@@ -46,7 +47,7 @@ def _runs(newest: Mapping[str, Record], limits: Mapping[str, float]) -> Iterator
             f"`{task}`",
             f"{run['median_tokens_per_second']:,.0f}",
             f"{run['slowest_tokens_per_second']:,.0f} to {run['fastest_tokens_per_second']:,.0f}",
-            f"{run['flops_per_second'] / limit:.0%}" if limit else "–",
+            f"{run['flops_per_second'] / limit:.0%}" if limit and "flops_per_second" in run else "–",
             f"{run['timed_peak_allocated_bytes'] / 1e9:.1f}",
             f"{run['peak_over_plan']:.3f}" if "peak_over_plan" in run else "–",
             f"{run['first_step_seconds']:.0f}",
@@ -61,11 +62,18 @@ def _profile(newest: Mapping[str, Record]) -> Iterator[str]:
         yield _line(f"`{task}`", f"{step['tokens']:,}", *times, f"{step['launches']:,}", *kinds)
 
 
+def _answers(newest: Mapping[str, Record]) -> Iterator[str]:
+    yield from _head(["answers sampled together", "number", "new tokens / s", "ms for the prompts", "ms for a token"])
+    for task, sampled in _figures(newest, "new_tokens_per_second"):
+        rates = (f"{sampled[name]:,.1f}" for name in ("new_tokens_per_second", "prompt_ms", "ms_per_token"))
+        yield _line(f"`{task}`", str(sampled["answers"]), *rates)
+
+
 def _checks(newest: Mapping[str, Record], failed: Mapping[str, str]) -> Iterator[str]:
     yield from _head(["check", "right", "figures"])
     for task, record in newest.items():
         found = dict(record["figures"])
-        if "is_right" in found or task == "kernels/syncs" or record["part"] == "ranks":
+        if "is_right" in found or task == "kernels/syncs" or record["part"] in ("ranks", "real"):
             right = _RIGHT[found.pop("is_right", None)]
             yield _line(f"`{task}`", right, ", ".join(f"{name} {_short(x)}" for name, x in found.items() if x != ""))
     for task, error in failed.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from itertools import product
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from benchmarks.gpu.session import Kind, Session
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 """Of the micro-batches that part `profile` looks at."""
+BATCHES = (8, 64, 256)
+"""Of answers that part `rewards` samples together."""
 HEAD_SIZES = (64, 96, 128)
 """The widths of one head: of the tests, of Phi-3-mini, of phi-4 and Phi-4-mini."""
 PEERS: dict[Kind, tuple[str, ...]] = {
@@ -27,6 +30,11 @@ PEERS: dict[Kind, tuple[str, ...]] = {
 """Engines on Phi-4-mini's shape."""
 
 
+CUT = Path("runs/real-cut")
+"""The folder with a part of a real model, which `python -m benchmarks.gpu.real` makes."""
+REAL_PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "nf4")
+"""In which part `real` trains."""
+
 PHI4_RUNS: Mapping[str, tuple[str, ...]] = {
     "defaults": (),
     "plain": ("training.batch_size=1", "training.gradient_checkpointing=false"),
@@ -38,6 +46,12 @@ PHI4_RUNS: Mapping[str, tuple[str, ...]] = {
     "least": ("training.memory=least",),
 }
 """The words of the runs of part `phi4`. By default, memory decides."""
+
+QLORA_RUNS: Mapping[str, tuple[str, ...]] = {
+    "defaults": ("lora.quantize=nf4",),
+    "least": ("lora.quantize=nf4", "training.memory=least"),
+}
+"""The words of the runs of part `qlora`."""
 
 LAUNCH_FORMS = ("torchrun", "accelerate", "spawn")
 """The ways in which part `ranks` starts two ranks; the last is `parallel.num_processes=2`."""
@@ -77,6 +91,8 @@ class Task(NamedTuple):
     """Modules that must be installed."""
     is_for_cuda: bool = False
     """There is nothing to measure elsewhere."""
+    needs_cut: bool = False
+    """It reads `CUT`."""
     is_isolated: bool = False
     """It leaves settings of its libraries behind, and so has a process of its own."""
 
@@ -120,6 +136,28 @@ def tasks() -> Iterator[Task]:
     for name, words in PHI4_RUNS.items():
         yield _run(f"phi4/{name}", 240, kind="phi4", words=words, compares_with_plan=True)
 
+    yield Task("rewards/update", "benchmarks.gpu.rewards:train", 240, {"generates": False}, _OF_A_RUN)
+    yield Task("rewards/step", "benchmarks.gpu.rewards:train", 540, {"generates": True}, _OF_A_RUN)
+    for batch, by in product(BATCHES, ("engine", "transformers")):
+        how = {"by": by, "batch": batch}
+        yield Task(f"rewards/{by}-{batch}", "benchmarks.gpu.rewards:sample", 120, how, ("peft",))
+    for name, words in QLORA_RUNS.items():
+        yield _run(
+            f"qlora/{name}",
+            420,
+            kind="phi4",
+            words=words,
+            needs=("bitsandbytes",),
+            reads_weights=True,
+            compares_with_plan=True,
+        )
+    yield Task("real/gradient", "benchmarks.gpu.real:gradient", 120, needs=(*_OF_A_RUN, "gguf"), needs_cut=True)
+    for precision in REAL_PRECISIONS:
+        needs = (*_OF_A_RUN, "gguf", *(("bitsandbytes",) if precision == "nf4" else ()))
+        how, is_for_cuda = {"precision": precision}, precision == "fp16"
+        yield Task(f"real/{precision}", "benchmarks.gpu.real:train", 120, how, needs, is_for_cuda, needs_cut=True)
+    yield _run("full/mini", 240, kind="mini", method="full", compares_with_plan=True)
+
     for kind in dict.fromkeys(switch.kind for switch in SWITCHES.values()):
         yield _run(f"gains/{kind}/all", 150, kind=kind)
         for name, switch in SWITCHES.items():
@@ -132,6 +170,7 @@ def tasks() -> Iterator[Task]:
     yield Task("recovery/default", "benchmarks.gpu.recovery:kill_and_resume", 180, needs=_OF_A_RUN, is_for_cuda=True)
     yield Task("recovery/tests", "benchmarks.gpu.recovery:run_gpu_tests", 330, needs=(*_OF_A_RUN, "pytest", "xdist"))
     yield from _tasks_of_ranks()
+    yield Task("sweep/side-by-side", "benchmarks.gpu.sweeps:side_by_side", 300, needs=_OF_A_RUN)
 
 
 def _tasks_of_ranks() -> Iterator[Task]:
@@ -147,14 +186,14 @@ def _tasks_of_ranks() -> Iterator[Task]:
     yield Task("ranks/gather", f"{module}:gather_checkpoint", 300, needs=_OF_A_RUN)
 
 
-def _run(name: str, seconds: int, *, engine: str = "ours", **arguments: Any) -> Task:
+def _run(name: str, seconds: int, *, engine: str = "ours", needs: tuple[str, ...] = (), **arguments: Any) -> Task:
     used = ENGINES[engine]
     return Task(
         name,
         "benchmarks.gpu.runs:train",
         seconds,
         {"engine": engine, **arguments},
-        needs=(*_OF_A_RUN, *used.needs) if engine == "ours" else ("peft", "accelerate", *used.needs),
+        needs=(*_OF_A_RUN, *needs) if engine == "ours" else ("peft", "accelerate", *used.needs),
         is_for_cuda=used.is_for_cuda,
         is_isolated=engine != "ours",
     )
@@ -164,6 +203,8 @@ def why_skipped(task: Task, session: Session) -> str | None:
     """Say why a task cannot run here; None if it can."""
     if task.is_for_cuda and session.device != "cuda":
         return "it needs CUDA"
+    if task.needs_cut and not CUT.is_dir():
+        return f"there is no folder {CUT}: python -m benchmarks.gpu.real makes it where a package registry is reached"
     needed = dict.fromkeys(name for needs in task.needs for name in (needs, *_IMPORTS.get(needs, ())))
     missing = [_PACKAGES.get(name, name) for name in needed if find_spec(name) is None]
     return f"not installed, bring the wheels: {' '.join(missing)}" if missing else None

@@ -1,26 +1,36 @@
-"""Whole runs of an engine on a job, for the parts `peers`, `phi4` and `gains`."""
+"""Whole runs of an engine on a job, for the parts `peers`, `phi4`, `gains`, `qlora` and `full`."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
-from benchmarks.base_model import write_base_without_weights
+from benchmarks.base_model import write_base_without_weights, write_wide_base
 from benchmarks.clock import RankReport, forget_peak
 from benchmarks.engines.ours import words as words_of_job
 from benchmarks.gpu.session import Kind, Session
 from benchmarks.job import Job
+from benchmarks.machine import device_name
 from benchmarks.summary import figures_of
 from benchmarks.worker import Order, carry_out
 
 
 def train(
-    session: Session, *, engine: str, kind: Kind, words: Sequence[str] = (), compares_with_plan: bool = False
+    session: Session,
+    *,
+    engine: str,
+    kind: Kind,
+    words: Sequence[str] = (),
+    method: Literal["lora", "full"] = "lora",
+    reads_weights: bool = False,
+    compares_with_plan: bool = False,
 ) -> dict[str, Any]:
     """Train a job with an engine in this process, with weights that are made on the device.
 
@@ -29,26 +39,65 @@ def train(
         engine: a key of `benchmarks.engines.ENGINES`.
         kind: of the job.
         words: settings of ours.
+        method: of ours.
+        reads_weights: write the weights to the disk first, and let the engine read them, as QLoRA must.
         compares_with_plan: predict the peak of memory as `finetune plan` does, too.
     """
-    job = session.job(kind)
+    job = replace(session.job(kind), method=method)
     with TemporaryDirectory() as folder:
-        write_base_without_weights(job, Path(folder) / "base")
-        base = str(Path(folder) / "base")
-        order = Order(engine=engine, words=tuple(words), job=job, base=base, folder=folder, has_weights=False)
-        planned = _planned_peak(order) if compares_with_plan else None
+        base = _with_weights(job) if reads_weights else Path(folder) / "base"
+        if not reads_weights:
+            write_base_without_weights(job, base)
+        order = Order(
+            engine=engine, words=tuple(words), job=job, base=str(base), folder=folder, has_weights=reads_weights
+        )
+        planned = planned_peak(order) if compares_with_plan else None
         forget_peak(session.device)
         report = carry_out(order)
-        record = Path(folder) / "run" / "run.json"
-        fp8 = json.loads(record.read_text()).get("fp8") if record.exists() else None
-    figures = {"job": job.name, **_figures(job, report)}
-    if fp8 is not None:
-        figures |= {f"fp8_{name}": fp8[name] for name in ("num_layers", "loss_bf16", "loss_fp8", "gradient_error")}
-    if planned is not None:
-        figures["planned_peak_bytes"] = planned
-        if session.device == "cuda":  # resident memory holds more than a plan counts
-            figures["peak_over_plan"] = report.timed_peak_memory / planned
+        low_precision = _low_precision(Path(folder))
+    figures = {"job": job.name, **_figures(job, report), **low_precision, **against_plan(session, report, planned)}
+    if method == "full" and (peak_rate := _peak_flops(session)) is not None:
+        figures["mfu"] = figures["flops_per_second"] / peak_rate
     return figures
+
+
+@cache
+def _kept() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
+
+
+@cache
+def _with_weights(job: Job) -> Path:
+    """Write a base with weights, once for all tasks of this process; it goes with the process."""
+    folder = Path(_kept().name) / job.size
+    write_wide_base(job, folder)
+    return folder
+
+
+def against_plan(session: Session, report: RankReport, planned: int | None) -> dict[str, float]:
+    """Compare the peak of memory with the one that was planned; resident memory holds more than a plan counts."""
+    if planned is None:
+        return {}
+    measured = {"peak_over_plan": report.timed_peak_memory / planned} if session.device == "cuda" else {}
+    return {"planned_peak_bytes": planned, **measured}
+
+
+def _low_precision(folder: Path) -> dict[str, float]:
+    """Return what a base in fp8 or NF4 changes, as the run measured it before its first step."""
+    record = folder / "run" / "run.json"
+    measured = json.loads(record.read_text()).get("low_precision") if record.exists() else None
+    names = ("num_layers", "base_loss", "loss", "gradient_error")
+    return {f"{measured['precision']}_{name}": measured[name] for name in names} if measured else {}
+
+
+def _peak_flops(session: Session) -> float | None:
+    """Return the operations per second in bf16 that the maker of a GPU names, without sparsity; None if not known."""
+    known = (rate for name, rate in _PEAKS.items() if name in (device_name(session.device) or ""))
+    return next(known, None)
+
+
+_PEAKS = {"H100": 989.5e12, "H200": 989.5e12}
+"""NVIDIA's data sheets of the H100 and H200 (SXM), bf16 on tensor cores."""
 
 
 def _figures(job: Job, report: RankReport) -> dict[str, Any]:
@@ -76,12 +125,15 @@ def _figures(job: Job, report: RankReport) -> dict[str, Any]:
     }
 
 
-def _planned_peak(order: Order) -> int | None:
+def planned_peak(order: Order, *, task: str = "finetune_lora", words: Sequence[str] = ()) -> int | None:
     """Return the peak of memory that `finetune plan` predicts for a run with rows of one length."""
     from finetune.config.compose import compose
-    from finetune.diagnose.plan_devices import find_device
+    from finetune.diagnose.plan_devices import find_device, read_device
     from finetune.diagnose.planner import make_plan
 
-    config = compose([*words_of_job(order), *order.words], defaults={"task": "finetune_lora"}, needs_data=False)
-    peak = make_plan(config, find_device(order.job.device)).peak
+    config = compose([*words_of_job(order), *order.words, *words], defaults={"task": task}, needs_data=False)
+    # A plan refuses 4 bits on a CPU, where a tiny run only shows that the task works.
+    is_elsewhere = config.lora.quantize != "none" and order.job.device == "cpu"
+    device = read_device("H200") if is_elsewhere else find_device(order.job.device)
+    peak = make_plan(config, device).peak
     return None if peak is None else peak.total

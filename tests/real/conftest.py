@@ -13,18 +13,19 @@ from finetune.runs.file_lock import file_lock
 from tests.launches import REPOSITORY, run_command
 from tools.real_model import UnavailableError
 
+HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
+"""The user's. The variable is a test's own."""
 ORDERS = REPOSITORY / "finetune" / "assets" / "orders"
 
 
 @pytest.fixture(scope="session")
 def real_model() -> Path:
     """FINETUNE_REAL_MODEL, or a folder in the user's cache: SmolLM2-135M-Instruct, made there if it is missing."""
-    home = Path(pwd.getpwuid(os.getuid()).pw_dir)  # HOME is a test's own
-    folder = Path(os.environ.get("FINETUNE_REAL_MODEL") or home / ".cache/finetune-tests/smollm2-135m")
+    folder = Path(os.environ.get("FINETUNE_REAL_MODEL") or HOME / ".cache/finetune-tests/smollm2-135m")
     folder.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, REPOSITORY / "tools" / "real_model.py", folder]
     with file_lock(folder.with_name(f"{folder.name}.tests.lock"), waiting_for="another worker of pytest"):
-        made = run_command(command, variables={"HOME": str(home)}, limit_seconds=600)
+        made = run_command(command, variables={"HOME": str(HOME)}, limit_seconds=600)
     if made.returncode == UnavailableError.exit_code:
         pytest.skip(made.stdout.splitlines()[-1])
     assert made.returncode == 0, made.stdout
