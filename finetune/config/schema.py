@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import date
 from typing import Annotated, Any, Literal, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -24,6 +25,13 @@ from finetune.units import ceil_share
 
 def _without_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def _module_names(value: object) -> object:
@@ -292,6 +300,8 @@ class DataSection(Section):
     """The answers of a conversation that carry loss: all, the last, or each one after the turns as they are served."""
     chat_template: RowKey[str | None] = None
     """A chat template in place of the tokenizer's own: `phi4_mini`, with tool calls; `plain`; or a .jinja file."""
+    template_date: RowKey[str | None] = None
+    """The date for a chat template that asks for today's (SmolLM3, Llama 3.2): 2026-11-27. Default: today's."""
     max_length: RowKey[PositiveInt] = 2048
     """Maximum number of tokens in a row; longer rows are cut on the right."""
     max_rows: RowKey[PositiveInt | None] = None
@@ -337,6 +347,13 @@ class DataSection(Section):
     @classmethod
     def _read_number_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
+
+    @field_validator("template_date")
+    @classmethod
+    def _check_date(cls, value: str | None) -> str | None:
+        if value is not None and not _is_date(value):
+            raise ValueError(f"{value} is not a date; write it as 2026-11-27")
+        return value
 
     @field_validator("columns")
     @classmethod

@@ -7,7 +7,10 @@ differ, the key is rendered. This is tried once for each key. The source of a te
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 _TEMPLATES = Path(__file__).parent / "chat_templates"
 WITHOUT_TEMPLATE = "data.chat_template=plain (Instruct: … Output: …), or data.chat_template=FILE.jinja for your own"
 """What to set for a tokenizer without a chat template."""
+_DATE_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
+"""The function that transformers gives to templates."""
 _TOOLS = ("", "tools")
 _TOOLS_OF_SYSTEM = ("system", "tools")
 
@@ -99,20 +104,39 @@ class ChatTemplate:
         return [text if ok else BadRowError(f"the chat template refuses the row: {text}") for ok, text in results]
 
 
-def use_chat_template(tokenizer: PreTrainedTokenizerBase, setting: str | None) -> None:
-    """Replace the chat template of a tokenizer, in place, by `data.chat_template`. None changes nothing.
+def use_chat_template(tokenizer: PreTrainedTokenizerBase, setting: str | None, date: str | None = None) -> None:
+    """Give a tokenizer, in place, the chat template of `data.chat_template`, with the date of `data.template_date`.
 
-    `setting` is the name of a shipped template, or the path of a .jinja file.
+    Args:
+        tokenizer: its saved copies have the same template.
+        setting: the name of a shipped template, or the path of a .jinja file; None: its own.
+        date: written wherever the template asks for today's date, YYYY-MM-DD; None: today's is.
 
     Raises:
         ConfigError: there is no such template.
     """
-    if setting is None:
-        return
+    if setting is not None:
+        tokenizer.chat_template = _read_template(setting)
+    if date is not None and isinstance(tokenizer.chat_template, str):
+        write = partial(_literal_date, datetime.fromisoformat(date))
+        tokenizer.chat_template = _DATE_CALL.sub(write, tokenizer.chat_template)
+
+
+def asks_for_date(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the chat template of a tokenizer writes today's date, so that rows differ from day to day."""
+    template = tokenizer.chat_template
+    return isinstance(template, str) and _DATE_CALL.search(template) is not None
+
+
+def _literal_date(date: datetime, call: re.Match[str]) -> str:
+    return json.dumps(date.strftime(call["format"]))
+
+
+def _read_template(setting: str) -> str:
     shipped = {path.stem: path for path in _TEMPLATES.glob("*.jinja")}
     path = shipped.get(setting, Path(setting).expanduser())
     try:
-        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"data.chat_template is {setting}, which is neither a shipped template ({', '.join(sorted(shipped))}) nor "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from finetune.data.chat_template import ChatTemplate, describe_key, use_chat_template
+from finetune.data.chat_template import ChatTemplate, asks_for_date, describe_key, use_chat_template
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
@@ -76,11 +77,18 @@ def encode_sides(
 
     For the arguments and errors see `encode_examples`.
     """
-    use_chat_template(tokenizer, section.chat_template)
+    use_chat_template(tokenizer, section.chat_template, section.template_date)
     fallbacks = fallbacks or Fallbacks()
     tokens = AnswerTokens(tokenizer, section.chat_template or "")
     digest = digest_tokenizer(tokenizer)
     encode = partial(_encode_source, tokens=tokens, tokenizer_digest=digest, section=section, fallbacks=fallbacks)
+    if asks_for_date(tokenizer):
+        _log.warning(
+            "the chat template of %s writes today's date into rows, so the same rows have other tokens on another day, "
+            "and a run whose rows differ does not resume. To fix the date, set data.template_date=%s.",
+            tokens.template.name,
+            date.today(),
+        )
     encoded = _in_all_sides([{source: encode(source) for source in side.wholes()} for side in sides])
     return [
         _split(side, rows, tokens, section, is_checked=is_checked) for side, rows in zip(sides, encoded, strict=True)

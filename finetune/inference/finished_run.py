@@ -126,7 +126,8 @@ def find_run(
         model = _pretrained(model, str(folder.base))
     data = config.data
     if saved is not None and not _changes("data.chat_template", overrides):
-        data = data.model_copy(update={"chat_template": None})  # the saved tokenizer has it, and the file may be gone
+        # The saved tokenizer has the template with its date, and the file may be gone.
+        data = data.model_copy(update={"chat_template": None})
     config = config.model_copy(update={"model": model, "data": data})
     return FinishedRun(recorded=recorded, config=config, weights=weights, base_model=base_model)
 

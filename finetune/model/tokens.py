@@ -62,7 +62,7 @@ def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         ConfigError: see `add_tokens` and `use_chat_template`.
     """
     tokenizer = build_tokenizer(config.model)
-    use_chat_template(tokenizer, config.data.chat_template)
+    use_chat_template(tokenizer, config.data.chat_template, config.data.template_date)
     if config.training.method == "lora":
         add_tokens(tokenizer, config.lora)
     return tokenizer

@@ -37,7 +37,7 @@ KEYS = {
     "trust_remote_code",
     "data": "path mixture name revision train validation test split_seed split_rule format separator columns train_on "
     "max_length max_rows on_bad_row on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end "
-    "on_overlap on_ignored_key chat_template num_processes cache_dir",
+    "on_overlap on_ignored_key chat_template template_date num_processes cache_dir",
     "lora": (
         "r alpha dropout target_modules layers rank_pattern alpha_pattern rslora dora init start_from "
         "start_from_any_base quantize new_tokens modules_to_save"

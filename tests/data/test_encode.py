@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from datetime import date
 from itertools import accumulate
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from finetune.data.encode import describe
 from finetune.data.encoded import EncodedExamples, digest_tensors
@@ -139,3 +141,21 @@ def test_chosen_and_joined_rows_have_the_fingerprint_of_a_copy(make_section, wri
     assert joined.select([5]).tokens(0).tolist() == second.tokens(1).tolist()
     one_source = {source.token_ids.data_ptr() for source in (*first.sources, *second.sources)}
     assert {source.token_ids.data_ptr() for source in joined.select([1, 5]).sources} == one_source
+
+
+def test_rows_with_todays_date_are_warned_of_and_a_fixed_date_is_the_same_every_day(
+    make_section, write_jsonl, tmp_path, caplog
+):
+    template = tmp_path / "dated.jinja"
+    asks = "{%- if strftime_now is defined %}{{ strftime_now('%d %B %Y') }}{% endif %}"
+    template.write_text(asks + tiny_tokenizer().chat_template)
+    path, settings = write_jsonl([CHAT]), {"chat_template": str(template)}
+    encode(make_section(path=path, **settings))
+    (warning,) = [record.message for record in caplog.records if "date" in record.message]
+    assert f"set data.template_date={date.today()}." in warning
+    caplog.clear()
+    fixed = encode(make_section(path=path, **settings, template_date="2024-07-26")).train
+    assert shown(fixed, 0)[0].startswith("26 July 2024<|user|>")
+    assert not any("date" in record.message for record in caplog.records)
+    with pytest.raises(ValidationError, match="2024-7-26 is not a date; write it as 2026-11-27"):
+        make_section(path=path, template_date="2024-7-26")
