@@ -250,9 +250,9 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
     """Write flags as overrides: `--optim.learning-rate 1e-4` becomes `optim.learning_rate=1e-4`.
 
     A flag takes the next argument as its value unless that argument is an option too, so `-1` is a value. Without a
-    value, the flag of a boolean key means true, and any other flag becomes `key=`, which `compose` refuses. `--no-KEY`
-    means false, and `--config FILE` names the run file. `own_options`, and what looks like a misspelt one of them, stay
-    as they are.
+    value, the flag of a boolean key means true, `--resume` means auto, and any other flag becomes `key=`, which
+    `compose` refuses. `--no-KEY` means false, and `--config FILE` names the run file. `own_options`, and what looks
+    like a misspelt one of them, stay as they are.
     """
     overrides: list[str] = []
     rest = list(arguments)
@@ -275,10 +275,11 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
             overrides.append(f"{key}={rest.pop(0) if rest and _BOOLEAN.fullmatch(rest[0]) else 'true'}")
         else:
             has_value = bool(rest) and not rest[0].startswith("--") and rest[0] not in own_options
-            overrides.append(f"{key}={rest.pop(0) if has_value else ''}")
+            overrides.append(f"{key}={rest.pop(0) if has_value else _WITHOUT_VALUE.get(key, '')}")
     return overrides
 
 
+_WITHOUT_VALUE = {"resume": "auto"}
 _BOOLEAN = re.compile("(?i)true|false|yes|no|on|off|null|auto|[01]")
 
 

@@ -35,6 +35,8 @@ _FAMILIES = {
     "": "others in ./configs",
 }
 """The families of models, by how the names in configs/model/ begin."""
+_TASKS_ELSEWHERE = {"sft": "finetune_lora", "dpo": "finetune_preferences", "pt": "continue_pretraining"}
+"""What other tools call a task, and its file in configs/task/."""
 LOCAL = "file://"
 """What a path may begin with."""
 _SUFFIXES = (".yaml", ".yml")
@@ -119,9 +121,10 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
         return None
     files = _named_files(group)
-    for known in (name, f"finetune_{name}"):  # task=lora is task=finetune_lora
-        if known in files:
-            return files[known]
+    # Names that people know are read as ours: task=lora is task=finetune_lora.
+    ours = next((known for known in (name, f"finetune_{name}", _TASKS_ELSEWHERE.get(name)) if known in files), None)
+    if ours is not None:
+        return files[ours]
     if group == RUN_FILES and (saved := Path(name).expanduser() / SAVED_CONFIG).is_file():
         return saved
     folder = "configs" if group == RUN_FILES else f"configs/{group}"

@@ -135,6 +135,14 @@ def test_two_run_files_are_one_too_many():
     assert compose(["run=quickstart"], run="quickstart") == compose([], run="quickstart")
 
 
+def test_tasks_have_the_names_that_people_know():
+    for words, objective in {"task=dpo": "dpo", "task=kto": "kto", "task=sft": "sft", "task=lora": "sft"}.items():
+        assert compose([words], complete=False).training.objective == objective
+    assert compose(["task=pt"], complete=False) == compose(["task=continue_pretraining"], complete=False)
+    assert compose(["--resume", "--seed", "3"], complete=False).resume == "auto"
+    assert compose(["--resume", "never"], complete=False).resume == "never"
+
+
 def test_a_group_file_chooses_no_other(write):
     write("configs/task/t.yaml", "model: phi4\ntask: debug\n")
     problems = problems_of("task=t")
