@@ -126,6 +126,8 @@ def linear(x: torch.Tensor, *layers: Linear, residual: torch.Tensor | None = Non
     Returns:
         (rows, sum of out_features)
     """
+    if not torch.is_grad_enabled():
+        return apply_linears(x, fold_adapters(layers, x), residual=residual)
     result: torch.Tensor = _Linears.apply(x, residual, *flatten(layers))  # type: ignore[no-untyped-call]
     return result
 
@@ -138,6 +140,8 @@ def normed_linear(
     Returns:
         The result, and h for further use. The gradient of that use is added where the gradient of the norm is computed.
     """
+    if not torch.is_grad_enabled():
+        return apply_linears(norm.rms_norm(h, weight, eps), fold_adapters(layers, h)), h
     result: tuple[torch.Tensor, torch.Tensor] = _NormedLinears.apply(h, weight, eps, *flatten(layers))  # type: ignore[no-untyped-call]
     return result
 

@@ -8,7 +8,7 @@ since norm and activation are cheaper to recompute than to keep.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -50,8 +50,28 @@ def gated_mlp(
         chunk_rows: rows of a chunk; None: `CHUNK_ROWS` of the device.
     """
     chunk_rows = chunk_rows or CHUNK_ROWS.get(h.device.type, CHUNK_ROWS["cuda"])
+    if not torch.is_grad_enabled():
+        return _joined([chunk.output for chunk in _forward(h, weight, eps, gate_up, down, chunk_rows)])
     result: torch.Tensor = _GatedMlp.apply(h, weight, eps, chunk_rows, *flatten([down, *gate_up]))  # type: ignore[no-untyped-call]
     return result
+
+
+class _Chunk(NamedTuple):
+    """The result of the forward pass for some rows, and what the backward pass needs of it."""
+
+    output: torch.Tensor
+    gate_up: torch.Tensor
+    inverse_rms: torch.Tensor
+
+
+def _forward(
+    h: torch.Tensor, weight: torch.Tensor, eps: float, gate_up: Sequence[Linear], down: Linear, chunk_rows: int
+) -> Iterator[_Chunk]:
+    (folded_down,), folded = fold_adapters([down], h), fold_adapters(gate_up, h)
+    for rows in _chunks(h, chunk_rows):
+        x, inverse_rms = norm.normalized_with_statistics(h[rows], weight, eps)
+        hidden = apply_linears(x, folded, rows)
+        yield _Chunk(apply_linears(_gated(hidden), [folded_down], rows, residual=h[rows]), hidden, inverse_rms)
 
 
 class _GatedMlp(torch.autograd.Function):
@@ -61,13 +81,8 @@ class _GatedMlp(torch.autograd.Function):
     ) -> torch.Tensor:
         layers = unflatten(parts)
         ctx.chunk_rows = chunk_rows
-        (down,), gate_up = fold_adapters(layers[:1], h), fold_adapters(layers[1:], h)
-        outputs, hidden, statistics = [], [], []
-        for rows in _chunks(h, chunk_rows):
-            x, inverse_rms = norm.normalized_with_statistics(h[rows], weight, eps)
-            statistics.append(inverse_rms)
-            hidden.append(apply_linears(x, gate_up, rows))
-            outputs.append(apply_linears(_gated(hidden[-1]), [down], rows, residual=h[rows]))
+        down, *gate_up = layers
+        outputs, hidden, statistics = zip(*_forward(h, weight, eps, gate_up, down, chunk_rows), strict=True)
         save_for_backward(ctx, layers, h, weight, _joined(statistics), *hidden)
         return _joined(outputs)
 
@@ -126,7 +141,7 @@ def _gated_gradient(gate_up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tens
     return d_gate_up, silu.mul_(up)
 
 
-def _joined(chunks: list[torch.Tensor]) -> torch.Tensor:
+def _joined(chunks: list[torch.Tensor] | tuple[torch.Tensor, ...]) -> torch.Tensor:
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks)
 
 

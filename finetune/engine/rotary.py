@@ -25,6 +25,8 @@ def split_heads(
     Returns:
         For each group (tokens, heads, head_dim), contiguous.
     """
+    if not torch.is_grad_enabled():
+        return tuple(_split_and_rotated(projected, cos, sin, heads, num_rotated))
     groups: tuple[torch.Tensor, ...] = _SplitHeads.apply(projected, cos, sin, heads, num_rotated)  # type: ignore[no-untyped-call]
     return groups
 
