@@ -93,6 +93,10 @@ def test_a_file_is_written_where_it_is_named_and_never_over_another():
     assert again.returncode == 2
     assert "mine.yaml exists already. Nothing was written; name another file with --file." in again.errors
     assert Path("mine.yaml").read_bytes() == first
+    for words in (["quickstart"], ["model=phi4", "run=quickstart"]):
+        done = run_finetune("init", *words, "--file", "other.yaml")
+        assert (done.returncode, "init takes no run file, got quickstart." in done.errors) == (2, True)
+        assert not Path("other.yaml").exists()
     nowhere = run_finetune("init", "--file", "no/folder/mine.yaml")
     assert nowhere.returncode == 2
     assert "no/folder/mine.yaml cannot be written: No such file or directory." in nowhere.errors

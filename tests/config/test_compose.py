@@ -195,11 +195,17 @@ def test_values_of_another_kind(word, problem):
     assert one_problem(word).startswith(f"command line: {problem}")
 
 
+@pytest.mark.parametrize(("word", "device"), [("0", "cuda:0"), ("CPU", "cpu"), ("null", "auto")])
+def test_devices_are_normalised(word, device):
+    assert compose([f"training.device={word}"], complete=False).training.device == device
+
+
 @pytest.mark.parametrize(
     ("word", "part"),
     [
         ("optim.learning_rat=1", "Did you mean optim.learning_rate?"),
         ("batch_size=1", "Did you mean training.batch_size or rollout.batch_size or validation.batch_size"),
+        ("resume.allow=optim.learning_rat", "no key or section optim.learning_rat. Did you mean optim.learning_rate?"),
         ("lora={r: {a: 1}}", "lora.r has no keys of its own: it takes a whole number above 0."),
         ("task.name=x", "the command line or a run file chooses configs/task/NAME.yaml with it"),
     ],

@@ -67,6 +67,8 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
         ("help plan", 0, ["finetune plan", "--probe"]),
         ("help dpo", 0, ["finetune_preferences", "DPO", "preference.beta=0.1"]),
         ("help lora.r", 0, ["Rank of each update. Default: 16.", "a whole number above 0"]),
+        ("help nothing", 2, ["No such command"]),
+        ("help lora_r", 2, ["Did you mean lora.r?"]),
         ("help phi4", 0, ["model=phi4: Phi-4", "finetune config show model=phi4"]),
         ("list", 2, ["Did you mean 'runs'?"]),
         ("qlora --config x.yaml", 2, ["Did you mean 'train task=finetune_qlora'?"]),

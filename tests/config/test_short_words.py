@@ -55,6 +55,7 @@ def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write):
     assert "There is: orders, phi4. Did you mean chats.jsonl?" in problem
     assert "data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID" in problem
     assert "Did you mean phi4_mini? For a model of your own write model=./FOLDER" in problem_of("model=phi4_minni")
+    assert "For rows write data=chats.jsonl, for a model model=chats.jsonl." in problem_of("run=chats.jsonl")
 
 
 def test_a_path_wins_over_group_files_and_gives_way_to_the_key(write):

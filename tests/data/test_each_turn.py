@@ -13,7 +13,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.preferences import encode_preferences
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
 from finetune.training.loaders import log_batches, plan_batches
 from tests.data.conftest import encode_train
 from tests.launches import REPOSITORY
@@ -148,6 +148,13 @@ def test_the_answers_of_a_conversation_are_packed_or_refused(encode):
     with pytest.raises(ConfigError, match=r"training\.packing is false, but data\.train_on=each_turn packs"):
         rule_of(examples, packing="false")
     assert rule_of(encode([conversation(1, seed=0)]), packing="false").num_examples == 1
+
+
+def test_a_bad_conversation_counts_once(encode):
+    rows = [conversation(3, seed=1), conversation(1, seed=2)]
+    rows[0]["messages"][0]["content"] = "<|end|>"
+    with pytest.raises(DataError, match="1 of 2 rows cannot be used"):
+        encode(rows)
 
 
 def test_rows_of_preferences_have_no_turns(make_section, write_jsonl):

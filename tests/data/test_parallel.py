@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -19,7 +20,8 @@ from finetune.data import parallel
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.parallel import PAYS_FROM_CHARACTERS, choose_processes
+from finetune.data.parallel import PAYS_FROM_CHARACTERS, WorkerLostError, choose_processes
+from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
@@ -113,6 +115,27 @@ def test_a_tokenizer_of_a_class_of_ones_own_is_encoded_with_by_one_process(secti
     own = section.model_copy(update={"num_processes": 2})
     assert len(encode_examples(load_examples(own), tokenizer, own, fallbacks=fallbacks).train) == NUM_ROWS
     assert "OwnTokenizer is not one of transformers" in fallbacks.as_records()[0]["why"]
+
+
+def test_a_process_that_has_started_ends_if_a_later_one_cannot_start(monkeypatch):
+    ended: list[str] = []
+    numbers = iter(range(2))
+
+    class OnlyOne:
+        def __init__(self, *_):
+            if next(numbers):
+                raise WorkerLostError("no more processes")
+
+        connection = SimpleNamespace(close=lambda: ended.append("closed"))
+
+        def end(self):
+            ended.append("ended")
+
+    monkeypatch.setattr(parallel, "_Worker", OnlyOne)
+    tokens = AnswerTokens(tiny_tokenizer())
+    with pytest.raises(WorkerLostError, match="no more"), parallel.encode_in_processes(tokens, "all", 2):
+        pass
+    assert ended == ["closed", "ended"]
 
 
 def test_several_processes_are_taken_only_where_it_pays(monkeypatch):

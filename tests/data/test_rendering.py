@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from unittest.mock import DEFAULT, Mock
 
 import psutil
 import pytest
@@ -81,6 +82,13 @@ def test_another_process_takes_the_place_of_one_that_was_killed() -> None:
     psutil.wait_procs([psutil.Process(before)], timeout=10)
     assert template.render([DIALOGUE])[0] == expected()
     assert child() != before
+
+
+def test_a_process_that_is_gone_before_it_answers_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ensure = Mock(wraps=rendering._Renderer._ensure, side_effect=[EOFError, DEFAULT])
+    monkeypatch.setattr(rendering._Renderer, "_ensure", ensure)
+    assert ChatTemplate(tiny_tokenizer()).render([DIALOGUE])[0] == expected()
+    assert ensure.call_count == 2
 
 
 def test_a_signal_while_it_renders_leaves_no_answer_for_the_next_text(monkeypatch: pytest.MonkeyPatch) -> None:

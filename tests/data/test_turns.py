@@ -102,6 +102,7 @@ def test_an_answer_of_weight_0_is_context(make_section, write_jsonl):
         ({"content": [{"type": "image_url", "image_url": "a.png"}]}, "messages[1].content[0] is {'type': 'image_url'"),
         ({"role": "user", "content": "a", "thinking": "b"}, "messages[1] has reasoning_content, but its role is user"),
         ({"tool_calls": []}, "messages[1] has no content; expected text"),
+        ({"tool_calls": {"name": "f"}}, "messages[1].tool_calls is {'name': 'f'}; expected a list of calls"),
         ({"tool_calls": [{"name": "f"}]}, "messages[1].tool_calls[0] is {'name': 'f'}; expected"),
         (
             {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},

@@ -252,6 +252,10 @@ def test_a_device_that_training_would_not_use_is_found(tmp_path, monkeypatch):
     assert set(levels(device_findings())) == {"ok"}
     asked = only_bad(device_findings("training.device=cuda:2"))
     assert (asked.level, "training uses cpu, but cuda:2 was asked for" in asked.what) == ("problem", True)
+    with monkeypatch.context() as patch:
+        patch.setattr("torch.backends.mps.is_available", lambda: True)
+        refused = only_bad(device_findings("training.device=mps", **rank_variables(0, 1)))
+    assert (refused.level, "mps computes in one process alone" in refused.what) == ("problem", True)
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     unused = only_bad(device_findings())

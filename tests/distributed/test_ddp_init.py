@@ -91,6 +91,8 @@ def test_arguments_that_describe_no_world_are_refused():
         initialize_ddp(rank=2, worldsize=2)
     with pytest.raises(LaunchError, match="backend=nccl needs a CUDA device"):
         initialize_ddp(rank=0, worldsize=2, backend="nccl", device="cpu")
+    with pytest.raises(LaunchError, match=r"rank=0 and worldsize=4 were given, but the environment says RANK=1\."):
+        with_place({"RANK": "1", "WORLD_SIZE": "4"}, 0, 4)
 
 
 def test_if_nobody_comes_rank_0_trains_alone_and_leaves_nothing_behind():
@@ -151,6 +153,21 @@ def test_a_start_that_is_interrupted_leaves_no_group_to_wait_for(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         _start_backend(rendezvous, "nccl", timedelta(minutes=60))
     assert given_up == ["aborted"]
+
+
+def test_a_collective_that_does_not_end_is_given_up_by_this_process_and_not_by_its_backend():
+    with pytest.raises(RuntimeError, match="has not ended within 0 seconds"):
+        ddp_init._finish(Mock(is_completed=lambda: False), 0.1)
+    ended = Mock(is_completed=lambda: True)
+    ddp_init._finish(ended, 60)
+    ended.wait.assert_called_once_with()
+
+
+def test_the_limit_for_the_start_holds_for_the_start_alone():
+    rendezvous = OneRank()
+    assert _start_backend(rendezvous, "gloo", timedelta(minutes=60)) is None
+    cleanup_ddp()
+    assert rendezvous.store.timeout == timedelta(minutes=60), "groups that are made later wait at the same store"
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ def test_the_way_to_this_machine_is_loopback():
     name = interface_towards("localhost")
     assert name in psutil.net_if_addrs()
     assert any(entry.address in ("127.0.0.1", "::1") for entry in psutil.net_if_addrs()[name])
+    for find in (own_address_towards, interface_towards):
+        assert find("no-such-host.invalid") is None
 
 
 @pytest.fixture

@@ -1,15 +1,22 @@
 import os
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
+from finetune.distributed.accelerate_library import forget_accelerate
+from finetune.distributed.collectives import Collectives
+from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import best_precision
+from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import _check_world, launch
+from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, LaunchError
+from finetune.fallbacks import Fallbacks
 from tests.launches import free_port, place_variables, reports_of
 
 CPU = {"training": {"device": "cpu", "precision": "fp32"}}
@@ -187,6 +194,10 @@ def test_another_precision_asked_of_accelerate_is_refused(monkeypatch):
         ("torchrun", {"parallel": {"world_size": 3}}, "parallel.world_size is 3 .* torchrun .* RANK=0, WORLD_SIZE=2"),
         ("torchrun", {"parallel": {"rank": 3}}, "parallel.rank is 3 .* RANK=0"),
         ("torchrun", {"parallel": {"num_processes": 3}}, "is 3 .* but torchrun started this process .* Remove the key"),
+        (
+            *("torchrun", {"parallel": {"master_addr": "10.0.0.9", "timeout_minutes": 0.02}}),
+            "parallel.master_addr is 10.0.0.9 .* but torchrun set MASTER_ADDR=.* Remove the key, or tell the launcher",
+        ),
         ("", {"parallel": {"world_size": 3}}, "this process was started without a launcher, as RANK=0, WORLD_SIZE=1"),
         ("", {"ddp": False, "parallel": {"num_processes": 2}}, "ddp is false .* but parallel.num_processes is 2"),
     ],
@@ -291,6 +302,21 @@ class Recorder:
 
     def synchronize(self):
         self.heard.append("the device is done")
+
+
+def test_ranks_are_watched_while_their_cpus_are_connected(monkeypatch):
+    """A rank that dies then would be waited for until the group's timeout, which is an hour."""
+    recorder = Recorder()
+    monkeypatch.setattr(Runtime, "_compare_worlds", lambda self: None)
+    monkeypatch.setattr("finetune.distributed.watchdog.Watchdog", lambda *args, **kwargs: recorder)
+    monkeypatch.setattr(Collectives, "backend", "nccl")
+    monkeypatch.setattr(torch.distributed, "new_group", Mock(side_effect=RuntimeError("no network")))
+    context = ProcessContext(True, 0, 0, 2, torch.device("cpu"))
+    with pytest.raises(LaunchError, match=r"gloo does not connect their CPUs \(no network\)"):
+        Runtime(context, read_environment({}), Fallbacks(), config(), {})
+    forget_accelerate()
+    connecting = "enter connecting the CPUs of all ranks"
+    assert recorder.heard == [connecting, "ask for the fault", "failed: LaunchError", "closed"]
 
 
 def test_a_gpu_finishes_its_work_before_a_rank_waits_and_before_it_waits_no_more(monkeypatch):

@@ -4,11 +4,13 @@ import json
 import shutil
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from finetune.config.compose import load_config
 from finetune.distributed.launch import launch
-from finetune.distributed.sharding import refuse_uneven_shards
+from finetune.distributed.sharding import _mesh, refuse_uneven_shards
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.folder import RunFolder
@@ -215,6 +217,16 @@ def test_a_run_goes_on_with_shards_and_without(pairs, tmp_path):
     for case in goings:
         assert_same_bytes(whole, gone_on / case.name)
         assert len(record(gone_on / case.name)["starts"]) == 2
+
+
+def test_shards_go_through_the_group_of_the_run_where_torch_sees_gpus_too(monkeypatch):
+    """`init_device_mesh` would make a group through nccl beside a group of gloo."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        assert _mesh("cpu", 1, 1).get_group("shards") is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_reducer_of_whole_weights_is_refused_before_anything_is_loaded(tmp_path):

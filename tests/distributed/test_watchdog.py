@@ -447,3 +447,10 @@ def test_all_late_ranks_are_named():
         "rank 0 has been in training, step 12, for 31 s; rank 1 has been in data, step 13, for 31 s "
         "while rank 2 waits for it in sum: the step timeout is 30 s"
     )
+
+
+def test_ranks_that_all_wait_are_late():
+    text = str(describe_late({0: position(waiting="sum"), 1: position(waiting="barrier", phase="evaluation")}, 30))
+    assert text.startswith("rank 0 has waited in sum during training, step 12, for 31 s; rank 1 has waited in barrier")
+    assert "and no rank is left to wait for" in text
+    assert "so have 992 others" in str(describe_late({rank: position(waiting="sum") for rank in range(1000)}, 30))

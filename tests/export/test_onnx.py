@@ -7,13 +7,16 @@ import os
 import re
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from finetune.config.config_files import resolve_shipped
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.export import onnx, onnx_served
-from finetune.export.converters import _with_layers_and_rope
+from finetune.export.converters import _with_known_splits, _with_layers_and_rope
 from finetune.export.merge import load_tuned_model, write_merged
 from finetune.export.onnx import export_onnx
 from finetune.export.onnx_served import load_onnx, type_of
@@ -226,6 +229,19 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(tmp_path, m
     done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx", code=2)
     assert "needs onnx-ir, not installed here" in done.errors
     assert "pip install 'phi-finetune[onnx]'" in done.errors
+
+
+def test_a_pattern_that_the_runtime_knows_splits_like_phi_tinys():
+    text = Path(resolve_shipped("shipped:phi_tiny"), "tokenizer.json").read_text(encoding="utf-8")
+    rewritten = json.dumps(_with_known_splits(json.loads(text)))
+    assert (r"[^\\p{L}\\p{N}]+" in text, r"[^\\p{L}\\p{N}]+" in rewritten) == (True, False)
+    ours, theirs = Tokenizer.from_str(text), Tokenizer.from_str(rewritten)
+    for line in (
+        "3 crates, 12 boxes!\n\n  Olá, Zürich: 3 € für 价格 🙂",
+        '{"a1": 0.25}\tdon\'t ½ ② ٣',
+        "<|end|>\n<|user|> x ",
+    ):
+        assert ours.encode(line).ids == theirs.encode(line).ids
 
 
 def test_the_builder_is_told_which_phi3_has_longrope():

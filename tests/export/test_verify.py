@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from finetune.export.runtimes import load_peft
 from finetune.export.served_comparison import Rendered, ServedComparison, compare, rows_of_checks
 from finetune.export.vectors import Vector, Vectors, digest_weight_files, read_vectors
 from finetune.export.verifying import verify_run
-from finetune.export.vllm_served import limits_of_adapter
+from finetune.export.vllm_served import InVllm, limits_of_adapter, served_by_vllm
 from finetune.runs.durable import MANIFEST, find_damage
 from tests.bisect.scene import change_tensor, edit_json
 from tests.export.finished_runs import words_to_train, write_run
@@ -349,6 +350,16 @@ def test_log_probabilities_of_a_few_tokens_are_compared_by_these_tokens():
     token = int(re.search(r"the most at token (\d+): (\S+), expected", said)[1])
     known = torch.randn(1, 50, generator=torch.Generator().manual_seed(0))
     assert token in known.topk(20).indices[0, [0, -1]], "the likeliest or the least likely of them moved most"
+
+
+@pytest.mark.parametrize(("served_as", "name"), [("orders", "orders"), (None, "adapter")])
+def test_an_adapter_that_vllm_has_is_compared_as_it_is_and_not_loaded_anew(monkeypatch, served_as, name):
+    server = Mock(name_of=lambda folder: folder.name)
+    monkeypatch.setattr("finetune.export.vllm_served.VllmServer", lambda *_, **__: server)
+    monkeypatch.setattr("finetune.export.vllm_served.ServedByVllm", lambda server, name, known: name)
+    with served_by_vllm(Path("run/adapter"), None, InVllm("http://localhost:8000", served_as), base="base") as found:
+        assert found == name
+    server.loaded.assert_not_called()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import contextlib
+import errno
 import json
 import math
 import shutil
@@ -7,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors.numpy import load_file, save
@@ -15,7 +17,7 @@ from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
 from finetune.config.compose import load_config
 from finetune.config.config_files import resolve_shipped
 from finetune.data.splits import digest_row
-from finetune.errors import ConfigError, DataError, RequirementError
+from finetune.errors import ConfigError, DataError, RequirementError, RunFailedError
 from finetune.inference.finished_run import FinishedRun
 from finetune.inference.scores import Evaluation, RowValues, Scores
 from finetune.report.data_preview import preview_data_of
@@ -232,6 +234,14 @@ def test_results_are_written_only_if_asked_and_over_nothing(figures, adapter_run
     assert sorted(adapter_run.rglob("*")) == before
 
 
+def test_figures_are_shown_also_where_they_cannot_be_written(capsys, adapter_run, tmp_path, monkeypatch):
+    words = ["testing.compare_base=false", "testing.metrics=[]", "testing.num_samples=0"]
+    monkeypatch.setattr("finetune.runs.durable.replace_file", Mock(side_effect=OSError(errno.ENOSPC, "No space left")))
+    with pytest.raises(RunFailedError, match=r"results\.json cannot be written: No space left .*ENOSPC"):
+        evaluate(adapter_run, words, output=tmp_path / "results.json", as_json=True)
+    assert json.loads(capsys.readouterr().out)["num_rows"] == NUM_ROWS
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -384,6 +394,8 @@ def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapte
     ("words", "options", "reason"),
     [
         ([], {"fail_if_worse": ["token_f2"]}, r"expected one of loss, exact_match. Measure others with --metric"),
+        ([], {"fail_if_worse": ["loss:-1"]}, "expected a margin of at least 0"),
+        ([], {"fail_if_worse": ["loss:much"]}, "expected a margin of at least 0"),
         pytest.param(
             *(["testing.compare_base=false"], {"fail_if_worse": ["loss"]}, "there is no verdict on it"),
             marks=pytest.mark.slow,

@@ -109,6 +109,7 @@ def test_a_key_of_the_runs_config_can_be_set(asked, adapter_run):
         ({"prompts": ["a <|end|> b"]}, DataError, "special token"),
         ({"top_p": 0.0}, ConfigError, "--top-p is 0"),
         ({"prompts": ["\udcff"]}, DataError, "prompt 1"),
+        ({"settings": ["parallel.sharding=fsdp2"]}, DataError, "do not share a pipe. Give PROMPT or --from FILE"),
     ],
 )
 def test_mistakes_are_told(asked, adapter_run, options, error, why):

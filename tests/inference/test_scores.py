@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.inference.scores import AnsweredRow, Evaluation, Scores, show_evaluation
+from finetune.inference.scores import AnsweredRow, Evaluation, Scores, show_evaluation, worse_first
 
 
 @pytest.fixture
@@ -19,6 +19,15 @@ def render(capsys, monkeypatch):
 
 def answered(prompt, expected, **answers):
     return AnsweredRow(source="a:1", prompt=prompt, expected=expected, answers=answers)
+
+
+def test_rows_that_got_worse_come_first():
+    each = {"same": (1.0, 1.0), "better": (0.0, 1.0), "worse": (1.0, 0.0)}
+    rows = [
+        replace(answered(name, ""), metrics={"base": {"exact_match": base}, "tuned": {"exact_match": tuned}})
+        for name, (base, tuned) in each.items()
+    ]
+    assert [row.prompt for row in worse_first(rows)] == ["worse", "same", "better"]
 
 
 def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):

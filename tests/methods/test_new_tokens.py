@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from pydantic import ValidationError
 from transformers import AutoTokenizer
 
 from finetune.config.schema import LoraSection
@@ -121,6 +122,11 @@ def test_a_token_that_is_there_already_is_refused():
     tokenizer = tiny_tokenizer()
     with pytest.raises(ConfigError, match=r"new_tokens: <\|end\|> is already a token of this tokenizer"):
         add_tokens(tokenizer, LoraSection(new_tokens=["<x>", "<|end|>"]))
+    for tokens in (["<a>", "<a>"], [""]):
+        with pytest.raises(ValidationError, match="expected different tokens that are not empty"):
+            LoraSection(new_tokens=tokens)
+    with pytest.raises(ValidationError, match=r"cannot be combined with lora\.new_tokens"):
+        LoraSection(new_tokens=["<a>"], modules_to_save=["embed_tokens"])
 
 
 def test_a_head_with_a_bias_is_refused():

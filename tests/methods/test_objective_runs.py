@@ -152,6 +152,12 @@ def test_weights_that_are_far_apart_are_warned_about(inputs, tmp_path):
     assert "the 9 good answers have a weight of 27 in the loss and the 9 bad ones 9" in done.stdout
 
 
+def test_a_preview_shows_the_labels(inputs):
+    done = run_finetune("preview", *words(inputs, inputs / "run", "kto"), "--rows", "2", code=0)
+    assert "labelled as a good answer" in done.stdout
+    assert "labelled as a bad answer" in done.stdout
+
+
 @pytest.mark.slow
 def test_a_plan_runs_the_loss_of_the_run(inputs):
     done = run_finetune("plan", *words(inputs, inputs / "run", "kto"))

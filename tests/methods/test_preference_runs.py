@@ -147,6 +147,13 @@ def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, in
     assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
 
 
+def test_a_script_without_the_objective_trains_and_records_it(inputs, tmp_path):
+    """As scripts and task files did before there was the key."""
+    words = [word for word in [*words_for(inputs, tmp_path / "run"), *WORDS] if word != "task=finetune_preferences"]
+    train([*words, "training.max_steps=1"])
+    assert "objective: dpo" in (tmp_path / "run/config.yaml").read_text()
+
+
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
     done = run_finetune("evaluate", trained[0])
     assert done.returncode == 2

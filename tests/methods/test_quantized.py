@@ -93,6 +93,9 @@ def test_without_cuda_it_is_refused_before_anything_is_read():
 
 
 def test_what_cannot_be_quantized_is_refused(monkeypatch):
+    monkeypatch.setattr("finetune.model.quantized.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="needs bitsandbytes, which is not installed: pip install bitsandbytes"):
+        refuse_where_quantizing_is_impossible(QUANTIZED, ELSEWHERE, GPU)
     monkeypatch.setattr("finetune.model.quantized.find_spec", lambda name: name)
     with pytest.raises(ConfigError, match=r"model\.init=random has none on disk"):
         refuse_where_quantizing_is_impossible(QUANTIZED, ModelSection(init="random"), GPU)

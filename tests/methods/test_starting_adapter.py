@@ -75,6 +75,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(second, tmp_path)
         ({"rslora": True}, r"this run 4, 6 and true"),
         ({"dora": True}, "8 missing there"),
         ({"target_modules": ["o_proj"]}, "12 unknown here"),
+        ({"rank_pattern": {"o_proj": 3}}, r"its rank_pattern is empty, here \{'o_proj': 3\}"),
     ],
 )
 def test_an_adapter_of_another_kind_is_refused_with_both_sides(inputs, first, keys, said):
@@ -108,4 +109,7 @@ def test_what_holds_no_whole_adapter_is_refused(inputs, first, tmp_path):
     config = json.loads((torn / "adapter_config.json").read_text())
     (torn / "adapter_config.json").write_text(json.dumps({**config, "peft_type": "IA3"}))
     with pytest.raises(ModelError, match="its peft_type is IA3, not LORA"):
+        start(base_of(inputs), torn)
+    (torn / "adapter_config.json").write_text(json.dumps({**config, "trainable_token_indices": [3]}))
+    with pytest.raises(ModelError, match=r"it trains the rows \[3\] of the embedding, this run None"):
         start(base_of(inputs), torn)

@@ -87,6 +87,13 @@ def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
     assert headline_of(run) == expected
 
 
+def test_metrics_that_cannot_be_read_are_told(tmp_path):
+    run = write_run(tmp_path / "a")
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl cannot be read: Is a directory (EISDIR)" in open_runs([run])[0].problems
+
+
 @pytest.mark.slow
 def test_of_several_runs_it_names_the_best_and_what_differs(tmp_path):
     first = write_run(tmp_path / "first")

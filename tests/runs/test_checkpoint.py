@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 from finetune.errors import CheckpointError
 from finetune.runs.checkpoints import commit_snapshot, load_checkpoint, prune, publish_adapter, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
-from finetune.runs.model_files import encode_tokenizer
+from finetune.runs.model_files import encode_tokenizer, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.tensors import TensorFile, read_tensors
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
@@ -215,6 +215,13 @@ def test_what_does_not_fit_is_refused(folder, lora, build, make, match):
     model = build()
     with pytest.raises(CheckpointError, match=match):
         load_checkpoint(path, model=model, optimizer=make(trained(model)))
+
+
+def test_an_adapter_that_does_not_arrive_is_an_error(folder, lora, monkeypatch):
+    path = save(folder, lora)
+    monkeypatch.setattr("peft.set_peft_model_state_dict", lambda model, tensors, adapter_name: None)
+    with pytest.raises(CheckpointError, match="did not arrive in the model"):
+        load_model(build_lora(seed=5), path)
 
 
 @pytest.mark.parametrize("change", [{"step": "12"}, {"step": -1}, {"epoch": True}, {"best_loss": "low"}, {"more": 1}])

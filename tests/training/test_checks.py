@@ -28,9 +28,10 @@ NO_MODEL = "model.path is does/not/exist, but there is no such folder."
             [
                 "data.mixture=[{path: nowhere.jsonl}, {path: rows.jsonl, validation: gone.csv.gz}]",
                 "model.path=org/model",
+                "testing.general_prompts=gone.jsonl",
             ],
             DataError,
-            f"the run has 2 problems:\n  {NO_ROWS}\n  {NO_DEV}",
+            f"the run has 3 problems:\n  {NO_ROWS}\n  {NO_DEV}\n  testing.general_prompts is gone.jsonl, but that file",
         ),
     ],
 )

@@ -173,6 +173,9 @@ def test_layers_of_other_sizes_stay_in_bf16_and_are_named(words, tmp_path):
     assert taken["why"].endswith("not multiples of 16: layers.0.mlp.down_proj, layers.1.mlp.down_proj")
     with pytest.raises(ConfigError, match=r"wanted all frozen linear layers in fp8.*strict"):
         train([*words, "strict=true", f"output_dir={tmp_path / 'strict'}"])
+    build_tiny(tiny_phi3_config(**{**SIZES, "hidden_size": 40})).save_pretrained(base)
+    with pytest.raises(ConfigError, match="rounds nothing here: 8 linear layers have sizes or heads"):
+        train([*words, f"output_dir={tmp_path / 'odd'}"])
 
 
 def wide_weights(base: Path, folder: Path, factor: float) -> Path:

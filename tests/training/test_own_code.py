@@ -193,6 +193,16 @@ def test_hooks_that_would_be_ignored_are_refused(given, message, words):
         Hooks(**given).check(config)
 
 
+def test_one_description_of_a_run_is_enough(monkeypatch):
+    monkeypatch.setattr("finetune.training.train.launch", lambda _: pytest.fail("it trained"))
+    config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
+    for first in (config, "phi_tiny"):
+        with pytest.raises(ConfigError, match=r"train takes a configuration from load_config .* Give one of the two"):
+            finetune.train(first, data=ROWS)
+    with pytest.raises(ConfigError, match="data is given as rows, but the overrides name"):
+        finetune.train(model="phi_tiny", data=ROWS, overrides=["data=orders"])
+
+
 def test_methods_of_other_trainers_are_refused():
     class Mine(finetune.Trainer):
         def compute_loss(self, *_):

@@ -5,12 +5,15 @@ import json
 import os
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from finetune.errors import ConfigError
 from finetune.runs.folder import RunFolder
 from finetune.training import training_run
+from finetune.training.profiling import StepProfiler
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods.tiny_training import events, record
@@ -127,6 +130,12 @@ def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_pat
         "used": "none",
         "why": "File exists (EEXIST)",
     }
+
+
+def test_a_script_that_profiles_by_itself_is_refused(tmp_path):
+    refusal = pytest.raises(ConfigError, match=r"training\.profile is 1, .* torch has only one profiler")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), refusal:
+        StepProfiler(SimpleNamespace(is_main_process=True), RunFolder(tmp_path), num_profiled=1, done=0, num_steps=3)
 
 
 @pytest.mark.slow

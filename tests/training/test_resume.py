@@ -234,6 +234,15 @@ def test_a_run_that_was_saved_with_keys_of_other_names_is_compared_by_todays(sta
     assert started.go_on("preference.beta=0.5", "resume.allow=preference.beta") == ["preference.beta"]
 
 
+def test_long_values_are_shown_where_they_differ(tmp_path: Path) -> None:
+    template = "{# " + "x" * 200 + " #}"
+    run = Started(tmp_path / "run", f"model.chat_template={template}a", "optim.args={betas: [0.9, 0.95], eps: 1e-8}")
+    message = run.refusal(f"model.chat_template={template}b", "optim.args={betas: [0.9, 0.95], eps: 1e-6}")
+    assert "xx #}a, now ... " in message
+    assert 'optim.args: started with {"eps": 1e-08}, now {"eps": 1e-06} (command line)' in message
+    assert "optim.args: " not in run.refusal("seed=7", "optim.args={eps: 1}", "resume.allow=optim")
+
+
 # --- rows ---------------------------------------------------------------------------------------------------------
 
 
