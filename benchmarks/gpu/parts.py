@@ -138,7 +138,7 @@ def tasks() -> Iterator[Task]:
 
     yield Task("rewards/update", "benchmarks.gpu.rewards:train", 240, {"generates": False}, _OF_A_RUN)
     yield Task("rewards/step", "benchmarks.gpu.rewards:train", 540, {"generates": True}, _OF_A_RUN)
-    for batch, by in product(BATCHES, ("engine", "transformers")):
+    for batch, by in product(BATCHES, ("engine", "graph", "transformers")):
         how = {"by": by, "batch": batch}
         yield Task(f"rewards/{by}-{batch}", "benchmarks.gpu.rewards:sample", 120, how, ("peft",))
     for name, words in QLORA_RUNS.items():

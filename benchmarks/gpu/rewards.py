@@ -21,6 +21,7 @@ import torch
 from benchmarks.base_model import TORCH_TYPES, make_base, write_base_without_weights
 from benchmarks.clock import RankReport, StepClock, forget_peak, peak_memory
 from benchmarks.engines import ours
+from benchmarks.gpu.decoding_graph import GraphedDecoder
 from benchmarks.gpu.runs import against_plan, planned_peak
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.timing import synchronize, with_adapter
@@ -87,12 +88,12 @@ def train(session: Session, *, generates: bool) -> dict[str, Any]:
     }
 
 
-def sample(session: Session, *, by: Literal["engine", "transformers"], batch: int) -> dict[str, Any]:
+def sample(session: Session, *, by: Literal["engine", "graph", "transformers"], batch: int) -> dict[str, Any]:
     """Time answers to different prompts that are sampled together: 512 tokens each, and 128 new ones.
 
     Args:
         session: where to compute.
-        by: the engine, which a run uses on CPUs only, or transformers' `generate`.
+        by: the engine, which a run uses on CPUs only, the engine with a CUDA graph, or transformers' `generate`.
         batch: the number of answers.
     """
     batch, prompt, new = (min(batch, 4), 8, 6) if session.is_tiny else (batch, 512, 128)
@@ -113,8 +114,9 @@ def sample(session: Session, *, by: Literal["engine", "transformers"], batch: in
     counts: list[int] = []
     is_cuda = session.device == "cuda"
     autocast = torch.autocast(session.device, dtype=torch.bfloat16) if is_cuda else nullcontext()
-    chosen = patch.object(decoding, "_engine_continues", lambda _: by == "engine")
-    with chosen, fused_or_not(is_cuda), autocast:
+    chosen = patch.object(decoding, "_engine_continues", lambda _: by != "transformers")
+    decoder = patch.object(decoding, "CachedDecoder", GraphedDecoder if by == "graph" else decoding.CachedDecoder)
+    with chosen, decoder, fused_or_not(is_cuda), autocast:
         seconds_for(2)
         forget_peak(session.device)
         whole, beginning = seconds_for(new), seconds_for(1)

@@ -40,8 +40,14 @@ class CachedDecoder:
 
     def go_on(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append a token to each row, (rows,), and return the logits after it, (rows, vocabulary)."""
-        hidden = self._decoder.hidden_states(tokens, self._cache.lengths, _NextPass(self._cache))
-        self._cache.lengths = self._cache.lengths + 1
+        logits = self._append(tokens, self._cache.longest + 1)
+        self._cache.longest += 1
+        return logits
+
+    def _append(self, tokens: torch.Tensor, num_columns: int) -> torch.Tensor:
+        """Compute `go_on` over the first columns of the cache, without waiting for the device."""
+        hidden = self._decoder.hidden_states(tokens, self._cache.lengths, _NextPass(self._cache, num_columns))
+        self._cache.lengths += 1
         return self._logits(hidden)
 
     def keep(self, rows: torch.Tensor) -> None:
@@ -54,15 +60,24 @@ class CachedDecoder:
 
 
 class _Cache:
-    """Keys and values by layer, each (rows, kv_heads, most_tokens, head_dim), and the tokens of each row, (rows,)."""
+    """Keys and values by layer, each (rows, kv_heads, most_tokens, head_dim).
+
+    Attributes:
+        lengths: the tokens of each row so far, (rows,).
+        longest: the largest of them.
+        most_tokens: the most tokens that a row will have.
+        layers: keys and values.
+    """
 
     def __init__(self, lengths: torch.Tensor, most_tokens: int) -> None:
-        self.lengths = lengths
+        self.lengths = lengths.clone()
+        self.longest = int(lengths.max())
         self.most_tokens = most_tokens
         self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def keep(self, rows: torch.Tensor) -> None:
         self.lengths = self.lengths[rows]
+        self.longest = int(self.lengths.max())
         for layer, (keys, values) in enumerate(self.layers):  # one by one, so that only one layer is in memory twice
             self.layers[layer] = keys[rows], values[rows]
 
@@ -104,11 +119,11 @@ class _FirstPass:
 class _NextPass:
     """A forward pass of one token of each row, which appends to the cache layer by layer."""
 
-    def __init__(self, cache: _Cache) -> None:
+    def __init__(self, cache: _Cache, num_columns: int) -> None:
         self._cache = cache
         self._layers = iter(cache.layers)
         self._rows = torch.arange(len(cache.lengths), device=cache.lengths.device)
-        self._columns = torch.arange(int(cache.lengths.max()) + 1, device=cache.lengths.device)
+        self._columns = torch.arange(num_columns, device=cache.lengths.device)
         self._biases: dict[int | None, torch.Tensor] = {}
 
     def attend(

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from benchmarks.gpu import decoding_graph
 from finetune.engine.decoder import Decoder, bare_model
 from finetune.engine.kv_cache import CachedDecoder, _Cache
 from finetune.engine.layout import pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
+from finetune.inference import decoding
 from finetune.inference.decoding import Decoding, Sampling, generate_answers
 from tests.diagnose.measured import peak_of
 from tests.engine.test_decoder import CONFIGS, plain_attention, some_rows, with_lora
@@ -53,6 +55,17 @@ def test_logits_are_those_of_whole_rows(kind, adapter):
             rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
             logits = decoder.go_on(tokens)
     torch.testing.assert_close(logits, last_logits(model, rows), rtol=IN_FLOAT64, atol=IN_FLOAT64)
+
+
+def test_a_pass_that_is_replayed_gives_the_same_answers(monkeypatch):
+    """On a CPU nothing is captured; the tokens and lengths keep their places, and later columns are left out."""
+    monkeypatch.setattr(decoding_graph, "COLUMNS", 8)
+    model = build_tiny(tiny_phi3_config(initializer_range=0.3)).eval()
+    drawn = Decoding(stop_ids=[5, 6, 7], max_new_tokens=20, sampling=Sampling(temperature=1.5, seed=3))
+    expected = generate_answers(model, prompts(), drawn, batch_size=8)
+    monkeypatch.setattr(decoding, "CachedDecoder", decoding_graph.GraphedDecoder)
+    assert generate_answers(model, prompts(), drawn, batch_size=8) == expected
+    assert len({len(answer) for answer in expected}) > 2  # rows have left
 
 
 def test_rows_leave_the_cache_layer_by_layer():

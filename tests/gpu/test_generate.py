@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.decoding_graph import GraphedDecoder
 from finetune.distributed.device import deterministic_algorithms
 from finetune.inference import decoding
 from finetune.inference.decoding import Decoding, Sampling, generate_answers
@@ -18,15 +19,17 @@ PROMPTS = [row.input_ids.tolist() for row in tiny_examples(6, shortest=2, longes
 WAYS = {"greedy": None, "sampled": Sampling(temperature=0.9, top_p=0.95, top_k=40, seed=5)}
 
 
-@pytest.mark.parametrize("by_engine", [False, True], ids=["transformers", "engine"])
+@pytest.mark.parametrize("by", ["transformers", "engine", "graph"])
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["phi-3", "phi-4-mini"])
 def test_answers(
-    family: str, way: str, is_deterministic: bool, by_engine: bool, device: torch.device, monkeypatch: Any
+    family: str, way: str, is_deterministic: bool, by: str, device: torch.device, monkeypatch: Any
 ) -> None:
-    """Also by the engine, which answers on no GPU before its speed has been measured on one."""
-    monkeypatch.setattr(decoding, "_engine_continues", lambda model: by_engine or model.device.type == "cpu")
+    """Also by the engine, alone or with a CUDA graph, which answers on no GPU before its speed has been measured."""
+    monkeypatch.setattr(decoding, "_engine_continues", lambda model: by != "transformers" or model.device.type == "cpu")
+    if by == "graph":
+        monkeypatch.setattr(decoding, "CachedDecoder", GraphedDecoder)
     asked = Decoding(stop_ids=[63], max_new_tokens=12, sampling=WAYS[way])
     with deterministic_algorithms() if is_deterministic else nullcontext():
         here = generate_answers(placed(family, "fp32", device).eval(), PROMPTS, asked, batch_size=3)
