@@ -140,7 +140,7 @@ def tasks() -> Iterator[Task]:
     yield Task("rewards/step", "benchmarks.gpu.rewards:train", 540, {"generates": True}, _OF_A_RUN)
     for batch, by in product(BATCHES, ("engine", "graph", "transformers")):
         how = {"by": by, "batch": batch}
-        yield Task(f"rewards/{by}-{batch}", "benchmarks.gpu.rewards:sample", 120, how, ("peft",))
+        yield Task(f"rewards/{by}-{batch}", "benchmarks.gpu.rewards:sample", 120, how, _OF_A_RUN)
     for name, words in QLORA_RUNS.items():
         yield _run(
             f"qlora/{name}",

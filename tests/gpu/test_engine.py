@@ -12,11 +12,13 @@ from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExample
 from finetune.distributed.device import DTYPES, Precision
 from finetune.engine.layout import pack
+from finetune.engine.linear import Linear, linear
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import Microbatch
 from finetune.engine.supported import unsupported_reason
 from finetune.model.base import checkpoint_gradients
 from tests.engine.prefix_rows import random_rows
+from tests.engine.test_bf16_adapters import ALPHA, RANK, SHAPES, kept, tensors_of
 from tests.gpu.models import FAMILIES, LONGROPE_BOUNDARY, PRECISIONS, placed
 
 ROWS = [EncodedExample(*row) for row in random_rows(3, longest=70, targets=0.5) if len(row[0]) > 1]
@@ -110,3 +112,16 @@ def test_checkpointing_changes_nothing(dropout: float, precision: Precision, dev
     for error, most in zip(errors(again, plain), TOLERANCES[device.type], strict=True):
         assert error <= most
     assert plain.gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("steps", [6, 40])
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_young_adapter_keeps_its_effect_in_bf16(name: str, steps: int, device: torch.device) -> None:
+    """What tests/engine/test_bf16_adapters.py says of a CPU: the kernels of a GPU add up in another order."""
+    x, weight, residual, a, b = (part.to(device) for part in tensors_of(SHAPES[name], steps))
+    exact = ALPHA / RANK * (x.double() @ a.double().t() @ b.double().t())
+    layer = Linear(weight, lora_a=a, lora_b=b, scale=ALPHA / RANK)
+    silent = layer._replace(lora_b=torch.zeros_like(b))
+    for added, lost in ((None, 0.02), (residual, 0.05)):
+        tuned, base = (linear(x, one, residual=added) for one in (layer, silent))
+        assert abs(1 - kept(tuned, base, exact)) < lost
