@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import RankReport, StepClock
+from benchmarks.clock import EnoughError, RankReport, StepClock
 from benchmarks.job import LEARNING_RATE, LORA_ALPHA, LORA_RANK, MAX_GRAD_NORM, Job, row_shape
 from benchmarks.worker import Order
 
@@ -35,7 +36,8 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
             splits = EncodedSplits(EncodedExamples.from_rows(rows, end_id=_END_ID))
             trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, _, _ = trainer.prepare_dataloaders()
-        trainer.run_training(train_loader)
+        with suppress(EnoughError):
+            trainer.run_training(train_loader)
     return _report(order) if order.rank == 0 else RankReport()
 
 
@@ -74,7 +76,7 @@ def words(order: Order) -> list[str]:
         *(adapter if job.method == "lora" else []),
         f"optim.learning_rate={LEARNING_RATE}",
         f"optim.max_grad_norm={MAX_GRAD_NORM}",
-        f"training.max_steps={job.steps}",
+        f"training.max_steps={job.steps + (job.method == 'full')}",  # see EnoughError
         f"training.global_batch_size={job.global_batch // (2 if job.objective == 'dpo' else 1)}",
         f"training.objective={job.objective}",
         *_micro_batches(job),
