@@ -199,6 +199,18 @@ def warn_once(logger: logging.Logger, text: str) -> None:
     logger.warning("%s", text)
 
 
+@contextmanager
+def warnings_only(name: str) -> Iterator[None]:
+    """Within the block, let a logger only warn, because it has said everything else before."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def hear_libraries() -> None:
     """Send the log lines of other libraries through the package's log: they quote models and data."""
     for name in _LIBRARIES:

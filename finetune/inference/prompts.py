@@ -21,6 +21,7 @@ from finetune.data.turns import Dialogue, Turn, parse_tools, text_turn
 from finetune.data.values import BadRowError, parse_text, quote
 from finetune.errors import DataError
 from finetune.inference.answers import answer_text
+from finetune.logs import warnings_only
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection
@@ -164,14 +165,9 @@ def read_opening(section: DataSection, reads: Reads = "answers") -> Opening:
     # Splits of so few rows could leave none for training.
     few_rows = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
     mixture = [{key: value for key, value in source.items() if key not in few_rows} for source in section.mixture]
-    data_log = logging.getLogger("finetune.data")  # has said all about these rows, in training
-    level = data_log.level
-    data_log.setLevel(logging.WARNING)
-    try:
+    with warnings_only("finetune.data"):  # training has said all about these rows
         rows = load_examples(section.model_copy(update={**few_rows, "mixture": mixture}), reads).train
         openings = [(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT)]
-    finally:
-        data_log.setLevel(level)
     offers = Counter(tools for _, tools in openings if tools)
     is_offered = offers and offers.total() >= _SHARE_WITH_TOOLS * len(openings)
     tools = offers.most_common(1)[0][0] if is_offered else ""

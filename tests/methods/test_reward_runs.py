@@ -237,6 +237,8 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
         train_from_overrides(words(inputs, run, *own, "reward.functions_from=rewards_of_a_test"))
     del sys.modules["rewards_of_a_test"]
     assert {"reward", "reward_solves"} <= curve(run)[0].keys()
+    log = (run / "log.txt").read_text()  # the rows are read once more for their columns, which is not told again
+    assert log.count("columns for reward functions: limit") == 2, "one line for each split"
     again = replay_losses(run, 2)
     assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS["fp32"])
     assert "rewards_of_a_test" not in sys.modules

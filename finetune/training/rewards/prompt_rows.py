@@ -10,6 +10,7 @@ from finetune.data.examples import load_examples
 from finetune.data.formats import Example
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
+from finetune.logs import warnings_only
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards
 
 if TYPE_CHECKING:
@@ -75,9 +76,10 @@ class PromptRows:
 
 def read_rows_by_source(section: DataSection) -> dict[str, Example]:
     """Read all rows of training and validation, by their origin."""
-    splits = load_examples(section, "prompts")
-    parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]
-    return {row.source: row for part in parts for row in part.read()}
+    with warnings_only("finetune.data"):  # encoding has said all about these rows
+        splits = load_examples(section, "prompts")
+        parts = [part.whole for split in (splits.train, splits.validation) if split is not None for part in split.parts]
+        return {row.source: row for part in parts for row in part.read()}
 
 
 def check_expected(config: Config, rewards: Rewards, prompts: PromptRows) -> None:
