@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import date
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ from finetune.data.parallel import (
     choose_processes,
     encode_in_processes,
 )
-from finetune.data.row_checks import check_rows, name_some
+from finetune.data.row_checks import check_rows, name_some, warn_of_date
 from finetune.data.row_file import RowFacts, RowWriter, encoding_key, load_or_encode
 from finetune.data.rows import ROW_TYPE_NAMES, Examples, RowProblems
 from finetune.data.splits import AUTO_NEEDS_ROWS
@@ -82,14 +81,10 @@ def encode_sides(
     tokens = AnswerTokens(tokenizer, section.chat_template or "")
     digest = digest_tokenizer(tokenizer)
     encode = partial(_encode_source, tokens=tokens, tokenizer_digest=digest, section=section, fallbacks=fallbacks)
-    if asks_for_date(tokenizer):
-        _log.warning(
-            "the chat template of %s writes today's date into rows, so the same rows have other tokens on another day, "
-            "and a run whose rows differ does not resume. To fix the date, set data.template_date=%s.",
-            tokens.template.name,
-            date.today(),
-        )
     encoded = _in_all_sides([{source: encode(source) for source in side.wholes()} for side in sides])
+    has_turns = any(rows.row_type != "text" for side in encoded for rows in side.values())
+    if is_checked and has_turns and asks_for_date(tokenizer):
+        warn_of_date(tokens.template.name)
     return [
         _split(side, rows, tokens, section, is_checked=is_checked) for side, rows in zip(sides, encoded, strict=True)
     ]

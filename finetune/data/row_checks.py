@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -120,6 +121,16 @@ def check_rows(
     if refused:
         raise DataError(refused[0])
     return passed
+
+
+def warn_of_date(template: str) -> None:
+    """Warn that a chat template writes today's date into rows."""
+    _log.warning(
+        "the chat template of %s writes today's date into rows, so the same rows have other tokens on another day, and "
+        "a run whose rows differ does not resume. Set data.template_date=%s.",
+        template,
+        date.today(),
+    )
 
 
 def name_some(places: Iterable[str]) -> str:
