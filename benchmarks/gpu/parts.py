@@ -128,6 +128,8 @@ def tasks() -> Iterator[Task]:
     for number in TOKENS:
         yield Task(f"profile/{number}", profile, 120, {"tokens": number}, needs=("peft",))
     yield Task("profile/chat", profile, 120, needs=("peft",))
+    for way in ("unfused", "graph"):
+        yield Task(f"profile/1024-{way}", profile, 120, {"tokens": 1024, "way": way}, ("peft",), way == "graph")
 
     for kind, engines in PEERS.items():
         yield from (_run(f"peers/{kind}/{engine}", 180, engine=engine, kind=kind) for engine in engines)

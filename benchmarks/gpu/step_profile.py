@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -37,13 +38,16 @@ def limits(session: Session) -> dict[str, Any]:
     return {"matmul_flops_per_second": rate, "copied_bytes_per_second": 2 * source.nbytes / cost.seconds}
 
 
-def profile_microbatch(session: Session, tokens: int | None = None) -> dict[str, Any]:
+def profile_microbatch(
+    session: Session, tokens: int | None = None, *, way: Literal["run", "unfused", "graph"] = "run"
+) -> dict[str, Any]:
     """Time forward and backward of one micro-batch as a run computes it, and say what kind of operation takes the time.
 
     Args:
         session: where to compute.
         tokens: of the micro-batch, in rows of at most 4,096 (with tiny models fewer of both). None: the chat rows of
             one step.
+        way: as a run computes it, without fused functions, or as one CUDA graph, which shows what the host costs.
     """
     job = session.job("chat" if tokens is None else "mini")
     if tokens is None:
@@ -59,13 +63,15 @@ def profile_microbatch(session: Session, tokens: int | None = None) -> dict[str,
     num_tokens, num_targets = microbatch.num_tokens, microbatch.num_targets
 
     def work() -> None:
-        with unchanged_weights(), fused_or_not(session.device == "cuda"):
+        with unchanged_weights(), fused_or_not(session.device == "cuda" and way != "unfused"):
             with torch.autocast(session.device, dtype=torch.bfloat16, enabled=job.precision == "bf16"):
                 loss = summed_cross_entropy(model, microbatch)
             (loss / num_targets).backward()
         for parameter in model.parameters():
             parameter.grad = None
 
+    if way == "graph":
+        work = _as_graph(work)
     cost = measure(session, work)
     kinds, launches = _profile(session, work)
     return {
@@ -79,6 +85,19 @@ def profile_microbatch(session: Session, tokens: int | None = None) -> dict[str,
         "launches": launches,
         **{f"{kind}, ms": 1e3 * seconds for kind, seconds in kinds.items()},
     }
+
+
+def _as_graph(work: Callable[[], None]) -> Callable[[], None]:
+    """Capture the work as a CUDA graph, after a pass in which libraries allocate and kernels are compiled."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph.replay
 
 
 def _profile(session: Session, work: Any) -> tuple[dict[str, float], int]:
