@@ -231,6 +231,19 @@ def test_without_data_every_row_is_taken_to_be_as_long_as_it_may_be(words, capsy
     assert "7 steps" in out
 
 
+def test_what_needs_data_is_not_counted_and_the_plan_says_so(words, monkeypatch, capsys):
+    def needs_data(*_, **__):
+        raise RuntimeError("routing reads the tokens")
+
+    monkeypatch.setattr(planner_module, "forecast_step", needs_data)
+    monkeypatch.setattr(planner_module, "optimizer_need", lambda *_, **__: None)
+    assert plan_from_overrides(words) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "cannot be predicted, see below" in out
+    assert "memory cannot be predicted: the model's own forward needs data (RuntimeError: routing reads" in out
+    assert "the memory of torch.optim.AdamW is not counted: it cannot take a step without data" in out
+
+
 def test_json_and_a_probe(words, capsys):
     assert plan_from_overrides(words, is_probed=True, as_json=True) == 0
     record = json.loads(capsys.readouterr().out)

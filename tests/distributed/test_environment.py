@@ -1,10 +1,12 @@
 import random
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import hostlist
 import pytest
 
+from finetune.config.schema import Config
 from finetune.distributed.environment import (
     DEFAULT_MASTER_ADDR,
     DEFAULT_MASTER_PORT,
@@ -14,6 +16,7 @@ from finetune.distributed.environment import (
     read_environment,
     speaks_for_a_node,
 )
+from finetune.distributed.launch import refuse_another_launch
 from finetune.errors import LaunchError
 from tests.distributed.launcher_variables import (
     ACCELERATE,
@@ -168,7 +171,12 @@ def test_mpirun_over_the_nodes_of_a_slurm_job_begins_on_its_first_host():
     ],
 )
 def test_a_launch_over_several_nodes_needs_an_address(environ, is_missing):
-    assert read_environment(environ).is_address_missing == is_missing
+    read = read_environment(environ)
+    assert read.is_address_missing == is_missing
+    refusal = pytest.raises(LaunchError, match=f"{read.launcher} started 4 .* nothing says where rank 0 is")
+    with refusal if is_missing else nullcontext():
+        refuse_another_launch(Config(), read)
+    refuse_another_launch(Config.model_validate({"parallel": {"master_addr": "node1"}}), read)
 
 
 def test_address_and_port_may_default_and_count_as_given_where_either_is_set():

@@ -1,14 +1,16 @@
 """Both ways to sum gradients over ranks give one sum, also where a rank has fewer micro-batches than another."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from finetune.config.schema import Config
-from finetune.distributed.launch import launch
+from finetune.distributed.launch import _record_output_device, launch
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, LaunchError
 from finetune.training.optim import trainable_parameters
 from tests.distributed.reducing import CONFIGS, METHODS, SHARES, tiny
 from tests.launches import reports_of
@@ -50,6 +52,14 @@ def test_an_output_device_that_does_nothing_is_said_to():
         launch(Config.model_validate({**sections, "strict": True}), trains=False),
     ):
         pass
+
+
+def test_an_output_device_beyond_the_gpus_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    runtime = SimpleNamespace(device=torch.device("cuda", 1), placement=SimpleNamespace(uses_reducer=True), rank=1)
+    _record_output_device(Config.model_validate({"parallel": {"output_device": 1}}), runtime)
+    with pytest.raises(LaunchError, match=r"output_device is 2 .* but rank 1 sees 2 GPUs, counted from 0"):
+        _record_output_device(Config.model_validate({"parallel": {"output_device": 2}}), runtime)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -251,11 +251,10 @@ def test_a_card_quotes_untrusted_names_as_plain_text(hub, push, run, tmp_path):
     assert not any(line.startswith("<b>") for line in card.splitlines())
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        *(("local base", "--base"), ("full run", "finetune merge")),
+        *(("local base", "--base"), ("full run", "trained every weight")),
         *(("damage", "is damaged"), ("nothing", "is not a model")),
     ],
 )

@@ -234,6 +234,11 @@ def test_a_replay_refuses_options_that_it_would_ignore(tmp_path, option):
         verify(tmp_path, replay=1, **option)
 
 
+def test_the_only_runtime_to_name_is_vllm(tmp_path):
+    with pytest.raises(ConfigError, match="--runtime is ollama, expected vllm"):
+        verify(tmp_path, runtime="ollama")
+
+
 def test_a_certificate_replaces_nothing_else(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "large.json").write_text(json.dumps({"verdict": "same", "more": "x" * (16 << 20)}))

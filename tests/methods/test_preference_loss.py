@@ -16,6 +16,7 @@ from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair, encode_preferences
 from finetune.engine.microbatch import EMPTY_MICROBATCH
+from finetune.errors import DataError
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.preferences.losses import METRICS, PreferenceLoss
@@ -157,3 +158,9 @@ def test_the_sides_of_a_pair_begin_alike_and_learn_their_answers(base, tmp_path)
     assert len(splits.train.tokens(0)) == int(splits.train.chosen.lengths[0]) + own
     batch = partial(put_pairs_together, rows=COLLATIONS["padded"])([splits.train[0], splits.train[1]])
     assert batch.num_rows == 2
+
+
+def test_one_text_and_one_list_of_turns_are_no_pair(base, tmp_path):
+    turns = [{"role": "user", "content": "order 1?"}, {"role": "assistant", "content": "no"}]
+    with pytest.raises(DataError, match=r"train\.jsonl:1: one of chosen and rejected is text and one is turns"):
+        encode(base, tmp_path, {"train": [{"chosen": "order 1? yes", "rejected": turns}]})

@@ -17,10 +17,10 @@ from finetune import launch, load_config
 from finetune.config.schema import Config, PreferenceSection
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExamples
-from finetune.data.preferences import EncodedLabelled, LabelledExample
+from finetune.data.preferences import EncodedLabelled, EncodedPairs, LabelledExample
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
 from finetune.training.checks import check_fit
 from finetune.training.optim import trainable_parameters
 from finetune.training.preferences.losses import GlobalSums, PreferenceLoss, RowNats
@@ -31,6 +31,7 @@ from finetune.training.preferences.microbatches import (
     summed_preferences,
     with_global_sums,
 )
+from finetune.training.preferences.objectives import _refuse_straddling
 from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
 from tests.rounding import relative_difference
 
@@ -242,6 +243,28 @@ def test_strangers_longer_than_the_models_context_are_refused():
     with pytest.raises(ConfigError, match=r"longest answer has 20 tokens, but .* ends at 13.*Set data.max_length=13"):
         check(SimpleNamespace(train=rows))
     check(SimpleNamespace(train=EncodedLabelled(answers, "rows", max_length=13)))
+
+
+def test_rows_that_longrope_would_rotate_with_two_sets_of_factors_are_refused():
+    chosen, rejected = (  # of 23, 24 and 21 tokens, and of 25, 22 and 26
+        EncodedExamples.from_rows([(ids.tolist(), marks.tolist()) for ids, marks in side], end_id=2)
+        for side in zip(*pairs_of_ids(), strict=True)
+    )
+    pairs = EncodedPairs(chosen, rejected, "rows")
+    for boundary in (20, 26, None):
+        _refuse_straddling(pairs, boundary)
+    said = f"2 pairs have one side of at most 22 tokens .* the first is {chosen.source(1)}.* Set data.max_length=22"
+    with pytest.raises(DataError, match=said):
+        _refuse_straddling(pairs, 22)
+    _refuse_straddling(labelled(), 26)
+    with pytest.raises(DataError, match=r"rows: the longest prompt .* has 26 tokens.* Set data.max_length=25"):
+        _refuse_straddling(labelled(), 25)
+
+
+def test_one_labelled_row_is_compared_with_nothing():
+    one = EncodedExamples.from_rows([([5, 6], [False, True])], end_id=2)
+    with pytest.raises(DataError, match="rows has 1 row, but KTO compares answers to different prompts"):
+        EncodedLabelled(one, "rows", max_length=64)
 
 
 def test_rewards_are_means_over_good_and_over_bad_answers_or_missing():

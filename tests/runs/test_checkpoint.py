@@ -15,7 +15,7 @@ from transformers.optimization import Adafactor
 from finetune.errors import CheckpointError
 from finetune.runs.checkpoints import commit_snapshot, load_checkpoint, prune, publish_adapter, save_base, take_snapshot
 from finetune.runs.folder import RunFolder
-from finetune.runs.model_files import encode_tokenizer, load_model
+from finetune.runs.model_files import encode_model, encode_tokenizer, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.tensors import TensorFile, read_tensors
 from finetune.runs.verification import newest_valid, verify_checkpoint, verify_published
@@ -198,6 +198,13 @@ def test_a_base_without_a_name_and_an_optimizer_that_keeps_lists_are_refused_bef
     with pytest.raises(CheckpointError, match=r"LBFGS keeps old_dirs as list.*optim\.optimizer"):
         save_checkpoint(folder, model=model, optimizer=optimizer, state=STATE)
     assert list(folder.path.iterdir()) == [folder.lock_file]
+
+
+def test_a_model_with_several_adapters_is_not_saved_in_part():
+    model = build_lora()
+    model.add_adapter("second", LoraConfig(target_modules=LORA["phi3"]))
+    with pytest.raises(CheckpointError, match=r"holds one adapter, the model carries 2: \['default', 'second'\]"):
+        encode_model(model)
 
 
 @pytest.mark.parametrize(

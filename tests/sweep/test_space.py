@@ -8,6 +8,7 @@ import pytest
 
 from finetune.errors import ConfigError
 from finetune.sweep.space import draw_trials, read_space, read_values
+from tests.in_process import run_finetune
 
 
 def test_commas_separate_values_except_in_brackets_in_quotes_and_in_keys_that_take_a_list():
@@ -67,3 +68,10 @@ def test_what_is_no_sweep_is_refused_with_all_problems():
         draw_trials({"optim.learning_rate": "log(1e-5,1e-3)"}, seed=0, num_trials=None)
     with pytest.raises(ConfigError, match="--trials is 5, but these values have only 4 combinations"):
         draw_trials({"lora.r": "8,16", "seed": "1,2"}, seed=0, num_trials=5)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"), [("--only=3", "this sweep has the trials 1 to 2"), ("--halving=1", "give 2 or more")]
+)
+def test_a_number_that_suits_no_sweep_is_refused_before_anything_is_read(option, message):
+    assert message in run_finetune("sweep", "quickstart", "lora.r=4,8", option, code=2).errors

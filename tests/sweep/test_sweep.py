@@ -100,8 +100,6 @@ def test_everything_is_refused_before_the_first_trial(tmp_path):
     for words, texts in (
         (("lora.r=4,-1", "optim.learning_rate=1e-3,fast"), ("lora.r: expected a whole", "got 'fast'", "(trial-002)")),
         (("lora.r=4,8", "--metric", "validation.accuracy"), ("this run does not measure; it measures loss",)),
-        (("lora.r=4,8", "--only", "3"), ("this sweep has the trials 1 to 2",)),
-        (("lora.r=4,8", "--halving", "1"), ("give 2 or more",)),
         (("lora.r=4,8", f"data={rows}"), ("there is no validation split",)),
     ):
         ended = run_finetune("sweep", *words_of(tmp_path / "sweep", *words))

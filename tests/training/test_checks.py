@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from finetune.config import load_config
-from finetune.errors import DataError, FinetuneError, ModelError
+from finetune.errors import ConfigError, DataError, FinetuneError, ModelError
 from finetune.training import train as training
-from finetune.training.checks import check_paths
+from finetune.training.checks import check_objective, check_paths
 
 NO_ROWS = "data.path is nowhere.jsonl, but there is no such file or folder. Correct the path."
 NO_DEV = "data.validation is gone.csv.gz, but there is no such file. Correct the path."
@@ -54,3 +54,10 @@ def test_what_may_be_elsewhere_is_no_missing_path(tmp_path: Path, monkeypatch: p
         with pytest.raises(ModelError) as caught:
             check_paths(load_config([*words, "data.test=memory://dev.jsonl"]))
         assert str(caught.value).startswith(NO_MODEL), "the model is the only problem"
+
+
+def test_a_server_for_rollouts_takes_adapters_only() -> None:
+    words = ["model=phi_tiny", "data=orders", "grpo.beta=0", "rollout.server=http://localhost:1"]
+    check_objective(load_config(words, task="finetune_grpo"))
+    with pytest.raises(ConfigError, match=r"training\.method is full, but the server gets .* as a LoRA adapter"):
+        check_objective(load_config([*words, "training.method=full"], task="finetune_grpo"))

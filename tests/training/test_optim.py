@@ -56,6 +56,12 @@ def test_arguments_that_do_not_go_with_an_optimizer_are_refused(keys, said):
         build_optimizer(nn.Linear(2, 2), section(**keys))
 
 
+def test_a_factory_that_returns_no_optimizer_is_named():
+    given = section().with_factory(lambda groups, lr: None, "mine")
+    with pytest.raises(ConfigError, match=r"script:mine returned NoneType; expected a torch\.optim\.Optimizer"):
+        build_optimizer(nn.Linear(2, 2), given)
+
+
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [

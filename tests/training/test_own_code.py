@@ -128,12 +128,23 @@ def test_a_model_that_the_configuration_cannot_describe_is_refused():
         describe_given_model(nameless)
     nameless.config._name_or_path = "somewhere"
     assert describe_given_model(nameless) == {"model.path": "somewhere"}
+    nameless.hf_device_map = {"model": 0, "lm_head": "cpu"}
+    with pytest.raises(ModelError, match="spread over several devices"):
+        describe_given_model(nameless)
+    nameless.hf_device_map = {"model": "cpu", "lm_head": "cpu"}
+    nameless.hf_quantizer = object()
+    with pytest.raises(ModelError, match=r"is quantized\. .* set lora\.quantize=nf4"):
+        describe_given_model(nameless)
+    nameless.hf_quantizer = None
     adapted = get_peft_model(nameless, LoraConfig(r=2, target_modules=["qkv_proj"], bias="lora_only"))
     with pytest.raises(ModelError, match="has bias='lora_only', which no key"):
         describe_given_model(adapted)
     for weight in adapted.parameters():
         weight.requires_grad_(False)
     with pytest.raises(ModelError, match="is frozen"):
+        describe_given_model(adapted)
+    adapted.add_adapter("second", LoraConfig(target_modules=["o_proj"]))
+    with pytest.raises(ModelError, match=r"has the adapters default \(LoraConfig\), second \(LoraConfig\); expected"):
         describe_given_model(adapted)
     with pytest.raises(ModelError, match="model is Linear"):
         describe_given_model(torch.nn.Linear(2, 2))

@@ -10,11 +10,18 @@ import pytest
 
 from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
-from finetune.errors import ConfigError, PreemptedError
+from finetune.errors import ConfigError, DataError, PreemptedError
 from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
 from finetune.training.train import checked_objective
-from finetune.training.validation import Criteria, Validated, after_validation, check_metrics, without_other_criteria
+from finetune.training.validation import (
+    Criteria,
+    Validated,
+    after_validation,
+    check_metrics,
+    refuse_rows_without_answers,
+    without_other_criteria,
+)
 from tests.launches import run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import events, record, refuse_to_differ_after_a_break, words_for
@@ -101,6 +108,13 @@ def config_of(*words):
 def test_what_is_not_measured_is_refused_before_anything_is_read(words, said):
     with pytest.raises(ConfigError, match=said):
         checked_objective(config_of(*words))
+
+
+def test_plain_text_has_no_answers_to_measure():
+    config = config_of("validation.metrics=exact_match")
+    with pytest.raises(DataError, match=r"validation\.metrics is exact_match, but the validation rows are plain text"):
+        refuse_rows_without_answers(config, "text")
+    refuse_rows_without_answers(config, "messages")
 
 
 def test_only_the_command_line_allows_a_module(tmp_path):
