@@ -24,6 +24,11 @@ _ONEDNN: Any = (
 """On a Zen 4 core, oneDNN beats the MKL of `torch.mm` in fp32 by a tenth, and by half if one side is narrow."""
 
 
+_FEW_ROWS, _WORTH_COMPILING = 16, 2**24
+"""oneDNN compiles a kernel for each new shape, which takes longer than a product with fewer multiplications. Products
+with few rows are those of generated tokens: their shapes recur."""
+
+
 def wide_type(x: torch.Tensor) -> torch.dtype:
     """Return the type of sums over values of x: fp32, or a wider type of x."""
     return torch.promote_types(x.dtype, torch.float32)
@@ -63,7 +68,7 @@ def product(
     # The narrow product comes first and the wide one adds to it before rounding. A sum that is rounded to 16 bits
     # already would swallow most of a young adapter's part, as a residual would, which is larger still.
     y = scaled_product(*low_rank)
-    if _is_for_onednn(x):
+    if _is_for_onednn(x, weight):
         y = _ONEDNN.binary(x, y, _dense(weight), bias, "add")
     else:
         y.addmm_(x, weight.t())
@@ -75,7 +80,7 @@ def _plain_product(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
 ) -> torch.Tensor:
     y: torch.Tensor
-    if _is_for_onednn(x):
+    if _is_for_onednn(x, weight):
         if residual is None:
             y = _ONEDNN(x, _dense(weight), bias, "none", [], "")
         else:
@@ -96,8 +101,10 @@ def added(
     return y if low_rank is None else y.addmm_(low_rank.left, low_rank.right.t(), alpha=low_rank.scale)
 
 
-def _is_for_onednn(x: torch.Tensor) -> bool:
-    return _ONEDNN is not None and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0
+def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if _ONEDNN is None or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
+        return False
+    return len(x) < _FEW_ROWS or x.numel() * weight.shape[0] >= _WORTH_COMPILING
 
 
 def _dense(weight: torch.Tensor) -> torch.Tensor:
@@ -113,7 +120,7 @@ def _dense(weight: torch.Tensor) -> torch.Tensor:
 
 def scaled_product(x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute `scale * x @ weight.T`, outside of autograd."""
-    if _is_for_onednn(x):
+    if _is_for_onednn(x, weight):
         return product(x, weight).mul_(scale)
     return torch.addmm(x.new_empty(1), x, weight.t(), beta=0, alpha=scale)
 
