@@ -131,7 +131,8 @@ def test_a_phase_that_takes_more_than_training_decides_what_fits(words):
     assert make_plan(load_config([*words, f"validation.batch_size={fit}"]), tight).fits
     record = plan.as_record()
     assert (record["phase"], set(record["evaluating"])) == (plan.phase[0], {"validation", "testing"})
-    config = load_config([*words, "validation.metrics=[]", "validation.batch_size=4", "testing.batch_size=11"])
+    small = ["training.batch_size=2", "validation.batch_size=4"]
+    config = load_config([*words, *small, "validation.metrics=[]", "testing.batch_size=11"])
     plan = make_plan(config, roomy)
     found = plan.evaluating["testing"]
     assert (plan.phase, found.generating) == (("testing, loss", found.peak.total), None)
