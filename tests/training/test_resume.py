@@ -65,7 +65,7 @@ WITH_OTHER_ROWS = {
             "on_no_target",
             "on_truncated_answer",
         ),
-        *("on_doubled_bos", "on_untrained_end", "on_overlap", "on_ignored_key", "chat_template"),
+        *("on_doubled_bos", "on_untrained_end", "on_overlap", "on_ignored_key", "chat_template", "template_date"),
     )
 }
 
