@@ -1,7 +1,7 @@
 """Render conversations with a tokenizer's chat template, and find out which keys of a row it renders. Imports no torch.
 
 To find out whether a template renders a key, a small conversation is rendered with two values of the key. If the texts
-differ, the key is rendered. This is tried once for each key. The source of a template is not parsed.
+differ, the key is rendered. This is tried once for each key. For this, no template is parsed.
 """
 
 from __future__ import annotations
