@@ -1,4 +1,4 @@
-"""The pass of one token as a CUDA graph: what the engine's sampler could be, once a GPU has shown that it is faster.
+"""The engine's pass of one token as a CUDA graph. No run uses it: it has to be measured on a GPU first.
 
 A pass over few tokens is bound by the host, which launches some thirty kernels a layer. A graph launches them all at
 once. Its tensors keep their places, so a graph is captured for each number of columns of the cache that attention looks
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.timing import captured
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.units import ceil_div
 
@@ -46,21 +47,13 @@ class GraphedDecoder(CachedDecoder):
         self._replays.clear()
 
     def _capture(self, num_columns: int) -> _Replay:
+        def append() -> torch.Tensor:
+            return self._append(self._tokens, num_columns)
+
         if not self._tokens.is_cuda:
-            return lambda: self._append(self._tokens, num_columns)
-        lengths, stream = self._cache.lengths.clone(), torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # libraries allocate and kernels are compiled in the first pass
-            self._append(self._tokens, num_columns)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self._append(self._tokens, num_columns)
-        # The first pass has counted a token. The keys that it wrote are written again.
+            return append
+        lengths = self._cache.lengths.clone()
+        replay = captured(append)
+        # The pass before the capture has counted a token. The keys that it wrote are written again.
         self._cache.lengths.copy_(lengths)
-
-        def replay() -> torch.Tensor:
-            graph.replay()
-            return logits
-
         return replay

@@ -36,7 +36,7 @@ from benchmarks.gpu.recovery import (
     start,
     wait_for_checkpoint,
 )
-from benchmarks.gpu.session import Session
+from benchmarks.gpu.session import Session, kept_folder
 from benchmarks.job import Job
 from benchmarks.summary import figures_of
 from benchmarks.worker import Order, torchrun
@@ -122,7 +122,7 @@ def lose_a_rank(session: Session, *, is_killed: bool) -> dict[str, Any]:
     words = [*WORDS, *_BATCH, *_two_ranks(session), "training.max_steps=100000", "parallel.num_processes=2"]
     with TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        process = start([*words, f"data.cache_dir={_folder()}/cache"], run)
+        process = start([*words, f"data.cache_dir={kept_folder()}/cache"], run)
         try:
             wait_for_checkpoint(process, 2)
             own = psutil.Process(process.pid)
@@ -213,20 +213,10 @@ def _world(session: Session) -> dict[str, Any]:
 
 
 @cache
-def _kept() -> TemporaryDirectory[str]:
-    return TemporaryDirectory()
-
-
-def _folder() -> Path:
-    """Return the folder of the runs that several tasks compare; it goes with this process."""
-    return Path(_kept().name)
-
-
-@cache
 def _finished(session: Session, form: str, words: tuple[str, ...]) -> Path:
     """Train the embedded model with the launcher of a form, unless this process has done so; return its folder."""
-    run = _folder() / f"{form}-{len(list(_folder().iterdir()))}"
-    own = [*WORDS, *(_TINY if session.is_tiny else ()), *words, f"data.cache_dir={_folder()}/cache"]
+    run = kept_folder() / f"{form}-{len(list(kept_folder().iterdir()))}"
+    own = [*WORDS, *(_TINY if session.is_tiny else ()), *words, f"data.cache_dir={kept_folder()}/cache"]
     own += [f"training.device={session.device}"] if form == "alone" else _two_ranks(session)
     finish(start([*own, *(["parallel.num_processes=2"] if form == "spawn" else [])], run, _LAUNCHERS.get(form, ())))
     return run

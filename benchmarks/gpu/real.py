@@ -24,7 +24,7 @@ import torch
 from benchmarks.base_model import write_tokenizer
 from benchmarks.engines import ours
 from benchmarks.gpu.parts import CUT
-from benchmarks.gpu.session import Session
+from benchmarks.gpu.session import Session, kept_folder
 from benchmarks.job import LEARNING_RATE, LORA_ALPHA, LORA_RANK, Job
 from benchmarks.worker import Order
 from finetune.data.encoded import EncodedExample, EncodedExamples, EncodedSplits
@@ -187,20 +187,15 @@ def _rows() -> list[_Row]:
 
 
 @cache
-def _folder() -> TemporaryDirectory[str]:
-    return TemporaryDirectory()
-
-
-@cache
 def _kept_base() -> Path:
-    """Write the cut model as transformers reads it, in fp32. The folder goes with this process."""
+    """Write the cut model as transformers reads it, in fp32."""
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
     model = auto.from_pretrained(str(CUT.absolute()), gguf_file=_MODEL, dtype=torch.float32)
     model.hf_quantizer = None
     del model.config.quantization_config
-    folder = Path(_folder().name) / "base"
+    folder = kept_folder() / "real-base"
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from benchmarks.base_model import write_base_without_weights, write_wide_base
 from benchmarks.clock import RankReport, forget_peak
 from benchmarks.engines.ours import words as words_of_job
-from benchmarks.gpu.session import Kind, Session
+from benchmarks.gpu.session import Kind, Session, kept_folder
 from benchmarks.job import Job
 from benchmarks.machine import device_name
 from benchmarks.summary import figures_of
@@ -62,14 +62,9 @@ def train(
 
 
 @cache
-def _kept() -> TemporaryDirectory[str]:
-    return TemporaryDirectory()
-
-
-@cache
 def _with_weights(job: Job) -> Path:
-    """Write a base with weights, once for all tasks of this process; it goes with the process."""
-    folder = Path(_kept().name) / job.size
+    """Write a base with weights, once for all tasks of this process."""
+    folder = kept_folder() / job.size
     write_wide_base(job, folder)
     return folder
 
@@ -125,13 +120,13 @@ def _figures(job: Job, report: RankReport) -> dict[str, Any]:
     }
 
 
-def planned_peak(order: Order, *, task: str = "finetune_lora", words: Sequence[str] = ()) -> int | None:
+def planned_peak(order: Order, *, task: str = "finetune_lora") -> int | None:
     """Return the peak of memory that `finetune plan` predicts for a run with rows of one length."""
     from finetune.config.compose import compose
     from finetune.diagnose.plan_devices import find_device, read_device
     from finetune.diagnose.planner import make_plan
 
-    config = compose([*words_of_job(order), *order.words, *words], defaults={"task": task}, needs_data=False)
+    config = compose([*words_of_job(order), *order.words], defaults={"task": task}, needs_data=False)
     # A plan refuses 4 bits on a CPU, where a tiny run only shows that the task works.
     is_elsewhere = config.lora.quantize != "none" and order.job.device == "cpu"
     device = read_device("H200") if is_elsewhere else find_device(order.job.device)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from benchmarks.job import Job
@@ -49,3 +52,13 @@ class Session:
         return ["--device", self.device, *(["--tiny"] if self.is_tiny else [])]
 
     as_record = asdict
+
+
+@cache
+def _kept() -> TemporaryDirectory[str]:
+    return TemporaryDirectory()
+
+
+def kept_folder() -> Path:
+    """Return the folder of what several tasks read; it goes with this process."""
+    return Path(_kept().name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.base_model import TORCH_TYPES, make_base
 from benchmarks.flops import necessary_flops
 from benchmarks.gpu.session import Session
-from benchmarks.gpu.timing import as_tensors, measure, synchronize, with_adapter
+from benchmarks.gpu.timing import as_tensors, captured, measure, synchronize, with_adapter
 from benchmarks.gpu.trace import read_trace, time_shares
 from benchmarks.job import row_shape
 from benchmarks.limit import matmul_rate
@@ -71,7 +70,7 @@ def profile_microbatch(
             parameter.grad = None
 
     if way == "graph":
-        work = _as_graph(work)
+        work = captured(work)
     cost = measure(session, work)
     kinds, launches = _profile(session, work)
     return {
@@ -85,19 +84,6 @@ def profile_microbatch(
         "launches": launches,
         **{f"{kind}, ms": 1e3 * seconds for kind, seconds in kinds.items()},
     }
-
-
-def _as_graph(work: Callable[[], None]) -> Callable[[], None]:
-    """Capture the work as a CUDA graph, after a pass in which libraries allocate and kernels are compiled."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 def _profile(session: Session, work: Any) -> tuple[dict[str, float], int]:

@@ -49,6 +49,27 @@ def synchronize(session: Session) -> None:
         torch.cuda.synchronize()
 
 
+def captured(work: Callable[[], Any]) -> Callable[[], Any]:
+    """Capture work as a CUDA graph, and return a function that replays it and returns what the captured call returned.
+
+    The work is done once before, because libraries allocate and kernels are compiled in the first pass.
+    """
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = work()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
 def as_tensors(row: Row) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a row as `finetune.engine.layout.pack` takes it."""
     return torch.tensor(row.ids), torch.tensor(row.is_target)

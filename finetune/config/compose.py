@@ -280,6 +280,7 @@ def as_overrides(arguments: Sequence[str], own_options: Collection[str] = ()) ->
 
 
 _WITHOUT_VALUE = {"resume": "auto"}
+"""What flags mean that have no value."""
 _BOOLEAN = re.compile("(?i)true|false|yes|no|on|off|null|auto|[01]")
 
 

@@ -126,8 +126,8 @@ def check_rows(
 def warn_of_date(template: str) -> None:
     """Warn that a chat template writes today's date into rows."""
     _log.warning(
-        "the chat template of %s writes today's date into rows, so the same rows have other tokens on another day, and "
-        "a run whose rows differ does not resume. Set data.template_date=%s.",
+        "the chat template of %s writes today's date into rows. On another day, the same rows have other tokens, and "
+        "the run refuses to resume. Set data.template_date=%s.",
         template,
         date.today(),
     )

@@ -91,7 +91,7 @@ class RunView:
         return _joined(f"step {self._validation.get('step')}", loss, *self._metrics(), *self._in_subsets())
 
     def trend(self) -> str:
-        """Compare the mean loss of the last steps with that of as many steps before them.
+        """Compare the mean loss of the newest steps with the mean loss of the same number of earlier steps.
 
         Return an empty text if there are not enough steps. The loss is level unless the difference is more than twice
         its standard error.

@@ -62,7 +62,7 @@ def found_at_start(summary: str) -> Fault:
 
 
 def lost_rank(rank: int, position: Position, end: str | None) -> Fault:
-    """Return the fault of a rank whose guardian is gone.
+    """Describe the loss of a rank whose guardian cannot be reached any more.
 
     `end` says why the connection with the guardian has ended. It is empty if the reason is not known, and None if the
     guardian is silent but still connected.
