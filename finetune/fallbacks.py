@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from finetune.errors import ConfigError
@@ -41,6 +42,9 @@ class Fallbacks:
             raise ConfigError(f"{fallback}. The run is strict; drop strict=true to accept this.")
         _log.warning("%s", warning or fallback)
         self._taken.append(fallback)
+
+    def __iter__(self) -> Iterator[Fallback]:
+        return iter(self._taken)
 
     def as_records(self) -> list[dict[str, str]]:
         """Convert the fallbacks to plain values for run.json."""

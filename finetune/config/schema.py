@@ -265,6 +265,9 @@ ROW_COLUMNS = (
 )
 """The columns that rows are read from, which are the keys of `data.columns`."""
 
+UNREAD_COLUMNS = ("mask", "chat_template_kwargs")
+"""Columns that no format reads. In `data.columns`, `none` says that this is meant."""
+
 SOURCE_KEYS = ("path", "name", "revision", "train", "validation", "test", "format", "separator", "columns", "max_rows")
 """The keys of the data section that each source of `data.mixture` may set, besides its `weight`."""
 
@@ -295,7 +298,7 @@ class DataSection(Section):
     separator: RowKey[Literal[",", ";", "|", "tab"] | None] = None
     """What separates the cells of CSV files. Default: a comma, and in .tsv files a tab."""
     columns: RowKey[dict[str, str]] = Field(default_factory=dict)
-    """The names of the columns in these rows: `{prompt: question, completion: answer}`."""
+    """The names of the columns in these rows: `{prompt: question, completion: answer}`; none: not to be read."""
     train_on: RowKey[Literal["all", "last", "each_turn"]] = "all"
     """The answers of a conversation that carry loss: all, the last, or each one after the turns as they are served."""
     chat_template: RowKey[str | None] = None
@@ -358,9 +361,11 @@ class DataSection(Section):
     @field_validator("columns")
     @classmethod
     def _known_columns(cls, value: dict[str, str]) -> dict[str, str]:
-        unknown = ", ".join(sorted(set(value) - set(ROW_COLUMNS)))
+        unread = {column for column in UNREAD_COLUMNS if value.get(column) == "none"}
+        unknown = ", ".join(sorted(set(value) - set(ROW_COLUMNS) - unread))
         if unknown:
-            raise ValueError(f"there is no column {unknown} to rename; expected {', '.join(ROW_COLUMNS)}")
+            others = " or ".join(f"{column}: none" for column in UNREAD_COLUMNS)
+            raise ValueError(f"there is no column {unknown} to rename; expected {', '.join(ROW_COLUMNS)}, or {others}")
         return value
 
     @field_validator("mixture")

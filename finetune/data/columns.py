@@ -1,44 +1,89 @@
-"""Find our columns in a row: under our names, under the names that other tools give them, or as `data.columns` says.
+"""The table of columns: what the name of a column means, in our rows and in those of other tools.
 
 Sources: the pages on data of TRL, LLaMA-Factory, axolotl, ms-swift, argilla and OpenAI's preference format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from finetune.config.schema import ROW_COLUMNS
-from finetune.data.turns import is_transcript
+from finetune.data.turns import MASKS, is_transcript
+from finetune.data.values import parse_text, refuse_python, turns_in_cell
+from finetune.terminal import visible
 
 BAD_LABEL = "is_bad"
 """A label that is true for a bad answer."""
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "conversations": ("conversation",),
-    "prompt": ("query",),
-    "completion": ("response",),
-    "output": ("response",),
-    "input": ("context",),
-    "system": ("system_prompt",),
-    "tools": ("functions",),
-    "chosen": ("chosen_response", "preferred_output"),
-    "rejected": ("rejected_response", "rejected_messages", "non_preferred_output"),
-    "label": ("kto_tag", "is_good", BAD_LABEL, "good", "accepted", "desirable", "thumbs_up"),
+
+
+class Meaning(NamedTuple):
+    """What is known about the names of a column."""
+
+    part: str
+    """The part of a row that the column holds. If several columns of a row hold the same part, one of them is read."""
+    also: tuple[str, ...] = ()
+    """Names that other tools give the column. It is read under them as well; a row's own name comes first."""
+    means: tuple[str, ...] = ()
+    """Names that mean the column, but are read only if `data.columns` says so."""
+    may_mean: tuple[str, ...] = ()
+    """Names that often mean the column, the likeliest first. They are only proposed."""
+
+
+PROMPT, ANSWER, CHOSEN, REJECTED = "a prompt", "an answer", "a chosen answer", "a rejected answer"
+CONVERSATION, EARLIER, SYSTEM, CONTEXT = "a conversation", "earlier turns", "a system turn", "context of a prompt"
+TOOLS, TEMPLATE, TEXT, LABEL = "tools", "arguments of the chat template", "a text", "a label"
+MASK, ROLE = "what carries loss", "the role of a turn"
+_LONG_TEXTS = ("context", "text", "dialogue", "article", "document", "passage", "user", "human", "source")
+MEANINGS: Mapping[str, Meaning] = {
+    "messages": Meaning(CONVERSATION),
+    "conversations": Meaning(CONVERSATION, ("conversation",)),
+    "prompt": Meaning(
+        PROMPT,
+        ("query",),
+        ("question", "problem", "user_prompt", "user_message", "user_input"),
+        ("input", "inputs", "request", *_LONG_TEXTS),
+    ),
+    "completion": Meaning(
+        ANSWER,
+        ("response",),
+        ("answer", "answers", "reply", "solution", "assistant_response", "model_response"),
+        ("target", "targets", "outputs", "assistant", "summary", "highlights", "chosen", "text"),
+    ),
+    "instruction": Meaning(PROMPT),
+    "input": Meaning(CONTEXT, ("context",), (), ("passage", "article", "document")),
+    "output": Meaning(ANSWER, ("response",)),
+    "system": Meaning(SYSTEM, ("system_prompt",), ("system_message", "system_instruction")),
+    "history": Meaning(EARLIER, (), ("chat_history", "conversation_history", "parent_id")),
+    "tools": Meaning(TOOLS, ("functions",)),
+    "text": Meaning(TEXT),
+    "chosen": Meaning(
+        CHOSEN, ("chosen_response", "preferred_output"), (), ("accept", "good_answer", "better", "preferred")
+    ),
+    "rejected": Meaning(
+        REJECTED,
+        ("rejected_response", "rejected_messages", "non_preferred_output"),
+        (),
+        ("reject", "bad_answer", "worse", "dispreferred"),
+    ),
+    "label": Meaning(LABEL, ("kto_tag", "is_good", BAD_LABEL, "good", "accepted", "desirable", "thumbs_up")),
+    "mask": Meaning(MASK, (), ("mask", "loss_mask", *MASKS)),
+    "chat_template_kwargs": Meaning(TEMPLATE),
+    "role": Meaning(ROLE),
 }
-"""The names that other tools give our columns, where their meaning is fixed. A row's own name comes first."""
-CONTEXT = ("system", "history", "input", "context", "tools", "functions")
-"""Columns that belong to the prompt, so that leaving one out changes what the model is asked."""
-_MEANINGS = {
-    **{"prompt": ("question", "problem", "instruction", "query", "request", "user", "human", "source", "inputs")},
-    **{
-        "completion": ("answer", "response", "reply", "output", "assistant", "target", "solution", "summary", "outputs")
-    },
-    **{"input": ("context", "input", "passage", "article", "document"), "system": ("system", "system_prompt")},
-    **{"chosen": ("chosen", "accept", "good_answer", "better", "preferred"), "history": ("history",)},
-    **{"rejected": ("rejected", "reject", "bad_answer", "worse", "dispreferred"), "tools": ("tools", "functions")},
-}
-"""What columns of no known format probably hold. Only proposed, never assumed."""
+"""What each column means, by its name here. The last three are columns that no format reads."""
+_MAY_BE_UNREAD = (CONTEXT, TOOLS, TEMPLATE)
+"""Parts whose columns often hold something else. Unread, they are a fallback, not a refusal."""
+_NO_PART = re.compile(
+    r"(.*_)?(id|ids|idx|index|uuid|hash|source|origin|dataset|split|subset|category|topic|type|lang|language|model"
+    r"|url|license|date|time|timestamp|at|score|scores|rating|ratings|rank|reward|margin|difficulty|level|domain|tags?"
+    r"|author|annotator|reviewer|title|name|version)|(score|rating|num)_.*|\(unnamed column \d+\)"
+)
+"""Names of columns that are no part of a row."""
 
 
 class Cells(dict[str, Any]):
@@ -46,20 +91,49 @@ class Cells(dict[str, Any]):
 
     Attributes:
         row: the whole row.
+        is_table: whether the row is of a table without types (CSV), in which a list of turns is text as well.
     """
 
-    def __init__(self, row: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    def __init__(self, row: Mapping[str, Any], names: Mapping[str, str], *, is_table: bool = False) -> None:
         super().__init__((column, row[name]) for column, name in names.items())
-        self.row, self.names = row, names
+        self.row, self.names, self.is_table = row, names, is_table
 
     def name(self, column: str) -> str:
         """Return the name that a column has in the row."""
         return self.names.get(column, column)
 
     def has(self, column: str) -> bool:
-        """Return whether a row has something in a column: not null, and neither an empty list nor blank text."""
-        value = self.get(column)
-        return bool(value.strip() if isinstance(value, str) else value)
+        """Return whether a row has something in a column, see `holds_something`."""
+        return holds_something(self.get(column))
+
+    def text(self, column: str) -> str:
+        """Return the text in a column. Raise a BadRowError for any other value, and for the text of a Python object."""
+        text = parse_text(self[column], self.name(column))
+        refuse_python(text, self.name(column))
+        return text
+
+    def text_or_turns(self, column: str) -> Any:
+        """Return the text in a column, or the value that holds turns.
+
+        A text is never parsed, except in a table without types and for the transcripts of Anthropic's hh-rlhf.
+        """
+        value = self[column]
+        if isinstance(value, str) and self.is_table:
+            value = turns_in_cell(value)
+        if isinstance(value, (list, Mapping)) or (isinstance(value, str) and is_transcript(value)):
+            return value
+        return self.text(column)
+
+
+def holds_something(value: object) -> bool:
+    """Return whether a cell holds something: not null, and neither an empty list nor blank text."""
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def show_names(names: Collection[object]) -> str:
+    """Return the names of columns for a message: invisible characters as code points, blanks at the ends in quotes."""
+    shown = (visible(str(name), also_unseen=True).replace("\n", "<U+000A>") for name in names)
+    return ", ".join(name if name == name.strip() and name else repr(name) for name in shown) or "none"
 
 
 def find_columns(row: Mapping[str, Any], renamed: Mapping[str, str]) -> dict[str, str]:
@@ -77,30 +151,136 @@ def _find_columns(names: Sequence[str], renamed: Sequence[tuple[str, str]]) -> M
     """Return our columns among these names, each with its name."""
     configured, columns = dict(renamed), {}
     for column in ROW_COLUMNS:
-        usual_names = (name for name in (column, *OTHER_NAMES.get(column, ())) if name not in configured.values())
-        name = next(
-            (name for name in ((configured[column],) if column in configured else usual_names) if name in names), None
-        )
+        usual_names = (name for name in (column, *MEANINGS[column].also) if name not in configured.values())
+        candidates = (configured[column],) if column in configured else usual_names
+        name = next((name for name in candidates if name in names), None)
         if name is not None:
             columns[column] = name
-    is_instruction = "instruction" in columns or columns.get("prompt", "instruction") == "instruction"
-    if "input" not in configured and not is_instruction:
-        columns.pop("input", None)  # beside a prompt that is no instruction, it may be anything
+    if "input" in columns and "input" not in configured:
+        is_instruction = "instruction" in columns or columns.get("prompt") == "instruction"
+        # Beside a prompt that is no instruction, it may be anything. Alone, it is a prompt under its own name.
+        if not is_instruction and ("prompt" in columns or columns["input"] != "input"):
+            del columns["input"]
     return columns
 
 
-def propose_columns(names: Collection[str], needs: Collection[str]) -> str:
-    """Return overrides of `data.columns` for the column names whose meaning is known, or "" if these are not enough.
+@lru_cache(maxsize=1024)
+def meaning_of(name: str) -> str | None:
+    """Return our column that a name means, whether or not it is read under this name; None if it is not known."""
+    lower = name.strip().lower()
+    return next((our for our, of in MEANINGS.items() if lower in (our, *of.also, *of.means)), None)
 
-    They are not enough if two names have the same meaning, or if one of the columns in `needs` has no name.
+
+def may_be_prompt(name: str) -> bool:
+    """Return whether a text of this name could be the prompt of its row: nothing else is known about the name."""
+    column = meaning_of(name)
+    if column is None:
+        return _NO_PART.fullmatch(name.strip().lower()) is None
+    return MEANINGS[column].part in (PROMPT, CONTEXT, TEXT)
+
+
+def is_beside_text(name: str) -> bool:
+    """Return whether a column of this name makes a text beside it a part of the row, and not the whole row."""
+    lower, column = name.strip().lower(), meaning_of(name)
+    if column is not None and MEANINGS[column].part in (PROMPT, ANSWER, EARLIER, ROLE):
+        return True
+    return any(lower in MEANINGS[our].may_mean and lower not in _LONG_TEXTS for our in ("prompt", "completion"))
+
+
+def unread_columns(
+    row: Mapping[str, Any], read: Collection[str], decided: Collection[str], texts: Sequence[str]
+) -> Iterator[str]:
+    """Yield the names of columns that hold a part of a row and are not read. Labels have a check of their own.
+
+    A column is accounted for if the user decided on its part, or if it repeats what was read.
+
+    Args:
+        row: the row.
+        read: the names of the columns that are read.
+        decided: our columns on which the user decided, for example in `data.columns`.
+        texts: all texts that were read of the row.
     """
-    settings: dict[str, str] = {}
+    for name, part in _columns_with_meaning(tuple(row), tuple(read), tuple(decided)):
+        value = row[name]
+        if part == MASK:
+            if _leaves_out(name, value):
+                yield name
+        elif holds_something(value) and not isinstance(value, bool) and not _repeats(value, part, texts):
+            yield name
+
+
+@lru_cache(maxsize=64)
+def _columns_with_meaning(names: Sequence[str], read: Sequence[str], decided: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the names, and their parts, that mean a part of a row which is neither read nor decided on."""
+    parts = {name: MEANINGS[our].part for name in names if name not in read and (our := meaning_of(name)) is not None}
+    known = {LABEL, TEXT, ROLE, *(MEANINGS[column].part for column in decided)}
+    return [(name, part) for name, part in parts.items() if part not in known]
+
+
+def may_be_unread(name: str) -> bool:
+    """Return whether an unread column of this name is a fallback. Otherwise it is refused."""
+    return MEANINGS[meaning_of(name) or "text"].part in _MAY_BE_UNREAD
+
+
+def leave_out(names: Iterable[str], columns: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Return overrides of `data.columns` which say that columns of these names are not meant to be read.
+
+    `columns` has the names of the columns that are read instead.
+    """
+    settings = {}
     for name in names:
-        column = next((column for column, meanings in _MEANINGS.items() if name.lower() in (column, *meanings)), None)
-        if column in settings:
-            return ""
-        if column is not None:
-            settings[column] = name
-    if not settings.keys() >= set(needs):
-        return ""
-    return " ".join(f"data.columns.{column}={name}" for column, name in settings.items() if column != name)
+        part = MEANINGS[meaning_of(name) or name].part
+        alike = [our for our, of in MEANINGS.items() if of.part == part]
+        our = next((our for our in alike if our in columns), alike[0])
+        settings[our] = columns.get(our, "none")
+    return as_overrides(settings)
+
+
+def as_overrides(settings: Mapping[str, str]) -> str:
+    """Write settings of `data.columns` as a command takes them."""
+    return " ".join(shlex.quote(f"data.columns.{column}={name}") for column, name in settings.items())
+
+
+def _leaves_out(name: str, value: object) -> bool:
+    """Return whether the value of a mask leaves out its row, or a part of it."""
+    word = str(value).strip().lower()
+    everything = ("1", "1.0", "true") if MASKS.get(name.strip().lower(), True) else ("0", "0.0", "false")
+    return word not in (*everything, "", "none")
+
+
+def _repeats(value: Any, part: str, texts: Sequence[str]) -> bool:
+    """Return whether a column repeats what was read of its row."""
+    if isinstance(value, list):
+        contents = [turn.get("content", turn.get("value")) for turn in value if isinstance(turn, Mapping)]
+        return bool(contents) and all(str(content).strip() in texts for content in contents)
+    text = str(value).strip()
+    return part in (PROMPT, ANSWER, CHOSEN, SYSTEM) and any(text in read or (read and read in text) for read in texts)
+
+
+def propose_columns(
+    row: Mapping[str, Any], needs: Collection[str], may_have: Collection[str], renamed: Mapping[str, str]
+) -> dict[str, str] | None:
+    """Return settings of `data.columns` for the columns that a format needs, and for those that it may have.
+
+    None if a column that the format needs has no name, or several that are equally likely.
+    """
+    lower = {name: name.strip().lower() for name in map(str, row) if holds_something(row[name])}
+    if not lower.keys() & {"target", "targets"}:
+        lower = {name: word for name, word in lower.items() if word != "source"}  # elsewhere it is an origin
+    settings: dict[str, str] = {}
+    for column in (*needs, *may_have):
+        found = find_columns(row, {**renamed, **settings})
+        if column in found:
+            continue
+        meaning = MEANINGS[column]
+        taken = {*settings.values(), *(found[need] for need in needs if need in found)}
+        free = {name: word for name, word in lower.items() if name not in taken}
+        alike = [our for our, of in MEANINGS.items() if of.part == meaning.part]  # prompt and instruction
+        usual = (*alike, *meaning.also, *meaning.means)
+        names = [name for name, word in free.items() if word in usual]
+        names = names or [name for may in meaning.may_mean for name, word in free.items() if word == may][:1]
+        if len(names) == 1:
+            settings[column] = names[0]
+        elif column in needs:
+            return None
+    return settings

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.data.chat_template import ChatTemplate, asks_for_date, describe_key, use_chat_template
+from finetune.data.columns import leave_out
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
@@ -74,7 +75,7 @@ def encode_sides(
 ) -> list[EncodedSplits]:
     """Encode the same rows as often as they are read, once for each side of a pair. A row is kept if all sides have it.
 
-    For the arguments and errors see `encode_examples`.
+    Return the splits of each side. For the arguments and errors see `encode_examples`.
     """
     use_chat_template(tokenizer, section.chat_template, section.template_date)
     fallbacks = fallbacks or Fallbacks()
@@ -85,9 +86,7 @@ def encode_sides(
     has_turns = any(rows.row_type != "text" for side in encoded for rows in side.values())
     if is_checked and has_turns and asks_for_date(tokenizer):
         warn_of_date(tokens.template.name)
-    return [
-        _split(side, rows, tokens, section, is_checked=is_checked) for side, rows in zip(sides, encoded, strict=True)
-    ]
+    return _split(sides, encoded, tokens, section, is_checked=is_checked)
 
 
 def _in_all_sides(sides: Sequence[Mapping[Examples, EncodedExamples]]) -> list[dict[Examples, EncodedExamples]]:
@@ -104,28 +103,32 @@ def _in_all_sides(sides: Sequence[Mapping[Examples, EncodedExamples]]) -> list[d
 
 
 def _split(
-    splits: ExampleSplits,
-    encoded: Mapping[Examples, EncodedExamples],
+    sides: Sequence[ExampleSplits],
+    encoded: Sequence[Mapping[Examples, EncodedExamples]],
     tokens: AnswerTokens,
     section: DataSection,
     *,
     is_checked: bool,
-) -> EncodedSplits:
-    """Choose the rows of each split, check them, and log a summary of each."""
+) -> list[EncodedSplits]:
+    """Choose the rows of each split, check them, and log a summary of each. Return the splits of each side."""
     parts = {
-        split: [_part_of(encoded[part.whole], part) for part in examples.parts]
-        for split, examples in vars(splits).items()
+        split: [
+            _part_of(of_sides, encoded)
+            for of_sides in zip(*(getattr(side, split).parts for side in sides), strict=True)
+        ]
+        for split, examples in vars(sides[0]).items()
         if examples is not None
     }
-    if splits.validation is not None and not any(len(part.examples) for part in parts["validation"]):
+    if sides[0].validation is not None and not any(map(len, parts["validation"])):
         del parts["validation"]
         _log.info("validation is off: data.validation=auto holds nothing out of fewer than %d rows", AUTO_NEEDS_ROWS)
     if is_checked:
         parts = check_rows(parts, section, tokens.tokenizer.bos_token_id, tokens.template.name)
-    result = EncodedSplits(**{split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()})
-    for line in describe(result):
+    mixed = {split: _mix(split, of_split, section.split_seed) for split, of_split in parts.items()}
+    results = [EncodedSplits(**{split: rows[k] for split, rows in mixed.items()}) for k in range(len(sides))]
+    for line in (line for result in results for line in describe(result)):
         _log.info("%s", line)
-    return result
+    return results
 
 
 def describe(splits: EncodedSplits) -> list[str]:
@@ -254,16 +257,19 @@ def _encode_source(
     unread = rows.facts.unread
     if unread:
         wanted, used = f"the columns {', '.join(unread)} of {source.label}", "the other columns"
-        why = f"rows of this format have no place for them (data.columns.{unread[0]}=none says that this is meant)"
-        fallbacks.take(Fallback(what="the prompt", wanted=wanted, used=used, why=why))
+        why = f"rows of this format have no place for them ({leave_out(unread)} says that this is meant)"
+        fallbacks.take(Fallback(what="data.columns", wanted=wanted, used=used, why=why))
     return EncodedExamples.of(rows, tokens.end_id_of(rows.facts.row_type), source.source.place)
 
 
-def _part_of(encoded: EncodedExamples, part: Examples) -> Part:
-    """Return the rows that a split has from a source."""
-    if part.choose is not None:
-        encoded = encoded.select_examples(part.choose(encoded.digests_of_examples()))
-    return Part(encoded, part.label, part.weight, part.name)
+def _part_of(parts: Sequence[Examples], encoded: Sequence[Mapping[Examples, EncodedExamples]]) -> Part:
+    """Return the rows that a split has from a source, given the source and its encoded rows for each side."""
+    sides = []
+    for part, rows in zip(parts, encoded, strict=True):
+        whole = rows[part.whole]
+        chosen = None if part.choose is None else part.choose(whole.digests_of_examples())
+        sides.append(whole if chosen is None else whole.select_examples(chosen))
+    return Part(tuple(sides), parts[0].label, parts[0].weight, parts[0].name)
 
 
 def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int, problems: RowProblems) -> None:
@@ -279,18 +285,18 @@ def _write_rows(batches: Iterable[Encoded], writer: RowWriter, max_length: int, 
             last_problem = example.number
 
 
-def _mix(split: str, parts: Sequence[Part], seed: int) -> EncodedExamples:
-    """Join the sources of a split, with each row repeated according to the weight of its source."""
+def _mix(split: str, parts: Sequence[Part], seed: int) -> list[EncodedExamples]:
+    """Join the sources of a split, with each row repeated according to the weight of its source; for each side."""
     chosen = []
     for part in parts:
         rows = part.epoch(seed)
-        chosen.append(part.examples.select_examples(rows))
+        chosen.append([side.select_examples(rows) for side in part.sides])
         if split == "train" and (len(parts) > 1 or part.weight != 1):
             _log.info(
                 "%s: %s an epoch from the %s of %s (weight %g)",
                 *(split, counted(len(rows), "row"), f"{part.examples.num_examples:,}", part.label, part.weight),
             )
-    return EncodedExamples.joined(chosen, [part.name for part in parts])
+    return [EncodedExamples.joined(sides, [part.name for part in parts]) for sides in zip(*chosen, strict=True)]
 
 
 def _count(examples: EncodedExamples) -> str:

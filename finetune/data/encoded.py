@@ -331,11 +331,35 @@ class EncodedExamples(Dataset[EncodedExample]):
 class Part:
     """The encoded rows that a split has from one source."""
 
-    examples: EncodedExamples
+    sides: tuple[EncodedExamples, ...]
+    """The rows. Pairs of answers are two sides with equally many rows: the chosen answers and the rejected ones."""
     label: str
     weight: float = 1.0
     name: str = ""
     """The name of the source in a mixture."""
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    @property
+    def examples(self) -> EncodedExamples:
+        """The first side."""
+        return self.sides[0]
+
+    def select(self, mask: torch.Tensor) -> Part:
+        """Return the part with the rows that a bool tensor of shape (rows,) marks, on each side."""
+        return replace(self, sides=tuple(side.select(mask.nonzero()[:, 0]) for side in self.sides))
+
+    def digests(self) -> Iterator[set[tuple[int, bytes]]]:
+        """Yield a digest of the tokens of each row, with the number of its side: of a pair, two."""
+        for of_row in zip(*(side.digests(with_targets=False) for side in self.sides), strict=True):
+            yield set(enumerate(of_row))
+
+    def name_row(self, row: int) -> str:
+        """Name the origin of a row, and how long its longer side was if it was cut."""
+        longest = max(self.sides, key=lambda side: int(side.full_lengths[row]))
+        name, full = longest.source(row), int(longest.full_lengths[row])
+        return f"{name} ({full:,} tokens)" if bool(longest.is_truncated[row]) else name
 
     def epoch(self, seed: int) -> Sequence[int]:
         """Return the examples of an epoch: each one int(weight) times, and a random fraction of them once more.

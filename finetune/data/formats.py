@@ -16,15 +16,28 @@ from functools import partial
 from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
-from finetune.data.columns import BAD_LABEL, Cells, find_columns
+from finetune.data.columns import (
+    BAD_LABEL,
+    Cells,
+    find_columns,
+    holds_something,
+    is_beside_text,
+    may_be_prompt,
+    show_names,
+)
 from finetune.data.turns import Dialogue, Turn, dialogue_of, is_transcript, parse_tools, parse_turns, text_turn
-from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, refuse_blank
+from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, refuse_blank, refuse_python
 
 RowType = Literal["messages", "prompt_completion", "text"]
 Reads = Literal["answers", "chosen", "rejected", "labelled", "prompts"]
 """What an objective reads of a row: answers to learn, one side of a pair, a labelled answer, or a prompt."""
+_SIDES = ("chosen", "rejected")
 _BEFORE_SPACE = re.compile(r"(?=\s)")
-_LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
+LABELS = {
+    **dict.fromkeys(("true", "good", "1", "1.0"), True),
+    **dict.fromkeys(("false", "bad", "0", "0.0", "-1", "-1.0"), False),
+}
+"""The values of a label, and whether each says that an answer is good."""
 
 
 class Example(NamedTuple):
@@ -71,12 +84,14 @@ class Format:
         needs: columns that a row must have.
         may_have: columns that are read if a row has them.
         parse: makes an example from these columns; raises BadRowError.
+        fits: whether a row with the needed columns is of this format, given its cells and `data.columns`.
     """
 
     name: str
     needs: tuple[str, ...]
     may_have: tuple[str, ...]
     parse: Callable[[Cells], Example]
+    fits: Callable[[Cells, Mapping[str, str]], bool] = lambda cells, renamed: True
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -84,8 +99,8 @@ class Format:
         return (*self.needs, *self.may_have)
 
 
-def parse_row(row: object, known: Format, renamed: Mapping[str, str]) -> Example:
-    """Make an example from a raw row. `renamed` is `data.columns`.
+def parse_row(row: object, known: Format, renamed: Mapping[str, str], *, is_table: bool = False) -> Example:
+    """Make an example from a raw row. `renamed` is `data.columns`; for `is_table` see `Cells`.
 
     Raises:
         BadRowError: the row cannot be used.
@@ -93,18 +108,18 @@ def parse_row(row: object, known: Format, renamed: Mapping[str, str]) -> Example
     if not isinstance(row, Mapping):
         needed = " and ".join(renamed.get(name, name) for name in known.needs)
         raise BadRowError(f"got {quote(row)}; expected an object with {needed or 'prompt or messages'}")
-    cells = Cells(row, find_columns(row, renamed))
+    cells = Cells(row, find_columns(row, renamed), is_table=is_table)
     for name in known.needs:
         if name not in cells:
-            columns = ", ".join(map(str, row)) or "none"
-            raise BadRowError(f"no column {renamed.get(name, name)}; it has {columns}")
+            raise BadRowError(f"no column {renamed.get(name, name)}; it has {show_names(row)}")
     return known.parse(cells)
 
 
 def detect_format(row: Mapping[str, Any], renamed: Mapping[str, str], reads: Reads = "answers") -> Format | None:
     """Return the first format whose required columns a row has, or None."""
-    columns = find_columns(row, renamed)
-    return next((known for known in FORMATS_OF[reads].values() if all(name in columns for name in known.needs)), None)
+    cells = Cells(row, find_columns(row, renamed))
+    formats = FORMATS_OF[reads].values()
+    return next((known for known in formats if cells.keys() >= set(known.needs) and known.fits(cells, renamed)), None)
 
 
 def _parse_turns(column: str, cells: Cells) -> Example:
@@ -112,8 +127,13 @@ def _parse_turns(column: str, cells: Cells) -> Example:
 
 
 def _parse_plain_text(cells: Cells) -> Example:
-    name = cells.name("text")
-    return Example("text", text=refuse_blank(parse_text(cells["text"], name), name))
+    return Example("text", text=refuse_blank(cells.text("text"), cells.name("text")))
+
+
+def _is_whole_text(cells: Cells, renamed: Mapping[str, str]) -> bool:
+    """Return whether a text is a row by itself: no prompt, answer or role is beside it, or the user names the text."""
+    others = (name for name, value in cells.row.items() if name != cells.name("text") and holds_something(value))
+    return "text" in renamed or not any(map(is_beside_text, others))
 
 
 def _parse_answered(column: str, answer: str, cells: Cells) -> Example:
@@ -123,16 +143,15 @@ def _parse_answered(column: str, answer: str, cells: Cells) -> Example:
 
 def _prompt(cells: Cells, column: str) -> str | Dialogue:
     """Read a prompt: text, or turns. A system turn, earlier turns or tools beside text make it turns."""
-    name, value = cells.name(column), list_in_cell(cells[column])
-    if isinstance(value, (list, Mapping)) or (isinstance(value, str) and is_transcript(value)):
-        return _with_system(parse_turns(value, name, cells.get("tools"))._replace(learnt=()), cells)
-    question = parse_text(value, name)
-    if cells.has("input") and (column == "instruction" or "instruction" not in cells):
-        addition = parse_text(cells["input"], cells.name("input"))
+    name, question = cells.name(column), cells.text_or_turns(column)
+    if not isinstance(question, str) or is_transcript(question):
+        return _with_system(parse_turns(question, name, cells.get("tools"))._replace(learnt=()), cells)
+    if cells.has("input") and (column == "instruction" or (column == "prompt" and "instruction" not in cells)):
+        addition = cells.text("input")
         question = f"{question}\n\n{addition}" if question.strip() else addition
     if column == "instruction" and not question.strip():
         raise BadRowError(f"{name} and input are blank; expected text that says what to do")
-    return _question(question, cells, is_text=column == "prompt")
+    return _question(question, cells, is_text=column != "instruction")
 
 
 def _question(question: str, cells: Cells, *, is_text: bool = True) -> str | Dialogue:
@@ -152,6 +171,7 @@ def _history(cells: Cells) -> list[Turn]:
     """Read earlier questions and answers: a list of pairs."""
     name, history = cells.name("history"), list_in_cell(cells["history"])
     if not isinstance(history, list):
+        refuse_python(history, name, is_text=False)
         raise BadRowError(f"{name} is {quote(history)}; expected a list of earlier questions and answers")
     turns = []
     for number, pair in enumerate(history):
@@ -165,17 +185,17 @@ def _history(cells: Cells) -> list[Turn]:
 
 def _answer(cells: Cells, column: str) -> str | Dialogue:
     """Read an answer: text, one turn, turns, or a conversation that begins with the prompt."""
-    name, value = cells.name(column), list_in_cell(cells[column])
-    if isinstance(value, (list, Mapping)) or (isinstance(value, str) and is_transcript(value)):
-        return parse_turns(value, name)
-    return refuse_blank(parse_text(value, name), name)
+    name, value = cells.name(column), cells.text_or_turns(column)
+    return (
+        refuse_blank(value, name) if isinstance(value, str) and not is_transcript(value) else parse_turns(value, name)
+    )
 
 
 def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, column: str) -> Example:
     """Join a prompt and its answer."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return Example("prompt_completion", prompt=prompt, completion=answer, is_of_texts=True)
-    is_of_texts = isinstance(answer, str) and isinstance(cells.get("prompt"), str)
+    is_of_texts = isinstance(answer, str) and any(isinstance(cells.get(name), str) for name in ("prompt", "input"))
     if isinstance(prompt, str):
         prompt = dialogue_of([text_turn("user", refuse_blank(prompt, cells.name("prompt")))])
     if isinstance(answer, str):
@@ -252,13 +272,13 @@ def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
     The prompt stands in a column of its own; or it is the turns that both sides begin with, as in TRL; or the turns
     before the last answer, where `messages` has the chosen answer, as in ms-swift.
     """
-    answers = {name: _answer(cells, name) for name in ("chosen", "rejected") if name in cells}
-    for column in ("prompt", "instruction"):
+    answers = {name: _answer(cells, name) for name in _SIDES if name in cells}
+    request = cells.get("input")
+    if isinstance(request, Mapping) and "messages" in request:  # OpenAI's preference format
+        return parse_turns(request["messages"], f"{cells.name('input')}.messages", request.get("tools")), answers
+    for column in ("prompt", "instruction", *(("input",) if "conversations" not in cells else ())):
         if column in cells:
             return _prompt(cells, column), answers
-    if isinstance(cells.get("input"), Mapping):  # OpenAI's preference format
-        request = cells["input"]
-        return parse_turns(request.get("messages"), f"{cells.name('input')}.messages", request.get("tools")), answers
     column = next((name for name in ("conversations", "messages") if name in cells), "")
     if column:
         context = parse_turns(cells[column], cells.name(column), cells.get("tools"))
@@ -330,12 +350,12 @@ def _parse_labelled(known: Format, cells: Cells) -> Example:
     """Read an answer and its label. In a conversation, the label belongs to the last answer."""
     name, label = cells.name("label"), cells["label"]
     word = str(label).strip().lower()
-    if word not in _LABELS:
+    if word not in LABELS:
         raise BadRowError(f"{name} is {quote(label)}; expected true for a good answer or false for a bad one")
     example = known.parse(cells)
     if known.name in ("messages", "conversations") or cells.has("history"):
         example = _until_last_answer(example)._replace(learnt=example.learnt[-1:])
-    return example._replace(is_good=_LABELS[word] is not (name == BAD_LABEL))
+    return example._replace(is_good=LABELS[word] is not (name == BAD_LABEL))
 
 
 def _parse_prompts(cells: Cells) -> Example:
@@ -345,7 +365,7 @@ def _parse_prompts(cells: Cells) -> Example:
         return _until_last_answer(known.parse(cells))
     column = known.name if known is not None and known.name != "text" else "prompt"
     if column not in cells:
-        raise BadRowError(f"no column prompt or messages; it has {', '.join(map(str, cells.row)) or 'none'}")
+        raise BadRowError(f"no column prompt or messages; it has {show_names(cells.row)}")
     if column == "prompt":
         prompt = _prompt(cells, column)
         if isinstance(prompt, str):
@@ -406,7 +426,7 @@ def _with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
     """Put the text of the column `system` before a conversation."""
     if not cells.has("system"):
         return dialogue
-    system = text_turn("system", parse_text(cells["system"], cells.name("system")))
+    system = text_turn("system", cells.text("system"))
     own, _ = _split_system(dialogue.turns)
     if own and _stripped(own[0]) != _stripped(system):
         raise BadRowError(f"there is a column {cells.name('system')} and a system turn too; expected one of them")
@@ -414,7 +434,26 @@ def _with_system(dialogue: Dialogue, cells: Cells) -> Dialogue:
 
 
 _BESIDE = ("system", "tools")
-_OF_PROMPT = ("input", "system", "history", "tools")
+OF_PROMPT = ("input", "system", "history", "tools")
+"""Columns that belong to a prompt in another column."""
+
+
+def _begins_with_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
+    """Return whether two answers may begin with their prompt.
+
+    They hold turns, or no other text of the row can be the prompt, or the user says that none is.
+    """
+    if "prompt" in renamed or any(not isinstance(cells[side], str) or is_transcript(cells[side]) for side in _SIDES):
+        return True
+    others = cells.row.keys() - {cells.name(side) for side in _SIDES}
+    texts = (name for name in others if isinstance(cells.row[name], str) and holds_something(cells.row[name]))
+    return not any(map(may_be_prompt, texts))
+
+
+def _has_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
+    del renamed
+    return bool(cells.keys() & {"prompt", "messages", "conversations"} or cells.keys() >= {"instruction", "output"})
+
 
 FORMATS = {
     known.name: known
@@ -422,10 +461,10 @@ FORMATS = {
         Format("messages", ("messages",), _BESIDE, partial(_parse_turns, "messages")),
         Format("conversations", ("conversations",), _BESIDE, partial(_parse_turns, "conversations")),
         Format(
-            "prompt_completion", ("prompt", "completion"), _OF_PROMPT, partial(_parse_answered, "prompt", "completion")
+            "prompt_completion", ("prompt", "completion"), OF_PROMPT, partial(_parse_answered, "prompt", "completion")
         ),
-        Format("instruction", ("instruction", "output"), _OF_PROMPT, partial(_parse_answered, "instruction", "output")),
-        Format("text", ("text",), (), _parse_plain_text),
+        Format("instruction", ("instruction", "output"), OF_PROMPT, partial(_parse_answered, "instruction", "output")),
+        Format("text", ("text",), (), _parse_plain_text, _is_whole_text),
     )
 }
 """The formats of supervised training by name, in the order in which they are tried."""
@@ -434,15 +473,15 @@ FORMATS = {
 def _pairs(side: str) -> dict[str, Format]:
     """Return the formats of pairs: the ways to write their prompts, in the order in which they are tried."""
     read = partial(_parse_pair, side)
-    both = ("chosen", "rejected")
+    both = _SIDES
     return {
-        "prompt_completion": Format("pairs", ("prompt", *both), _OF_PROMPT, read),
-        "instruction": Format("pairs", ("instruction", *both), _OF_PROMPT, read),
+        "prompt_completion": Format("pairs", ("prompt", *both), OF_PROMPT, read),
+        "instruction": Format("pairs", ("instruction", *both), OF_PROMPT, read),
         "conversations": Format("pairs", ("conversations", *both), _BESIDE, read),
-        "input": Format("pairs", ("input", *both), _BESIDE, read),
+        "input": Format("pairs", ("input", *both), ("system", "history", "tools"), read),
         "context": Format("pairs", ("messages", *both), _BESIDE, read),
         "messages": Format("pairs", ("messages", "rejected"), _BESIDE, read),
-        "pairs": Format("pairs that begin with their prompt", both, _BESIDE, read),
+        "pairs": Format("pairs that begin with their prompt", both, _BESIDE, read, _begins_with_prompt),
     }
 
 
@@ -461,6 +500,7 @@ FORMATS_OF: Mapping[Reads, Mapping[str, Format]] = {
             (),
             tuple(dict.fromkeys(name for known in FORMATS.values() for name in known.columns)),
             _parse_prompts,
+            _has_prompt,
         )
     },
 }

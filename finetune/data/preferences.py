@@ -22,7 +22,6 @@ from torch.utils.data import Dataset
 from finetune.data.encode import encode_examples, encode_sides
 from finetune.data.encoded import EncodedExample, EncodedExamples, SplitsOf, digest_tensors
 from finetune.data.examples import load_examples
-from finetune.data.row_checks import ROW_CHECKS
 from finetune.engine.prefixes import Tokens, num_shared
 from finetune.errors import ConfigError, DataError
 
@@ -32,16 +31,6 @@ if TYPE_CHECKING:
     from finetune.config.schema import DataSection
     from finetune.fallbacks import Fallbacks
 _log = logging.getLogger(__name__)
-
-
-def _refuse_without_target(sides: Sequence[EncodedExamples], label: str) -> None:
-    """Refuse rows of which a side has no target token left."""
-    empty = torch.stack([side.num_targets == 0 for side in sides]).any(0).nonzero()[:, 0].tolist()
-    if empty:
-        raise DataError(
-            f"{label}: {len(empty)} rows have an answer without a target token, the first is "
-            f"{sides[0].source(empty[0])}. Raise data.max_length, or remove them."
-        )
 
 
 class EncodedPair(NamedTuple):
@@ -57,9 +46,6 @@ class EncodedPairs(Dataset[EncodedPair]):
     Attributes:
         sides: the chosen and the rejected answers, each with its prompt.
         lengths: tokens of the longer side of each pair, int64, shape (pairs,).
-
-    Raises:
-        DataError: a side has no target left.
     """
 
     row_type = "preference"
@@ -68,7 +54,6 @@ class EncodedPairs(Dataset[EncodedPair]):
         self.chosen, self.rejected = chosen, rejected
         self.sides = chosen, rejected
         self.label = label
-        _refuse_without_target(self.sides, label)
         self.lengths = torch.maximum(chosen.lengths, rejected.lengths)
 
     def __len__(self) -> int:
@@ -105,19 +90,6 @@ def refuse_each_turn(section: DataSection) -> None:
         )
 
 
-def _refuse_drops(section: DataSection) -> None:
-    """Refuse checks that drop rows: each side is checked separately, so the two could lose different rows."""
-    drops = [
-        f"data.{key}" for key in (*(check.key for check in ROW_CHECKS), "on_overlap") if getattr(section, key) == "drop"
-    ]
-    if drops:
-        raise ConfigError(
-            f"{' and '.join(drops)} {'are' if len(drops) > 1 else 'is'} drop, but each side of a pair is checked "
-            "separately, so one of the two could be left out. Set refuse, which names the rows, and remove them from "
-            "the file, or set warn to keep them."
-        )
-
-
 def encode_preferences(
     section: DataSection,
     tokenizer: PreTrainedTokenizerBase,
@@ -131,11 +103,9 @@ def encode_preferences(
 
     Raises:
         DataError: a row cannot be used.
-        ConfigError: `data.train_on=each_turn`, which has no meaning for pairs, or a check that is set to drop rows.
+        ConfigError: `data.train_on=each_turn`, which has no meaning for pairs.
     """
     refuse_each_turn(section)
-    if is_checked:
-        _refuse_drops(section)
     sides = [load_examples(section, "chosen"), load_examples(section, "rejected")]
     chosen, rejected = encode_sides(sides, tokenizer, section, fallbacks=fallbacks, is_checked=is_checked)
     train = EncodedPairs(chosen.train, rejected.train, sides[0].train.label)
@@ -168,7 +138,7 @@ class EncodedLabelled(Dataset[LabelledExample]):
         lengths, sides, tokens: those of the rows, see `EncodedExamples`.
 
     Raises:
-        DataError: there is one row only, or a row has no target left.
+        DataError: there is one row only.
     """
 
     row_type = "labelled"
@@ -181,7 +151,6 @@ class EncodedLabelled(Dataset[LabelledExample]):
         self.max_length = max_length
         if len(answers) < 2:
             raise DataError(f"{label} has {len(answers)} row, but KTO compares answers to different prompts. Add rows.")
-        _refuse_without_target([answers], label)
 
     def __len__(self) -> int:
         return len(self.answers)
@@ -246,5 +215,5 @@ def encode_labelled(
 
 
 def _prompt_length(is_target: torch.Tensor) -> int:
-    """Count the tokens before the first that carries loss."""
-    return int(is_target.int().argmax())
+    """Count the tokens before the first that carries loss: all of them if none does."""
+    return int(is_target.int().argmax()) if bool(is_target.any()) else len(is_target)

@@ -35,6 +35,8 @@ _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb
 JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 """The suffixes of files that can be read."""
+_BLANKS = " \t\n\r\xa0\u200b\u200c\u200d\u2060\ufeff"
+"""White space and invisible characters. At the ends of the name of a column, they are no part of it."""
 _MOST_OF_A_LINE = 128 << 20
 """The longest line of a file, in bytes, and the longest cell of a table, in characters."""
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
@@ -153,6 +155,8 @@ class RawRow:
     one number are the answers of one example."""
     value: Any
     problem: str | None = None
+    is_table: bool = False
+    """Whether it is a row of a table without types (CSV): every cell is text."""
 
 
 @dataclass(frozen=True)
@@ -247,6 +251,8 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
                 problem = "a list; expected an object" if isinstance(row.value, list) else row.problem or ""
                 if is_first and any(cause in problem for cause in ("a list; ", *_USUAL_CAUSES)):
                     raise DataError(f"{label}:{number}: {problem}. {_LINES_EXPECTED}")
+                if is_first:
+                    _refuse_columns(row.value, label)
                 is_first = False
                 yield row
 
@@ -300,6 +306,8 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
         raise DataError(f"{label}: byte {error.start + 1} is not UTF-8. Save the file as UTF-8.") from None
     start = _LIST_START.match(text)
     if not start:
+        with contextlib.suppress(ValueError, RecursionError):  # several objects are rows
+            _refuse_columns(_DECODER.decode(text), label)
         return (replace(row, number=number) for number, row in enumerate(_read_json_lines(path, label), start=1))
     try:
         rows = _DECODER.decode(text)
@@ -313,6 +321,18 @@ def _read_json(path: Path, label: str) -> Iterator[RawRow]:
             raise DataError(f"{label} has the keys {', '.join(rows)}. {_JSON_EXPECTED}")
         rows = rows["data"]
     return (RawRow(number, row) for number, row in enumerate(rows, start=1))
+
+
+def _refuse_columns(first: object, label: str) -> None:
+    """Refuse a file if its first object holds the columns of a table, as pandas and `datasets` write them."""
+    values = list(first.values()) if isinstance(first, dict) else []
+    lists = [value for value in values if isinstance(value, list) and value]
+    are_lists = all(isinstance(item, (str, list)) for value in lists for item in value) and len(lists) == len(values)
+    if values and (are_lists or all(isinstance(value, dict) and "0" in value for value in values)):
+        raise DataError(
+            f"{label} is written by columns: each of {', '.join(map(str, first))} holds the values of all rows. Write "  # type: ignore[call-overload]
+            "rows: with pandas, df.to_json(path, orient='records', lines=True) into a .jsonl file."
+        )
 
 
 def _line_of_bad_row(text: str, position: int) -> int:
@@ -333,12 +353,17 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
         cells = csv.reader(_lines(text, label), delimiter=delimiter, strict=True)
         try:
             header = next(cells, [])
+            if header and header[0].startswith("sep="):  # Excel names its separator on a first line
+                separator = header[0][4:] or delimiter
+                cells = csv.reader(_lines(text, label), delimiter=separator, strict=True)
+                header = next(cells, [])
             name = header[0] if separator is None and len(header) == 1 else ""
             other_separator = next((character for character in ";\t|," if character in name), None)
             if other_separator is not None:
                 shown = "tab" if other_separator == "\t" else f"'{other_separator}'"
                 raise DataError(f"{label} has one column, {header[0]!r}. If it is several, set data.separator={shown}.")
-            columns = [name or f"(unnamed column {number})" for number, name in enumerate(header, start=1)]
+            names = (name.strip(_BLANKS) for name in header)
+            columns = [name or f"(unnamed column {number})" for number, name in enumerate(names, start=1)]
             twice = [name for name, count in Counter(columns).items() if count > 1]
             if twice:
                 raise DataError(f"{label} has the column {twice[0]} twice. Rename or remove one of the two.")
@@ -346,7 +371,7 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
                 if any(row[len(columns) :]):
                     yield RawRow(number, None, f"{len(row)} cells, but the header has {len(columns)} columns")
                 else:
-                    yield RawRow(number, dict(zip_longest(columns, row[: len(columns)])))
+                    yield RawRow(number, dict(zip_longest(columns, row[: len(columns)])), is_table=True)
         except (UnicodeDecodeError, csv.Error) as error:
             where = f" (line {cells.line_num})" if isinstance(error, csv.Error) else ""
             problem = f"{label} cannot be read as {suffix[1:]}{where}: {error}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -28,7 +28,6 @@ _log = logging.getLogger(__name__)
 _MAX_NAMED = 3
 _FEW_DROPPED = 0.01
 _RAISE_LENGTH = "Raise data.max_length (the longest has {longest:,} tokens)"
-_OR_KEEP = ", or =warn to keep them"
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,8 @@ def check_rows(
 ) -> dict[str, list[Part]]:
     """Run all checks. Rows are dropped, refused or named in a warning, as the section says.
 
-    `parts` has each row of a split once. `template` names the chat template.
+    `parts` has each row of a split once. A check that finds one side of a pair finds the pair. `template` names the
+    chat template.
 
     Raises:
         DataError: one or more checks refuse the rows; the message names all of them.
@@ -116,6 +116,7 @@ def check_rows(
     _check_keys(parts, section, template, refused)
     _check_overlap(passed, section, refused)
     _check_end_of_turn(passed.get("train", []), section, refused)
+    _check_equal_answers(passed)
     if len(refused) > 1:
         raise DataError("\n  ".join([f"the data has {len(refused)} problems:", *refused]))
     if refused:
@@ -144,87 +145,92 @@ def _apply(
 ) -> list[Part]:
     """Apply a check to a split. Returns its parts without the rows that are dropped."""
     action = getattr(section, check.key)
-    masks = [check.find(part.examples, bos_id) for part in parts]
-    matching_rows = [
-        (part.examples, row) for part, mask in zip(parts, masks, strict=True) for row in mask.nonzero()[:, 0].tolist()
-    ]
-    if not matching_rows:
+    masks = [torch.stack([check.find(side, bos_id) for side in part.sides]).any(0) for part in parts]
+    found = [(part, row) for part, mask in zip(parts, masks, strict=True) for row in mask.nonzero()[:, 0].tolist()]
+    if not found:
         return parts
-    longest = max(int(examples.full_lengths[row]) for examples, row in matching_rows)
+    longest = max(int(side.full_lengths[row]) for part, row in found for side in part.sides)
     known = {"max_length": section.max_length, "longest": longest}
-    num_rows = sum(len(part.examples) for part in parts)
-    named = name_some(_name_row(*row) for row in matching_rows)
-    problem = f"{split}: {len(matching_rows):,} of {num_rows:,} rows {check.what.format(**known)}: {named}"
+    num_rows = sum(map(len, parts))
+    named = name_some(part.name_row(row) for part, row in found)
+    what = f"{_rows_of(parts)} {check.what.format(**known)}"
+    problem = f"{split}: {len(found):,} of {num_rows:,} {what}: {named}"
     if action == "drop":
         _log.warning("%s. They are left out (data.%s=drop).", problem, check.key)
         return _without(parts, [~mask for mask in masks], split, check.key, check.advice.format(**known))
-    message = (
-        f"{problem}: {check.so}. {check.advice.format(**known)}, or set data.{check.key}=drop to leave these rows out"
-    )
-    _warn_or_refuse(action, message, refused, _OR_KEEP)
+    message = f"{problem}: {check.so}. {check.advice.format(**known)}"
+    drop = f"data.{check.key}=drop to leave these rows out" if len(found) < num_rows else ""
+    _warn_or_refuse(action, message, refused, drop, f"data.{check.key}=warn to keep them")
     return parts
 
 
-def _warn_or_refuse(action: str, message: str, refused: list[str], or_warn: str = "") -> None:
-    """Log the message as a warning, or add it to `refused`, followed by what the user can set instead."""
+def _rows_of(parts: Sequence[Part]) -> str:
+    """Return what the examples of these parts are called in messages."""
+    return "rows" if len(parts[0].sides) == 1 else "pairs"
+
+
+def _warn_or_refuse(action: str, message: str, refused: list[str], drop: str, warn: str) -> None:
+    """Log the message as a warning, or add it to `refused`. `drop` and `warn` are what the user can set instead."""
+    settings = ", or ".join(filter(None, [drop, warn if action != "warn" else ""]))
+    advice = f"{message}{', or set ' if settings else ''}{settings}."
     if action == "warn":
-        _log.warning("%s.", message)
+        _log.warning("%s", advice)
     else:
-        refused.append(f"{message}{or_warn}.")
+        refused.append(advice)
 
 
 def _check_dropped(parts: Mapping[str, Sequence[Part]]) -> None:
     """Warn if more than one row in a hundred was left out because it cannot be used."""
-    for label, examples in {part.label: part.examples for of_split in parts.values() for part in of_split}.items():
-        num_rows = examples.num_dropped + sum(len(set(source.numbers.tolist())) for source in examples.sources)
-        if examples.num_dropped > _FEW_DROPPED * num_rows:
+    for label, part in {part.label: part for of_split in parts.values() for part in of_split}.items():
+        num_dropped = max(side.num_dropped for side in part.sides)
+        num_rows = num_dropped + sum(len(set(source.numbers.tolist())) for source in part.examples.sources)
+        if num_dropped > _FEW_DROPPED * num_rows:
             _log.warning(
                 "%s: %s of %s rows cannot be used and are left out (data.on_bad_row=drop). Look at the reasons in the "
                 "description of the rows, and correct the file",
-                *(label, f"{examples.num_dropped:,}", f"{num_rows:,}"),
+                *(label, f"{num_dropped:,}", f"{num_rows:,}"),
             )
 
 
 def _check_keys(parts: Mapping[str, Sequence[Part]], section: DataSection, template: str, refused: list[str]) -> None:
     """Look for keys of the rows that the chat template does not render, once for each source."""
-    sources = {part.label: part.examples for of_split in parts.values() for part in of_split}
-    for label, examples in sources.items():
-        for key, count, first in examples.ignored_keys:
+    sources = {part.label: part for of_split in parts.values() for part in of_split}
+    for label, part in sources.items():
+        found = {key: (count, side.name_row(first)) for side in part.sides for key, count, first in side.ignored_keys}
+        for key, (count, first) in found.items():
             message = (
                 f"{label}: the chat template of {template} does not render {key} (rows that have it: {count:,}, the "
-                f"first is {examples.name_row(first)}): the model would not see it. Use a template that renders it "
-                "(data.chat_template), remove the key, or set data.on_ignored_key=warn to train without it"
+                f"first is {first}): the model would not see it. Use a template that renders it "
+                "(data.chat_template), or remove the key"
             )
-            _warn_or_refuse(section.on_ignored_key, message, refused)
+            warn = "data.on_ignored_key=warn to train without it"
+            _warn_or_refuse(section.on_ignored_key, message, refused, "", warn)
 
 
 def _check_overlap(parts: dict[str, list[Part]], section: DataSection, refused: list[str]) -> None:
     """Look for validation and test rows with the same tokens as a training row, whatever file they are in."""
     train = parts.get("train", [])
     for split in ("validation", "test"):
-        overlaps = _equal_rows(train, parts.get(split, []))
+        held_out = parts.get(split, [])
+        doomed = set[tuple[int, bytes]]().union(*(of_row for part in held_out for of_row in part.digests()))
+        overlaps = _equal_rows(train, held_out, doomed)
         if not overlaps:
             continue
-        pairs = name_some(f"{_name_row(*held_out)} is {_name_row(*trained)}" for held_out, trained in overlaps)
-        num_rows = sum(len(part.examples) for part in parts[split])
-        problem = f"{split}: {len(overlaps):,} of {num_rows:,} rows are training rows too: {pairs}"
+        named = name_some(f"{name} is {trained}" for name, trained in overlaps)
+        num_rows = sum(map(len, held_out))
+        problem = f"{split}: {len(overlaps):,} of {num_rows:,} {_rows_of(train)} are training rows too: {named}"
+        keep = [torch.tensor([not doomed & of_row for of_row in part.digests()]) for part in train]
         if section.on_overlap == "drop":
             _log.warning("%s. They are left out of training (data.on_overlap=drop).", problem)
-            doomed = {digest for part in parts[split] for digest in part.examples.digests(with_targets=False)}
-            keep = [
-                torch.tensor([digest not in doomed for digest in part.examples.digests(with_targets=False)])
-                for part in train
-            ]
             advice = f"Take the training rows out of the {split} split"
             parts["train"] = train = _without(train, keep, "train", "on_overlap", advice)
             continue
-        message = (
-            f"{problem}: results on them say nothing about new rows. Remove them from one of the two, or set "
-            "data.on_overlap=drop to take them out of training"
-        )
+        message = f"{problem}: results on them say nothing about new rows. Remove them from one of the two"
+        drop = "data.on_overlap=drop to take them out of training" if any(bool(mask.any()) for mask in keep) else ""
         # Nobody asked to hold rows out of one file, so a row that stands in it twice does not end the run.
         is_default = split == "validation" and holds_out_by_default(section)
-        _warn_or_refuse("warn" if is_default else section.on_overlap, message, refused, _OR_KEEP)
+        action = "warn" if is_default else section.on_overlap
+        _warn_or_refuse(action, message, refused, drop, "data.on_overlap=warn to keep them")
 
 
 def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: list[str]) -> None:
@@ -234,46 +240,50 @@ def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: lis
     pieces = ((part.examples.end_id, *piece) for part in parts for piece in part.examples.pieces())
     if not parts or any(bool(((ids == end_id) & is_target).any()) for end_id, ids, is_target in pieces):
         return
-    end_id = parts[0].examples.end_id
     message = (
-        f"train: none of {sum(len(part.examples) for part in parts):,} rows has the token that ends "
-        f"{'an answer' if chat_parts else 'a text'} (id {end_id}) among those that carry loss, so the model would not "
-        f"learn to stop. Raise data.max_length, which is {section.max_length}, until answers fit with their end"
+        f"train: none of {sum(map(len, parts)):,} rows has the token that ends "
+        f"{'an answer' if chat_parts else 'a text'} (id {parts[0].examples.end_id}) among those that carry loss, so "
+        f"the model would not learn to stop. Raise data.max_length, which is {section.max_length}, until answers fit "
+        "with their end"
     )
     action = section.on_untrained_end if chat_parts else "warn"  # plain text is often cut into pieces
-    _warn_or_refuse(action, message, refused, ", or set data.on_untrained_end=warn to train like that")
+    _warn_or_refuse(action, message, refused, "", "data.on_untrained_end=warn to train like that")
+
+
+def _check_equal_answers(parts: Mapping[str, Sequence[Part]]) -> None:
+    """Warn of pairs with two equal answers. They have no gradient."""
+    for split, of_split in parts.items():
+        equal = []
+        for part in of_split if len(of_split[0].sides) > 1 else ():
+            digests = zip(*(side.digests(with_targets=True) for side in part.sides), strict=True)
+            equal += [part.name_row(row) for row, (chosen, rejected) in enumerate(digests) if chosen == rejected]
+        if equal:
+            _log.warning(
+                "%s: %s of %s pairs have the same answer twice: %s. Remove them: nothing can be preferred.",
+                *(split, f"{len(equal):,}", f"{sum(map(len, of_split)):,}", name_some(equal)),
+            )
 
 
 def _equal_rows(
-    train: Sequence[Part], others: Sequence[Part]
-) -> list[tuple[tuple[EncodedExamples, int], tuple[EncodedExamples, int]]]:
-    """Pair each row of a split with the first training row that has the same tokens, if there is one."""
-    digests_of_split = {digest for part in others for digest in part.examples.digests(with_targets=False)}
-    trained: dict[bytes, tuple[EncodedExamples, int]] = {}
-    for part in train if digests_of_split else ():
-        for row, digest in enumerate(part.examples.digests(with_targets=False)):
-            if digest in digests_of_split:
-                trained.setdefault(digest, (part.examples, row))
+    train: Sequence[Part], others: Sequence[Part], digests_of_others: set[tuple[int, bytes]]
+) -> list[tuple[str, str]]:
+    """Name each row of a split that has the tokens of a training row, and the first of these training rows."""
+    trained: dict[tuple[int, bytes], str] = {}
+    for part in train if digests_of_others else ():
+        for row, of_row in enumerate(part.digests()):
+            for digest in of_row & digests_of_others:
+                trained.setdefault(digest, part.name_row(row))
     return [
-        ((part.examples, row), trained[digest])
+        (part.name_row(row), trained[min(of_row & trained.keys())])
         for part in (others if trained else ())
-        for row, digest in enumerate(part.examples.digests(with_targets=False))
-        if digest in trained
+        for row, of_row in enumerate(part.digests())
+        if of_row & trained.keys()
     ]
 
 
 def _without(parts: Sequence[Part], keep: Sequence[torch.Tensor], split: str, key: str, advice: str) -> list[Part]:
     """Keep the marked rows of each part, and drop parts without rows. Raise a DataError if no row is left."""
-    left = [
-        replace(part, examples=part.examples.select(mask.nonzero()[:, 0]))
-        for part, mask in zip(parts, keep, strict=True)
-        if bool(mask.any())
-    ]
+    left = [part.select(mask) for part, mask in zip(parts, keep, strict=True) if bool(mask.any())]
     if not left:
         raise DataError(f"{split}: data.{key}=drop leaves no row. {advice}, or give other rows.")
     return left
-
-
-def _name_row(examples: EncodedExamples, row: int) -> str:
-    full = int(examples.full_lengths[row])
-    return f"{examples.source(row)} ({full:,} tokens)" if bool(examples.is_truncated[row]) else examples.source(row)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _METADATA_KEY = "finetune"
 _log = logging.getLogger(__name__)
-ENCODING_VERSION = 11
+ENCODING_VERSION = 12
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 

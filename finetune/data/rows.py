@@ -9,8 +9,20 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
-from finetune.data.columns import CONTEXT, OTHER_NAMES, find_columns, propose_columns
-from finetune.data.formats import FORMATS_OF, Example, Format, Reads, detect_format, parse_row
+from finetune.config.schema import ROW_COLUMNS
+from finetune.data.columns import (
+    MEANINGS,
+    as_overrides,
+    find_columns,
+    leave_out,
+    may_be_prompt,
+    may_be_unread,
+    meaning_of,
+    propose_columns,
+    show_names,
+    unread_columns,
+)
+from finetune.data.formats import FORMATS_OF, LABELS, OF_PROMPT, Example, Format, Reads, detect_format, parse_row
 from finetune.data.readers import RawRow
 from finetune.data.remote import RowSource
 from finetune.data.splits import digest_row
@@ -30,7 +42,10 @@ ROW_TYPE_NAMES = {
 }
 """The row types, and their names in messages."""
 _MAX_SHOWN = 5
-_LABEL_WORDS = ("true", "false", "0", "1", "0.0", "1.0")
+_OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labelled": "kto", "prompts": "grpo"}
+"""The objective that a message proposes for rows of each type."""
+_SURE_LABELS = ("true", "false", "good", "bad")
+"""Texts that are labels, and never the classes of a classification set."""
 
 
 class RowProblems:
@@ -59,14 +74,16 @@ class RowProblems:
         self._reasons[reason] += 1
         self._first.setdefault(reason, place)
 
-    def raise_if_any(self, label: str, num_rows: int) -> None:
-        """Raise a DataError if a row was noted that is not dropped."""
+    def raise_if_any(self, label: str, num_rows: int, proposal: str = "") -> None:
+        """Raise a DataError if a row was noted that is not dropped. `proposal` is what can be set if all rows were."""
         if not self.count or (self._drops and self.count < num_rows):
             return
         more = [f"  and {self.count - _MAX_SHOWN} more"] if self.count > _MAX_SHOWN else []
         head = f"{label}: {self.count} of {num_rows} rows cannot be used:"
         advice = "Correct or remove them, then start again"
-        advice += ", or set data.on_bad_row=drop to leave them out." if self._can_drop and not self._drops else "."
+        if self.count < num_rows:
+            proposal = "data.on_bad_row=drop to leave them out" if self._can_drop else ""
+        advice += f", or set {proposal}." if proposal else "."
         raise DataError("\n".join([head, *self._shown, *more, advice]))
 
     def describe(self) -> str:
@@ -229,30 +246,102 @@ def _refuse_pair(row: RawRow, examples: Examples) -> None:
     """Refuse rows of two answers: supervised training would learn neither of them, or turns that are no answers."""
     if examples.reads != "answers" or not isinstance(row.value, Mapping):
         return
-    names_of = find_columns(row.value, examples.columns)
-    if "rejected" in names_of and ("chosen" in names_of or names_of["rejected"] in OTHER_NAMES["rejected"]):
-        names = " and ".join(names_of[side] for side in ("chosen", "rejected") if side in names_of)
-        alone = (
-            f"; or set data.columns.completion={names_of['chosen']} data.columns.rejected=none to learn the chosen "
-            "answers"
-            if {"prompt", "chosen"} <= names_of.keys()
-            else ""
-        )
-        raise DataError(
-            f"{examples.source.place(row.number)} has {names}: a pair of answers to compare, which supervised training "
-            f"does not read. Set training.objective=dpo (or orpo, simpo) to learn from both{alone}."
-        )
+    columns = find_columns(row.value, examples.columns)
+    if "rejected" not in columns or not ("chosen" in columns or columns["rejected"] in MEANINGS["rejected"].also):
+        return
+    names = " and ".join(columns[side] for side in ("chosen", "rejected") if side in columns)
+    proposal = _propose(row, examples, "chosen") or "training.objective=dpo"
+    chosen = {"completion": columns.get("chosen", ""), "rejected": "none"}
+    learns_chosen = f"; or set {as_overrides(chosen)} to learn the chosen answers"
+    raise DataError(
+        f"{examples.source.place(row.number)} has {names}: a pair of answers to compare, which supervised training "
+        f"does not read. Set {proposal} (or orpo, simpo) to learn from both"
+        f"{learns_chosen if _is_accounted_for(row, examples, chosen) else ''}."
+    )
 
 
 def _unknown_columns(row: RawRow, examples: Examples) -> str:
-    names = list(map(str, row.value))
-    expected = "; ".join(f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[examples.reads].items())
-    proposals = (propose_columns(names, known.needs) for known in FORMATS_OF[examples.reads].values())
-    proposal = next((f", for example {proposal}" for proposal in proposals if proposal), "")
-    return (
-        f"{examples.source.place(row.number)} has the columns {', '.join(names) or 'none'}. Expected those of one "
-        f"format ({expected}). Rename the columns, or name them in data.columns{proposal}."
+    """Describe a row whose columns are of no format, and what can be set to read it."""
+    place, reads = examples.source.place(row.number), examples.reads
+    columns = find_columns(row.value, examples.columns)
+    if reads == "chosen" and {"chosen", "rejected"} <= columns.keys():
+        texts = [name for name, value in row.value.items() if isinstance(value, str) and may_be_prompt(name)]
+        others = [] if any(map(meaning_of, texts)) else ["none"]
+        settings = [{"prompt": name} for name in (*texts, *others)]
+        proposals = [as_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+        return (
+            f"{place} has a chosen and a rejected answer, and {show_names(texts)} may be their prompt. Set "
+            f"{' or '.join(proposals) or 'data.columns.prompt'}{' if the answers begin with it' if others else ''}."
+        )
+    if {"role", "content"} <= row.value.keys() or {"role", "text"} <= row.value.keys():
+        return (
+            f"{place} has the columns {show_names(row.value)}: it is one turn. Put the turns of a conversation into "
+            "one row, as a list in a column messages."
+        )
+    expected = "; ".join(
+        f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[reads].items() if known.needs
     )
+    proposals = [proposal for other in (reads, *_OBJECTIVE_OF) if (proposal := _propose(row, examples, other))][:1]
+    example = f", for example {proposals[0]}" if proposals and proposals[0].startswith("data.columns") else ""
+    instead = f", or set {proposals[0]}" if proposals and not example else ""
+    if reads == "answers" and "text" in columns:
+        instead += ", or set data.format=text to learn the texts as they are"
+    return (
+        f"{place} has the columns {show_names(row.value)}. Expected those of one format "
+        f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
+    )
+
+
+def _propose(row: RawRow, examples: Examples, reads: Reads) -> str:
+    """Return overrides with which a row is read and every column is accounted for; "" if none are known."""
+    objective = "" if reads == examples.reads else f"training.objective={_OBJECTIVE_OF[reads]}"
+    if not isinstance(row.value, Mapping):
+        return ""
+    if objective and _is_accounted_for(row, examples, {}, reads):
+        return objective
+    for known in FORMATS_OF[reads].values():
+        may_have = [column for column in known.may_have if column in OF_PROMPT]
+        settings = propose_columns(row.value, known.needs or ("prompt",), may_have, examples.columns)
+        if settings and _is_accounted_for(row, examples, settings, reads):
+            return f"{objective} {as_overrides(settings)}".strip()
+    return ""
+
+
+def _is_accounted_for(row: RawRow, examples: Examples, settings: Mapping[str, str], reads: Reads | None = None) -> bool:
+    """Return whether a row can be read with more settings of `data.columns`, and all its columns are accounted for."""
+    renamed, reads = {**examples.columns, **settings}, reads or examples.reads
+    known = detect_format(row.value, renamed, reads)
+    if known is None or any(name != "none" and column not in known.columns for column, name in settings.items()):
+        return False
+    try:
+        example = parse_row(row.value, known, renamed, is_table=row.is_table)
+    except BadRowError:
+        return False
+    return not any(_unread(row.value, example, known, renamed, reads))
+
+
+def _unread(
+    row: Mapping[str, Any],
+    example: Example,
+    known: Format,
+    renamed: Mapping[str, str],
+    reads: Reads,
+    format: str = "auto",
+) -> Iterator[str]:
+    """Yield the names of the columns that hold a part of a row and are not read. `format` is `data.format`."""
+    if reads == "rejected":  # the chosen side has named them
+        return
+    decided = {*renamed}
+    if reads == "prompts":  # reward functions get all columns
+        decided |= {"messages", "prompt", "completion", "chosen", "rejected", "mask"}
+    if format != "auto":
+        decided.add("messages")
+    if known.name == "text":
+        decided |= {"messages", "input", "system", "tools", "chat_template_kwargs"}
+        decided |= {"prompt", "completion", "history"} if "text" in (format, *renamed) else set()
+    columns = find_columns(row, renamed)
+    read = [columns[column] for column in known.columns if column in columns]
+    yield from unread_columns(row, read, sorted(decided), [text.strip() for text in example.contents])
 
 
 def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> Iterator[Example]:
@@ -260,6 +349,7 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
     columns = _Columns(known, examples)
     problems, broken = RowProblems(drops=examples.drops), RowProblems(can_drop=False)
     first: Example | None = None
+    first_bad: RawRow | None = None
     count = 0
     for row in raw:
         place = source.place(row.number)
@@ -267,7 +357,7 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
             broken.add(place, row.problem)
             continue
         try:
-            example = parse_row(row.value, known, examples.columns)
+            example = parse_row(row.value, known, examples.columns, is_table=row.is_table)
             example = example._replace(source=place, number=row.number, digest=digest_row(row.value))
             if examples.reads == "prompts":
                 example = example._replace(columns=row.value)
@@ -279,15 +369,17 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
                 )
         except BadRowError as error:
             problems.add(place, str(error))
+            first_bad = first_bad or row
             continue
         count += 1
-        columns.add(row.value, place)
+        columns.add(row, example, place)
         columns.has_turns |= example.row_type == "messages"
         yield example
     broken.raise_if_any(source.label, count + problems.count + broken.count)
-    problems.raise_if_any(source.label, count + problems.count)
+    grpo = _propose(first_bad, examples, "prompts") if first_bad is not None and examples.reads == "answers" else ""
+    problems.raise_if_any(source.label, count + problems.count, grpo and f"{grpo} to learn from rewards")
     assert first is not None  # there is a row, and not all have a problem
-    note = columns.check(examples.label, count)
+    note = columns.check(count)
     if not examples.read_as:
         row_type = "messages" if columns.has_turns else first.row_type
         examples.read_as = (
@@ -301,51 +393,72 @@ class _Columns:
     """The columns of a source: which are read, and which are not."""
 
     def __init__(self, known: Format, examples: Examples) -> None:
-        self._known, self._renamed, self._reads = known, examples.columns, examples.reads
+        self._known, self._examples, self._reads = known, examples, examples.reads
         self._names: dict[str, str] = {}
         self._seen: dict[str, bool] = {}  # whether a cell of the column holds something
         self._booleans: dict[str, None] = {}
         self._labels: dict[str, _Labels] = {}
+        self._unread: dict[str, RawRow] = {}
         self.has_turns = False
 
-    def add(self, row: Mapping[str, Any], place: str) -> None:
+    def add(self, row: RawRow, example: Example, place: str) -> None:
         """Note the columns of a row."""
-        columns = find_columns(row, self._renamed)
+        examples = self._examples
+        columns = find_columns(row.value, examples.columns)
         self._names |= {column: own_name for column, own_name in columns.items() if column in self._known.columns}
-        for name, value in row.items():
+        for name, value in row.value.items():
             self._seen[name] = self._seen.get(name, False) or bool(value)
             if isinstance(value, bool):
                 self._booleans[name] = None
+        for name in _unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
+            self._unread.setdefault(name, row)
         if "label" in columns and "label" not in self._known.columns and self._reads != "prompts":
             name = columns["label"]
-            self._labels.setdefault(name, _Labels(name)).add(row[name], place)
+            self._labels.setdefault(name, _Labels(name)).add(row, place)
 
-    def check(self, label: str, num_rows: int) -> str:
-        """Refuse rows with labels that are not read, see `_Labels.check`."""
-        return "".join(labels.check(label, num_rows) for labels in self._labels.values())
+    def check(self, num_rows: int) -> str:
+        """Refuse rows with labels or other parts that are not read. Returns a note for the log."""
+        note = "".join(labels.check(self._examples, num_rows) for labels in self._labels.values())
+        for name, row in self._unread.items():
+            if not may_be_unread(name):
+                raise DataError(self._refuse_unread(name, row))
+        return note
+
+    def _refuse_unread(self, name: str, row: RawRow) -> str:
+        examples, part = self._examples, MEANINGS[meaning_of(name) or name].part
+        reads = []
+        for column in (column for column in ROW_COLUMNS if MEANINGS[column].part == part):
+            others = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
+            settings = [{column: name}, {column: name, **others}]
+            reads += [as_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+        advice = f"Set {reads[0]} to read it, or " if reads else "Correct the rows, or set "
+        return (
+            f"{examples.label}: by its name, the column {show_names([name])} is {part}, but rows of this format "
+            f"({self._known.name}) do not read it; the first is {examples.source.place(row.number)}. {advice}"
+            f"{leave_out([name], self._names)} if it is not meant to be read."
+        )
 
     def unread(self) -> list[str]:
-        """Return the columns that hold a part of a prompt and are not read."""
-        if self._known.name == "text" or self._reads == "prompts":
-            return []
-        return [name for name in CONTEXT if self._seen.get(name) and name not in self._used()]
+        """Return the columns that may hold a part of a prompt, or numbers that may be labels, and are not read."""
+        return [*self._unread, *(name for name, labels in self._labels.items() if labels.are_numbers)]
 
     def describe(self, rows: str) -> str:
         """Describe on one line the number of rows, their format, the columns that were read, and those not used."""
-        used = [name if column == name else f"{name} as {column}" for name, column in self._used().items()]
-        others = [name for name in self._seen if name not in self._used()]
+        used = {name: column for column, name in self._names.items()}
+        shown = (
+            show_names([name]) if column == name else f"{show_names([name])} as {column}"
+            for name, column in used.items()
+        )
+        others = [name for name in self._seen if name not in used]
         heading = "columns for reward functions" if self._reads == "prompts" else "columns not used"
         described = ", ".join(map(self._describe_unused, others))
         note = f"; {heading}: {described}" if others else ""
-        return f"{rows} (format {self._known.name}, columns {', '.join(used)}){note}"
+        return f"{rows} (format {self._known.name}, columns {', '.join(shown)}){note}"
 
     def _describe_unused(self, name: str) -> str:
         is_no_label = name not in self._booleans or name in self._labels or self._reads not in ("answers", "chosen")
-        return name if is_no_label else f"{name} (true or false; data.columns.label={name} makes it the label)"
-
-    def _used(self) -> dict[str, str]:
-        """Our name of each column that is read, by its name in the rows."""
-        return {name: column for column, name in self._names.items()}
+        note = "" if is_no_label else f" (true or false; data.columns.label={name} makes it the label)"
+        return show_names([name]) + note
 
 
 class _Labels:
@@ -354,44 +467,57 @@ class _Labels:
     def __init__(self, column: str) -> None:
         self.column = column
         self._counts: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
+        self._first: dict[str, tuple[str, RawRow]] = {}
         self._is_boolean = False
 
-    def add(self, label: object, place: str) -> None:
-        """Count the label of a row. All texts that are no truth value count as one label."""
+    def add(self, row: RawRow, place: str) -> None:
+        """Count the label of a row. All texts that are no label count as one."""
+        label = row.value[self.column]
         word = str(label).strip().lower()
         if word in ("", "none"):
             return
-        word = word if word in _LABEL_WORDS else "other"
+        word = word if word in LABELS else "other"
         self._counts[word] += 1
-        self._first.setdefault(word, place)
+        self._first.setdefault(word, (place, row))
         self._is_boolean |= isinstance(label, bool)
 
-    def check(self, label: str, num_rows: int) -> str:
+    @property
+    def are_numbers(self) -> bool:
+        """Whether all labels are 0, 1 or -1: good and bad, or the classes of a classification set."""
+        return bool(self._counts) and self._counts.keys() <= LABELS.keys() and not self._are_sure
+
+    @property
+    def _are_sure(self) -> bool:
+        return self._is_boolean or (bool(self._counts) and self._counts.keys() <= set(_SURE_LABELS))
+
+    def check(self, examples: Examples, num_rows: int) -> str:
         """Refuse rows that are marked as good or bad. Training would learn the bad answers like the good ones.
 
-        The column holds booleans, or only the words true and false, since every cell of a CSV file is text. The numbers
-        0 and 1 may also be the classes of a classification set, so such a column is left unused.
+        The column holds booleans, or only the words true and false, or good and bad. Numbers may also be the classes of
+        a classification set, so such a column is left unused.
 
         Returns:
-            A note for the log if the labels are 0 and 1, else nothing.
+            A note for the log if the labels are numbers, else nothing.
 
         Raises:
             DataError: the rows are marked.
         """
-        labels = set(self._counts)
-        if self._is_boolean or (labels and labels <= {"true", "false"}):
-            first = "false" if "false" in labels else "true"
-            raise DataError(
-                f"{label}: the column {self.column} is true in {self._counts['true']:,} of {num_rows:,} rows and "
-                f"false in {self._counts['false']:,}; the first {first} is {self._first[first]}. Supervised "
-                "training and preference pairs do not use labels: answers marked false would be learned like the "
-                f"others. Set training.objective=kto to learn from both, remove these rows and the column "
-                f"{self.column}, or set data.columns.label=none to use every row whatever its label."
-            )
-        is_number = labels and labels <= {"0", "1", "0.0", "1.0"}
         column = self.column
-        return f" ({column} is 0 or 1, which is not read as bad or good: every row is used)" if is_number else ""
+        if not self._are_sure:
+            numbers = sorted(self._counts, key=float) if self.are_numbers else []
+            named = " or ".join(numbers)
+            return f" ({column} is {named}, which is not read as bad or good: every row is used)" if numbers else ""
+        good, bad = ("good", "bad") if self._counts.keys() <= {"good", "bad"} else ("true", "false")
+        first = bad if bad in self._first else good
+        place, row = self._first[first]
+        kto = _propose(row, examples, "labelled")
+        raise DataError(
+            f"{examples.label}: the column {column} is {good} in {self._counts[good]:,} of {num_rows:,} rows and "
+            f"{bad} in {self._counts[bad]:,}; the first {first} is {place}. Supervised "
+            f"training and preference pairs do not use labels: answers marked {bad} would be learned like the "
+            f"others. {f'Set {kto} to learn from both, remove' if kto else 'Remove'} these rows and the column "
+            f"{column}, or set data.columns.label=none to use every row whatever its label."
+        )
 
 
 def _how_written(example: Example) -> str:

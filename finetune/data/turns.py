@@ -21,6 +21,7 @@ from finetune.data.values import (
     parse_text,
     quote,
     refuse_blank,
+    refuse_python,
     without_nulls,
 )
 
@@ -38,9 +39,12 @@ _OTHER_ROLES = {
 """Our role for the roles of other files: ShareGPT's, Vertex AI's, OpenAI's older ones, ms-swift's and Llama 3's."""
 _CALL_ROLES = ("function_call", "tool_call")
 """Roles of turns that hold a tool call as JSON text, in LLaMA-Factory and ms-swift."""
-_MASKS = ("weight", "loss", "train", "training")
-"""Keys that say whether an answer carries loss: OpenAI's, ms-swift's, and two of axolotl's."""
-_SPAN_MASKS = ("train_detail", "training_detail")
+MASKS = {"weight": True, "loss": True, "train": True, "training": True, "loss_weight": True, "masked": False}
+"""Keys that say whether an answer carries loss, in OpenAI's files, ms-swift, axolotl and others; False: 1 means no."""
+_OTHER_MASKS = ("train_detail", "training_detail", "mask", "loss_mask")
+"""Keys that mask parts of a text, or in a way that their names do not say."""
+_EXCHANGES = (("human", "assistant"), ("input", "output"))
+"""Keys of objects that hold a question and its answer."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of text parts in OpenAI's two interfaces, Chat Completions and Responses."""
 
@@ -98,6 +102,7 @@ def parse_turns(value: object, column: str, tools: object = None) -> Dialogue:
     has_from = isinstance(first, Mapping) and first.get("from") is not None
     keys = _FROM_AND_VALUE if has_from else _ROLE_AND_CONTENT
     if not isinstance(turns, list):
+        refuse_python(turns, column, is_text=False)
         raise BadRowError(f"{column} is {quote(value)}; expected a list of objects with {keys.role} and {keys.content}")
     if not turns:
         raise BadRowError(f"{column} is empty; expected a user's turn and the assistant's answer")
@@ -132,6 +137,7 @@ def parse_tools(tools: object, where: str = "tools") -> str:
     except (ValueError, RecursionError):
         listed = None
     if not isinstance(listed, list) or not all(isinstance(tool, Mapping) for tool in listed):
+        refuse_python(tools, where, is_text=False)
         raise BadRowError(f"{where} is {quote(tools)}; expected a list of objects, or JSON as text")
     return parse_text(text, where) if listed else ""
 
@@ -142,7 +148,10 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
         raise BadRowError(f"{where} is {quote(turn)}; expected an object with {keys.role} and {keys.content}")
     # A table has every key in every turn, with null for those that are absent.
     present = {str(key): value for key, value in turn.items() if value is not None}
-    written = present.pop(keys.role, None)
+    if keys.role not in present:
+        names = ", ".join(present) or "none"
+        raise BadRowError(f"{where} has the keys {names}; expected {keys.role} and {keys.content}")
+    written = present.pop(keys.role)
     lower = written.lower() if isinstance(written, str) else ""
     role = "assistant" if lower in _CALL_ROLES else _OTHER_ROLES.get(lower, lower)
     if role not in ROLES:
@@ -156,7 +165,10 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     calls = [_parse_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(written_calls)]
     weight = _take_weight(present, role, where)
     says_more = role == "assistant" and bool(thinking or calls)
-    content = _parse_content(turn, present.pop(keys.content, None), f"{where}.{keys.content}", keys, says_more)
+    text = present.pop(keys.content, None)
+    if text is None and role == "assistant":
+        text = present.pop("refusal", None)  # OpenAI's models refuse in a key of its own
+    content = _parse_content(turn, text, f"{where}.{keys.content}", keys, says_more)
     parsed = text_turn(role, content)
     parsed |= {REASONING_KEYS[0]: thinking} if thinking else {}
     parsed |= {"tool_calls": calls} if calls else {}
@@ -190,7 +202,7 @@ def _parse_content(turn: Mapping[Any, Any], content: object, where: str, keys: _
     """Read a turn's text, or the parts of it. It may be null beside tool calls or thinking."""
     if content is None and says_more:
         return ""
-    if keys.content not in turn:
+    if content is None and keys.content not in turn:
         raise BadRowError(f"{where.rpartition('.')[0]} has no {keys.content}; expected text")
     if not isinstance(content, list):
         return parse_text(content, where)
@@ -217,6 +229,7 @@ def _parse_call(call: object, where: str) -> dict[str, Any]:
     else:
         arguments = json.loads(dump_json(written, place)) or {}
     if not isinstance(arguments, dict):
+        refuse_python(written, place, is_text=False)
         raise BadRowError(f"{place} is {quote(written)}; expected an object, or JSON text of one")
     name = refuse_blank(parse_text(function.get("name"), f"{where}.function.name"), f"{where}.function.name")
     identity = {"id": parse_text(call["id"], f"{where}.id")} if call.get("id") is not None else {}
@@ -250,26 +263,29 @@ def _join_calls(turns: list[Turn]) -> None:
 
 def _take_weight(present: dict[str, Any], role: str, where: str) -> int | None:
     """Take the keys that mask an answer out of a turn: 0 or 1; None if it has none of them."""
-    spans = [key for key in _SPAN_MASKS if key in present]
-    if spans:
+    others = [key for key in _OTHER_MASKS if key in present]
+    if others:
         raise BadRowError(
-            f"{where} has {spans[0]}, which masks parts of its text; expected turns that carry loss as a whole, or "
+            f"{where} has {others[0]}, which may mask parts of its text; expected turns that carry loss as a whole, or "
             "weight: 0 for a turn without loss"
         )
-    masks = {key: _parse_weight(present.pop(key), role, f"{where}.{key}") for key in _MASKS if key in present}
+    masks = {key: _parse_mask(present.pop(key), role, key, f"{where}.{key}") for key in MASKS if key in present}
     weight: int | None = _only_value(masks, where)
     return weight
 
 
-def _parse_weight(weight: object, role: str, where: str) -> int:
-    if weight not in (0, 1) or (isinstance(weight, bool) and where.endswith(".weight")):
-        raise BadRowError(f"{where} is {quote(weight)}; expected 0 (context without loss) or 1")
-    if weight and role != "assistant":
+def _parse_mask(mask: object, role: str, key: str, where: str) -> int:
+    """Return the weight of a turn, 0 or 1, that a mask gives it."""
+    if mask not in (0, 1) or (isinstance(mask, bool) and key == "weight"):
+        expected = "0 (context without loss) or 1" if MASKS[key] else "true (context without loss) or false"
+        raise BadRowError(f"{where} is {quote(mask)}; expected {expected}")
+    weight = int(bool(mask) is MASKS[key])
+    if weight and role != "assistant" and key != "masked":
         raise BadRowError(
-            f"{where} is {json.dumps(weight)}, but its role is {role}; expected a weight in turns of the assistant, "
+            f"{where} is {json.dumps(mask)}, but its role is {role}; expected a weight in turns of the assistant, "
             "the only ones that carry loss"
         )
-    return int(weight)
+    return weight
 
 
 def is_transcript(text: str) -> bool:
@@ -287,14 +303,15 @@ def _turns_of_transcript(text: str) -> list[Turn]:
 
 
 def _turns_of_exchanges(turns: Sequence[Any]) -> list[Any]:
-    """Return turns, each exchange `{"human": …, "assistant": …}` of ms-swift's as two of them."""
-    if not (isinstance(turns[0], Mapping) and {"human", "assistant"} <= turns[0].keys()):
+    """Return turns. An exchange is two of them: {human, assistant} in ms-swift, {input, output} in Capybara."""
+    first = turns[0].keys() if isinstance(turns[0], Mapping) else ()
+    speakers = next((keys for keys in _EXCHANGES if set(keys) <= set(first)), None)
+    if speakers is None:
         return list(turns)
-    speakers = (("human", "user"), ("assistant", "assistant"))
     return [
         {"role": role, "content": turn.get(speaker) if isinstance(turn, Mapping) else turn}
         for turn in turns
-        for speaker, role in speakers
+        for speaker, role in zip(speakers, ("user", "assistant"), strict=True)
     ]
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 _LONGEST_QUOTE = 60
+_PYTHON_TURNS = re.compile(r"\s*(?:array\(|list\()?[\[(\s]*\{\s*'(?:role|from|content|value)'\s*:")
+"""The text of Python objects with turns. NumPy writes them without commas."""
+_PYTHON_OBJECT = re.compile(r"\s*(?:array\()?[\[({\s]*[\[({]\s*'")
 
 
 class BadRowError(ValueError):
@@ -41,9 +45,28 @@ def refuse_blank(value: str, where: str) -> str:
     return value
 
 
+def refuse_python(value: object, where: str, *, is_text: bool = True) -> None:
+    """Raise a BadRowError for the text of a Python object, as `str` writes it into a table.
+
+    Where a text is meant, only the text of turns is refused: it may be written by mistake, and would be learnt.
+    """
+    if isinstance(value, str) and (_PYTHON_TURNS if is_text else _PYTHON_OBJECT).match(value):
+        raise BadRowError(
+            f"{where} is {quote(value)}, the text of a Python object; expected JSON, as json.dumps writes it, or a "
+            "JSONL file"
+        )
+
+
 def list_in_cell(value: object) -> object:
-    """Parse a JSON list in a cell of a CSV file. Return any other value unchanged."""
+    """Parse JSON text of a list in a column that never holds text. Return any other value unchanged."""
     return json_in_cell(value) if isinstance(value, str) and value.lstrip().startswith("[") else value
+
+
+def turns_in_cell(text: str) -> object:
+    """Parse a cell of a table without types if it is a JSON list of turns. Return any other text unchanged."""
+    value = list_in_cell(text)
+    is_turns = isinstance(value, list) and value and all(isinstance(turn, Mapping) for turn in value)
+    return value if is_turns and all(turn.keys() & {"role", "from"} for turn in value) else text  # type: ignore[attr-defined]
 
 
 def json_in_cell(value: object) -> object:

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import name_files
 from finetune.data import row_checks
 from finetune.data.chat_template import ChatTemplate
@@ -171,7 +174,8 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
             f"--row {', '.join(missing)}: the {split} split has the rows 1 to {len(shown)}. They are counted "
             "without empty lines; the file and line of a row are shown with it."
         )
-    summaries = {name: summarize_split(of_split) for name, of_split in splits.items()}
+    are_prompts = OBJECTIVES[config.training.objective].rows == "prompts"
+    summaries = {name: summarize_split(of_split, are_prompts=are_prompts) for name, of_split in splits.items()}
     indices = [row - 1 for row in rows] or range(min(num_rows, len(shown)))
     tokens = AnswerTokens(tokenizer)
     model = read_model_config(config.model)
@@ -188,13 +192,12 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
         context=getattr(model, "max_position_embeddings", None),
         splits=summaries,
         shown_split=split,
-        rows=[side for index in indices for side in _read_row(split, shown, index, tokens)],
+        rows=[side for index in indices for side in _read_row(split, shown, index, tokens, are_prompts)],
         findings=[
             *refusals,
             *_judge_template(splits, tokenizer),
             *_judge_fit(splits, model, tokenizer),
             *_judge_duplicates(summaries),
-            *_judge_equal_answers(splits),
         ],
         raw_digests=[digest for of_split in splits.values() for digest in of_split.sides[0].raw_digests()],
     )
@@ -203,8 +206,10 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
 def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySplits, list[Finding]]:
     """Encode the rows of a run. If the checks refuse them, encode all rows, and report the reasons as findings."""
 
+    fallbacks = Fallbacks(strict=config.strict)
+
     def encode(is_checked: bool) -> AnySplits:
-        return encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict), is_checked=is_checked)
+        return encode_for_objective(config, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
 
     refused: list[str] = []
     with _collected_messages(logging.getLogger(row_checks.__name__)) as warnings:
@@ -217,6 +222,8 @@ def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySpli
     findings = [problem("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in refused]
     unique = dict.fromkeys(warnings)
     findings += [warning("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in unique]
+    taken = dict.fromkeys((f"{each.what}: wanted {each.wanted}, using {each.used}", each.why) for each in fallbacks)
+    findings += [warning("Data", on_one_line(what), on_one_line(why)) for what, why in taken]
     return passed, findings
 
 
@@ -236,8 +243,13 @@ def _collected_messages(logger: logging.Logger) -> Iterator[list[str]]:
         logger.removeFilter(collect)
 
 
-def _read_row(split: SplitName, rows: Rows, index: int, tokens: AnswerTokens) -> Iterator[PreviewedRow]:
-    """Yield the sides of the row with this index, counted from 0: two if the row is a pair, else one."""
+def _read_row(
+    split: SplitName, rows: Rows, index: int, tokens: AnswerTokens, are_prompts: bool
+) -> Iterator[PreviewedRow]:
+    """Yield the sides of the row with this index, counted from 0: two if the row is a pair, else one.
+
+    Of a prompt, only the tokens from which generation starts are shown.
+    """
     answer = None
     if isinstance(rows, EncodedExamples) and rows.has_branches:
         of_example = rows.rows_of_examples[int(rows.example_of[index])]
@@ -246,11 +258,16 @@ def _read_row(split: SplitName, rows: Rows, index: int, tokens: AnswerTokens) ->
     names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
     for name, examples in zip(names, rows.sides, strict=True):
         ids, is_target = examples[index]
-        pieces = read_pieces(tokens.tokenizer, ids.tolist(), is_target.tolist(), tokens.special_ids)
         notes = []
+        if are_prompts and bool(is_target.any()):
+            asked = examples.prompt_and_answer(index)
+            ids, is_target = torch.tensor(asked.prompt), torch.zeros(len(asked.prompt), dtype=torch.bool)
+            expected = str(tokens.tokenizer.decode(asked.answer))
+            notes += [f"expected answer: {on_one_line(expected)}"] if expected.strip() else []
+        pieces = read_pieces(tokens.tokenizer, ids.tolist(), is_target.tolist(), tokens.special_ids)
         if bool(examples.is_truncated[index]):
             notes.append(f"cut at data.max_length from {int(examples.full_lengths[index]):,} tokens")
-        if not bool(is_target.any()):
+        if not bool(is_target.any()) and not are_prompts:
             notes.append("no token carries loss: nothing is learned from it")
         if isinstance(rows, EncodedLabelled):
             notes.append(f"labelled as a {'good' if bool(rows.is_good[index]) else 'bad'} answer")
@@ -314,15 +331,3 @@ def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding
             message = f"{name}: {split.duplicates.count:,} rows ({share:.1%}) repeat an earlier row of the split"
             where = f"token for token: {_describe_group(split.duplicates)}"
             yield warning("Data", f"{message}, {where}", "remove them, unless they are meant")
-
-
-def _judge_equal_answers(splits: dict[SplitName, Rows]) -> Iterator[Finding]:
-    """Find pairs with two equal answers."""
-    for name, rows in splits.items():
-        if isinstance(rows, EncodedPairs):
-            sides = (side.digests(with_targets=True) for side in rows.sides)
-            equal = [row for row, (chosen, rejected) in enumerate(zip(*sides, strict=True)) if chosen == rejected]
-            if equal:
-                group = _describe_group(NamedRows.of(rows, equal))
-                message = f"{name}: {len(equal):,} of {len(rows):,} pairs have the same answer twice: {group}"
-                yield warning("Data", message, "remove them: nothing can be preferred")

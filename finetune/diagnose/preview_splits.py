@@ -87,11 +87,11 @@ class SplitSummary:
     """Rows that repeat an earlier row of the split, token for token. A row that a mixture repeats does not count."""
 
 
-def summarize_split(rows: Rows) -> SplitSummary:
-    """Summarize a split of at least one row."""
+def summarize_split(rows: Rows, *, are_prompts: bool = False) -> SplitSummary:
+    """Summarize a split of at least one row. No token of a prompt carries loss."""
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)
-    num_targets = sum(int(side.num_targets.sum()) for side in rows.sides)
+    num_targets = 0 if are_prompts else sum(int(side.num_targets.sum()) for side in rows.sides)
     is_truncated = torch.stack([side.is_truncated for side in rows.sides]).any(dim=0)
     return SplitSummary(
         kind=rows.row_type,

@@ -131,7 +131,7 @@ def _read_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], st
         try:
             if row.problem is not None:
                 raise BadRowError(row.problem)
-            prompts.append(_prompt_of(row.value, place))
+            prompts.append(_prompt_of(row, place))
         except BadRowError as error:
             problems.add(place, str(error))
     problems.raise_if_any(source, count)
@@ -246,13 +246,14 @@ def _render(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
     return text
 
 
-def _prompt_of(value: object, place: str) -> Prompt:
+def _prompt_of(raw: RawRow, place: str) -> Prompt:
     """Read a text, or a row as for an objective that learns from prompts: an answer at its end is the expected one."""
+    value = raw.value
     if isinstance(value, str):
         return _open_prompt(parse_text(value, "the row"), place)
     if isinstance(value, Mapping) and detect_format(value, {}) is FORMATS["text"]:
         return Prompt(source=place, text=parse_row(value, FORMATS["text"], {}).text)
-    row = parse_row(value, FORMATS_OF["prompts"]["prompts"], {})
+    row = parse_row(value, FORMATS_OF["prompts"]["prompts"], {}, is_table=raw.is_table)
     if row.row_type == "prompt_completion":
         return _open_prompt(row.prompt, place, expected=row.completion or None)
     *before, last = row.messages

@@ -118,35 +118,36 @@ def test_in_csv_a_conversation_is_json_in_a_cell(make_section, tmp_path, column)
     assert shown(encode_train(make_section(path=str(path), columns=columns)))[1] == "yes<|end|>"
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0].from is 'bot'; expected system, human,"),
-        ({"conversations": [{"from": "human", "value": "a", "weight": 1}]}, "conversations[0].weight is 1, but its"),
-        (
-            {"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "gpt", "value": "c"}]},
-            "there is a column system and a system turn too",
-        ),
-        ({"instruction": " ", "output": "a"}, "instruction and input are blank"),
-        ({"instruction": "a", "output": "b", "history": "c"}, "history is 'c'; expected a list of earlier"),
-        ({"messages": [USER, ANSWER], "tools": {"name": "f"}}, "tools is {'name': 'f'}; expected a list of objects"),
-        (
-            {"messages": [{**SYSTEM, "tools": "[{}]"}, {**USER, "tools": [{"name": "f"}]}, ANSWER]},
-            "messages has turns with tools that differ; expected one list of tools",
-        ),
-        (
-            {"conversations": [{"from": "human", "value": "Hi", "content": "Bye"}, {"from": "gpt", "value": "yes"}]},
-            "conversations[0] has from, value and content too; expected one pair of keys",
-        ),
-        ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list with a question"),
-        ({"prompt": [USER], "completion": [{**ANSWER, "tools": [{}]}], "tools": TOOLS}, "prompt and completion offer"),
-        (
-            {"messages": [{**SYSTEM, "tools": "[{}]"}, USER, ANSWER], "tools": "[{}]"},
-            "there is a column tools and a turn",
-        ),
-        ({"messages": [USER, ANSWER], "tools": "{"}, "tools is '{'; expected a list of objects"),
-    ],
-)
+REFUSED_ROWS = [
+    ({"conversations": [{"from": "bot", "value": "a"}]}, "conversations[0].from is 'bot'; expected system, human,"),
+    ({"conversations": [{"from": "human", "value": "a", "weight": 1}]}, "conversations[0].weight is 1, but its"),
+    (
+        {"system": "a", "conversations": [{"from": "system", "value": "b"}, {"from": "gpt", "value": "c"}]},
+        "there is a column system and a system turn too",
+    ),
+    ({"instruction": " ", "output": "a"}, "instruction and input are blank"),
+    ({"instruction": "a", "output": "b", "history": "c"}, "history is 'c'; expected a list of earlier"),
+    ({"messages": [USER, ANSWER], "tools": {"name": "f"}}, "tools is {'name': 'f'}; expected a list of objects"),
+    (
+        {"messages": [{**SYSTEM, "tools": "[{}]"}, {**USER, "tools": [{"name": "f"}]}, ANSWER]},
+        "messages has turns with tools that differ; expected one list of tools",
+    ),
+    (
+        {"conversations": [{"from": "human", "value": "Hi", "content": "Bye"}, {"from": "gpt", "value": "yes"}]},
+        "conversations[0] has from, value and content too; expected one pair of keys",
+    ),
+    ({"instruction": "a", "output": "b", "history": ["c"]}, "history[0] is 'c'; expected a list with a question"),
+    ({"prompt": [USER], "completion": [{**ANSWER, "tools": [{}]}], "tools": TOOLS}, "prompt and completion offer"),
+    (
+        {"messages": [{**SYSTEM, "tools": "[{}]"}, USER, ANSWER], "tools": "[{}]"},
+        "there is a column tools and a turn",
+    ),
+    ({"messages": [USER, ANSWER], "tools": "{"}, "tools is '{'; expected a list of objects"),
+]
+"""Rows that cannot be used, and why."""
+
+
+@pytest.mark.parametrize(("row", "problem"), REFUSED_ROWS)
 def test_a_row_that_cannot_be_used_says_why(make_section, write_jsonl, row, problem):
     with pytest.raises(DataError) as caught:
         encode_train(make_section(path=write_jsonl([row])))

@@ -11,7 +11,7 @@ import datasets
 import pytest
 
 from finetune.data.preferences import encode_preferences
-from finetune.errors import ConfigError, DataError
+from finetune.errors import DataError
 from tests.data.conftest import encode_train, write_lines
 from tests.in_process import run_finetune
 from tests.tiny import tiny_tokenizer
@@ -102,10 +102,15 @@ def test_pairs_with_labels_are_refused_unless_the_user_leaves_them_unread(make_s
     assert len(pairs.train) == 2
 
 
-def test_a_check_cannot_leave_out_one_side_of_a_pair(make_section, write_jsonl):
-    pairs = [{"prompt": "p", "chosen": "yes" * n, "rejected": "no"} for n in (1, 40)]
-    section = make_section(path=write_jsonl(pairs), max_length=20, on_long_row="drop", on_truncated_answer="drop")
-    with pytest.raises(ConfigError, match=r"data.on_long_row and data.on_truncated_answer are drop, but each side"):
+def test_a_check_leaves_out_both_sides_of_a_pair_or_keeps_them(make_section, write_jsonl):
+    pairs = [
+        {"prompt": f"p{k}", "chosen": "yes" * k, "rejected": "no" * n} for k, n in enumerate((1, 1, 40, 1), start=1)
+    ]
+    pairs[0]["chosen"] = "yes" * 40
+    section = make_section(path=write_jsonl(pairs), max_length=20)
+    with pytest.raises(DataError, match=r"2 of 4 pairs have an answer that .*:1 \(\d+ tokens\), .*:3 \("):
         encode_preferences(section, tiny_tokenizer())
-    kept = section.model_copy(update={"on_long_row": "warn", "on_truncated_answer": "warn"})
-    assert len(encode_preferences(kept, tiny_tokenizer()).train) == 2
+    dropped = encode_preferences(section.model_copy(update={"on_truncated_answer": "drop"}), tiny_tokenizer()).train
+    assert dropped.chosen.numbers.tolist() == dropped.rejected.numbers.tolist() == [2, 4]
+    kept = encode_preferences(section.model_copy(update={"on_truncated_answer": "warn"}), tiny_tokenizer()).train
+    assert len(kept) == 4

@@ -102,18 +102,17 @@ def test_an_example_keeps_the_whole_row_for_reward_functions(make_section, write
     assert other.train[0].columns is None
 
 
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"question": "Hi"}, "no column prompt or messages"),
-        ({"prompt": [USER, ANSWER]}, "prompt ends with a turn of the assistant, so there is nothing to answer"),
-        ({"prompt": " \n"}, "prompt is blank (' \\n')"),
-        ({"messages": []}, "messages is empty"),
-        ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn has weight 0"),
-        (["Hi"], "a list; expected an object"),
-    ],
-    ids=str,
-)
+REFUSED_PROMPTS = [
+    ({"prompt": [USER, ANSWER]}, "prompt ends with a turn of the assistant, so there is nothing to answer"),
+    ({"prompt": " \n"}, "prompt is blank (' \\n')"),
+    ({"messages": []}, "messages is empty"),
+    ({"messages": [USER, {**ANSWER, "weight": 0}]}, "every assistant turn has weight 0"),
+    (["Hi"], "a list; expected an object"),
+]
+"""Rows that hold no prompt, and why."""
+
+
+@pytest.mark.parametrize(("row", "problem"), REFUSED_PROMPTS, ids=str)
 def test_a_row_that_is_no_prompt_says_why(make_section, write_jsonl, row, problem):
     with pytest.raises(DataError) as caught:
         read(make_section(path=write_jsonl([row])))

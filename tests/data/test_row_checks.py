@@ -37,7 +37,7 @@ def test_an_answer_that_is_cut_before_its_end_is_refused_and_named(make_section,
     assert "train.jsonl:2 (15 tokens): the model would learn answers that break off." in message
     assert message.endswith(
         "Raise data.max_length (the longest has 15 tokens), or set data.on_truncated_answer=drop to leave these rows "
-        "out, or =warn to keep them."
+        "out, or data.on_truncated_answer=warn to keep them."
     )
     assert not encode(section, max_length=15).train.is_truncated.any()
 

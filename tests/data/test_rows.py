@@ -34,7 +34,7 @@ def chat(*turns: object) -> dict[str, Any]:
         (CHAT, "messages", ("Hi", "yes")),
         ({"prompt": "a", "completion": "b"}, "prompt_completion", ("a", "b")),
         ({"text": "a"}, "text", ("a",)),
-        ({"prompt": "a", "text": "b", **CHAT}, "messages", ("Hi", "yes")),
+        ({"prompt": "Hi", "text": "b", **CHAT}, "messages", ("Hi", "yes")),
     ],
 )
 def test_the_row_type_is_seen_by_the_columns_and_reported(write_jsonl, logged, row, row_type, contents):

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from finetune.data.columns import propose_columns
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example, Reads
 from finetune.data.preferences import encode_preferences
@@ -224,7 +223,7 @@ CASES = {
     ),
     "axolotl, train_detail": Case(
         {"messages": [USER, {**GOOD, "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]}]},
-        "messages[1] has train_detail, which masks parts of its text; expected turns that carry loss as a whole, or "
+        "messages[1] has train_detail, which may mask parts of its text; expected turns that carry loss as a whole, or "
         "weight: 0",
     ),
     "masks that differ": Case({"messages": [USER, {**GOOD, "weight": 1, "loss": False}]}, "weight and loss that"),
@@ -304,7 +303,6 @@ def test_the_tools_of_other_formats_are_offered(make_section, write_jsonl):
 @pytest.mark.parametrize(
     ("row", "unread"),
     [
-        ({"messages": [USER, GOOD], "history": [["Hi", "Hello."]]}, "history"),
         ({"messages": [USER, GOOD], "context": "Porto"}, "context"),
         ({"prompt": Q, "completion": A, "input": "Porto"}, "input"),
     ],
@@ -351,14 +349,19 @@ def test_texts_with_and_without_a_system_turn_stand_in_one_file(make_section, wr
         (["id", "problem", "solution"], "data.columns.prompt=problem data.columns.completion=solution"),
         (
             ["context", "question", "answer"],
-            "data.columns.input=context data.columns.prompt=question data.columns.completion=answer",
+            "data.columns.prompt=question data.columns.completion=answer data.columns.input=context",
         ),
+        (["source", "target"], "data.columns.prompt=source data.columns.completion=target"),
+        (["source", "output"], ""),
         (["question", "instruction", "answer"], ""),
         (["a", "b"], ""),
     ],
 )
-def test_settings_are_proposed_only_if_they_use_every_column_with_a_meaning(names, proposal):
-    assert propose_columns(names, ("prompt", "completion")) == proposal
+def test_settings_are_proposed_only_if_they_use_every_column_with_a_meaning(make_section, write_jsonl, names, proposal):
+    path = write_jsonl([{name: f"This is {name}." for name in names}])
+    with pytest.raises(DataError) as caught:
+        encode_train(make_section(path=path))
+    assert str(caught.value).endswith(f"or name them in data.columns{proposal and f', for example {proposal}'}.")
 
 
 def test_bad_rows_are_dropped_counted_by_reason_and_named(make_section, write_jsonl, logged):

@@ -136,7 +136,7 @@ def test_a_key_that_the_template_does_not_render_is_refused_or_named(make_sectio
         assert str(caught.value) == (
             f"{path}: the chat template of phi4_mini does not render name (role user) (rows that have it: 2, the "
             f"first is {path}:2): the model would not see it. Use a template that renders it (data.chat_template), "
-            "remove the key, or set data.on_ignored_key=warn to train without it."
+            "or remove the key, or set data.on_ignored_key=warn to train without it."
         )
     assert len(encode_train(section.model_copy(update={"on_ignored_key": "warn"}))) == 3
     assert any("does not render name (role user) (rows that have it: 2" in line for line in logged())
