@@ -13,12 +13,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from finetune.config.schema import ROW_COLUMNS
-from finetune.data.turns import MASKS, is_transcript
+from finetune.data.turns import MASK_NAME, is_transcript
 from finetune.data.values import parse_text, refuse_python, turns_in_cell
 from finetune.terminal import visible
 
-BAD_LABEL = "is_bad"
-"""A label that is true for a bad answer."""
+BAD_LABELS = ("is_bad", "bad", "undesirable", "thumbs_down")
+"""Labels that are true for a bad answer."""
 
 
 class Meaning(NamedTuple):
@@ -52,13 +52,25 @@ MEANINGS: Mapping[str, Meaning] = {
         ANSWER,
         ("response",),
         ("answer", "answers", "reply", "solution", "assistant_response", "model_response"),
-        ("target", "targets", "outputs", "assistant", "summary", "highlights", "chosen", "text"),
+        ("target", "targets", "outputs", "assistant", "gpt", "summary", "highlights", "chosen", "text"),
     ),
     "instruction": Meaning(PROMPT),
     "input": Meaning(CONTEXT, ("context",), (), ("passage", "article", "document")),
     "output": Meaning(ANSWER, ("response",)),
-    "system": Meaning(SYSTEM, ("system_prompt",), ("system_message", "system_instruction")),
-    "history": Meaning(EARLIER, (), ("chat_history", "conversation_history", "parent_id")),
+    "system": Meaning(SYSTEM, ("system_prompt",), ("system_message", "system_instruction", "system_instructions")),
+    "history": Meaning(
+        EARLIER,
+        (),
+        (
+            "chat_history",
+            "conversation_history",
+            "dialogue_history",
+            "previous_turns",
+            "parent_id",
+            "parent",
+            "reply_to",
+        ),
+    ),
     "tools": Meaning(TOOLS, ("functions",)),
     "text": Meaning(TEXT),
     "chosen": Meaning(
@@ -70,9 +82,9 @@ MEANINGS: Mapping[str, Meaning] = {
         (),
         ("reject", "bad_answer", "worse", "dispreferred"),
     ),
-    "label": Meaning(LABEL, ("kto_tag", "is_good", BAD_LABEL, "good", "accepted", "desirable", "thumbs_up")),
-    "mask": Meaning(MASK, (), ("mask", "loss_mask", *MASKS)),
-    "chat_template_kwargs": Meaning(TEMPLATE),
+    "label": Meaning(LABEL, ("kto_tag", "is_good", "good", "accepted", "desirable", "thumbs_up", *BAD_LABELS)),
+    "mask": Meaning(MASK),  # and names that match MASK_NAME
+    "chat_template_kwargs": Meaning(TEMPLATE, (), ("template_kwargs", "custom_instructions", "enable_thinking")),
     "role": Meaning(ROLE),
 }
 """What each column means, by its name here. The last three are columns that no format reads."""
@@ -168,7 +180,8 @@ def _find_columns(names: Sequence[str], renamed: Sequence[tuple[str, str]]) -> M
 def meaning_of(name: str) -> str | None:
     """Return our column that a name means, whether or not it is read under this name; None if it is not known."""
     lower = name.strip().lower()
-    return next((our for our, of in MEANINGS.items() if lower in (our, *of.also, *of.means)), None)
+    column = next((our for our, of in MEANINGS.items() if lower in (our, *of.also, *of.means)), None)
+    return "mask" if column is None and MASK_NAME.fullmatch(lower) else column
 
 
 def may_be_prompt(name: str) -> bool:
@@ -242,10 +255,13 @@ def as_overrides(settings: Mapping[str, str]) -> str:
 
 
 def _leaves_out(name: str, value: object) -> bool:
-    """Return whether the value of a mask leaves out its row, or a part of it."""
+    """Return whether the value of a mask leaves out its row, or a part of it. A loss, for example, may be a number."""
+    if isinstance(value, list):
+        return any(_leaves_out(name, each) for each in value)
     word = str(value).strip().lower()
-    everything = ("1", "1.0", "true") if MASKS.get(name.strip().lower(), True) else ("0", "0.0", "false")
-    return word not in (*everything, "", "none")
+    is_part = "weight" in name.lower() and isinstance(value, float) and 0 < value < 1
+    means_no = any(part in name.lower() for part in ("masked", "ignore", "skip"))
+    return is_part or word in (("1", "1.0", "true") if means_no else ("0", "0.0", "false"))
 
 
 def _repeats(value: Any, part: str, texts: Sequence[str]) -> bool:
@@ -265,7 +281,7 @@ def propose_columns(
     None if a column that the format needs has no name, or several that are equally likely.
     """
     lower = {name: name.strip().lower() for name in map(str, row) if holds_something(row[name])}
-    if not lower.keys() & {"target", "targets"}:
+    if not {"target", "targets"} & {*lower.values()}:
         lower = {name: word for name, word in lower.items() if word != "source"}  # elsewhere it is an origin
     settings: dict[str, str] = {}
     for column in (*needs, *may_have):

@@ -17,7 +17,7 @@ from itertools import takewhile
 from typing import Any, Literal, NamedTuple
 
 from finetune.data.columns import (
-    BAD_LABEL,
+    BAD_LABELS,
     Cells,
     find_columns,
     holds_something,
@@ -355,7 +355,7 @@ def _parse_labelled(known: Format, cells: Cells) -> Example:
     example = known.parse(cells)
     if known.name in ("messages", "conversations") or cells.has("history"):
         example = _until_last_answer(example)._replace(learnt=example.learnt[-1:])
-    return example._replace(is_good=LABELS[word] is not (name == BAD_LABEL))
+    return example._replace(is_good=LABELS[word] is not (name in BAD_LABELS))
 
 
 def _parse_prompts(cells: Cells) -> Example:

@@ -353,7 +353,7 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
         cells = csv.reader(_lines(text, label), delimiter=delimiter, strict=True)
         try:
             header = next(cells, [])
-            if header and header[0].startswith("sep="):  # Excel names its separator on a first line
+            if header and header[0].lower().startswith("sep="):  # Excel names its separator on a first line
                 separator = header[0][4:] or delimiter
                 cells = csv.reader(_lines(text, label), delimiter=separator, strict=True)
                 header = next(cells, [])

@@ -412,7 +412,7 @@ class _Columns:
                 self._booleans[name] = None
         for name in _unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
             self._unread.setdefault(name, row)
-        if "label" in columns and "label" not in self._known.columns and self._reads != "prompts":
+        if "label" in columns and "label" not in self._known.columns and self._reads not in ("prompts", "rejected"):
             name = columns["label"]
             self._labels.setdefault(name, _Labels(name)).add(row, place)
 

@@ -24,6 +24,7 @@ from finetune.data.values import (
     refuse_python,
     without_nulls,
 )
+from finetune.terminal import visible
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING_KEYS = ("reasoning_content", "thinking")
@@ -39,10 +40,10 @@ _OTHER_ROLES = {
 """Our role for the roles of other files: ShareGPT's, Vertex AI's, OpenAI's older ones, ms-swift's and Llama 3's."""
 _CALL_ROLES = ("function_call", "tool_call")
 """Roles of turns that hold a tool call as JSON text, in LLaMA-Factory and ms-swift."""
-MASKS = {"weight": True, "loss": True, "train": True, "training": True, "loss_weight": True, "masked": False}
+MASKS = {**dict.fromkeys(("weight", "loss", "train", "training", "trainable", "loss_weight"), True), "masked": False}
 """Keys that say whether an answer carries loss, in OpenAI's files, ms-swift, axolotl and others; False: 1 means no."""
-_OTHER_MASKS = ("train_detail", "training_detail", "mask", "loss_mask")
-"""Keys that mask parts of a text, or in a way that their names do not say."""
+MASK_NAME = re.compile(r"(.*_)?(mask(ed)?|loss|train(able|ing)?|weight|ignored?|skip(ped)?)(_detail|_mask|_on_turn)?")
+"""Names that mean a mask, of a turn or of a row."""
 _EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of objects that hold a question and its answer."""
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -149,7 +150,7 @@ def _parse_turn(turn: object, where: str, keys: _TurnKeys) -> Turn:
     # A table has every key in every turn, with null for those that are absent.
     present = {str(key): value for key, value in turn.items() if value is not None}
     if keys.role not in present:
-        names = ", ".join(present) or "none"
+        names = visible(", ".join(present) or "none", also_unseen=True)
         raise BadRowError(f"{where} has the keys {names}; expected {keys.role} and {keys.content}")
     written = present.pop(keys.role)
     lower = written.lower() if isinstance(written, str) else ""
@@ -263,7 +264,7 @@ def _join_calls(turns: list[Turn]) -> None:
 
 def _take_weight(present: dict[str, Any], role: str, where: str) -> int | None:
     """Take the keys that mask an answer out of a turn: 0 or 1; None if it has none of them."""
-    others = [key for key in _OTHER_MASKS if key in present]
+    others = [key for key in present if key not in MASKS and MASK_NAME.fullmatch(key.lower())]
     if others:
         raise BadRowError(
             f"{where} has {others[0]}, which may mask parts of its text; expected turns that carry loss as a whole, or "

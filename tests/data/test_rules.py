@@ -82,6 +82,9 @@ ROWS = {
     "system turn of another name": Rows([{"prompt": Q, "completion": A, "system_message": "Be brief."}]),
     "turns that go on in another row": Rows([{"messages": [ASK, GOOD], "parent_id": "a1"}]),
     "loss_weight of a row": Rows([{"prompt": Q, "completion": "Six.", "loss_weight": 0.0}]),
+    "a weight below 1": Rows([{"prompt": Q, "completion": "Six.", "sample_weight": 0.3}]),
+    "a mask for each turn": Rows([{"messages": [ASK, GOOD], "loss_mask": [0, 0]}]),
+    "a mask of another name": Rows([{"messages": [ASK, {**GOOD, "ignore": True}]}, {"messages": [ASK, GOOD]}]),
     "masked rows": Rows([{"prompt": Q, "completion": "Six.", "masked": True}, {"prompt": Q, "completion": A}]),
     "context beside turns": Rows([{"messages": [ASK, GOOD], "context": "A shop?"}]),
     "chat_template_kwargs": Rows([{"messages": [ASK, GOOD], "chat_template_kwargs": {"enable_thinking": False}}]),
@@ -187,6 +190,8 @@ PROPOSED = {
     "history of another name": "data.columns.history=chat_history to read it",
     "loss_weight of a row": "the column loss_weight is what carries loss, but",
     "masked rows": "data.columns.mask=none",
+    "a weight below 1": "data.columns.mask=none",
+    "a mask of another name": "messages[1] has ignore, which may mask parts of its text; expected",
     "chat_template_kwargs": "data.columns.chat_template_kwargs=none",
     "good and bad": "the column label is good in 2 of 2 rows",
     "true labels of questions": "Set training.objective=kto to learn",
@@ -290,6 +295,7 @@ KNOWN = {
     "masked turns": Rows(
         [{"messages": [ASK, {**GOOD, "content": "WRONG", "loss_weight": 0.0}, ASK, {**GOOD, "loss_weight": 1.0}]}]
     ),
+    "metadata that looks like a mask": Rows([{"prompt": Q, "completion": A, "train_loss": 0.35, "loss": 2.1}]),
     "turns with masked": Rows([{"messages": [ASK, {**GOOD, "content": "WRONG", "masked": True}, ASK, GOOD]}]),
     "a text that the user names": Rows([{"prompt": Q, "body": A}], settings={"columns": {"text": "body"}}),
     "columns that are not meant": Rows(
