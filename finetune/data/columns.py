@@ -52,7 +52,20 @@ MEANINGS: Mapping[str, Meaning] = {
         ANSWER,
         ("response",),
         ("answer", "answers", "reply", "solution", "assistant_response", "model_response"),
-        ("target", "targets", "outputs", "assistant", "gpt", "summary", "highlights", "chosen", "text"),
+        (
+            *(
+                "target",
+                "targets",
+                "outputs",
+                "assistant",
+                "gpt",
+                "summary",
+                "highlights",
+                "canonical_solution",
+                "code",
+            ),
+            *("chosen", "text"),
+        ),
     ),
     "instruction": Meaning(PROMPT),
     "input": Meaning(CONTEXT, ("context",), (), ("passage", "article", "document")),
@@ -74,13 +87,16 @@ MEANINGS: Mapping[str, Meaning] = {
     "tools": Meaning(TOOLS, ("functions",)),
     "text": Meaning(TEXT),
     "chosen": Meaning(
-        CHOSEN, ("chosen_response", "preferred_output"), (), ("accept", "good_answer", "better", "preferred")
+        CHOSEN,
+        ("chosen_response", "preferred_output"),
+        (),
+        ("accept", "good_answer", "better", "preferred", "winner", "positive"),
     ),
     "rejected": Meaning(
         REJECTED,
         ("rejected_response", "rejected_messages", "non_preferred_output"),
         (),
-        ("reject", "bad_answer", "worse", "dispreferred"),
+        ("reject", "bad_answer", "worse", "dispreferred", "loser", "negative"),
     ),
     "label": Meaning(LABEL, ("kto_tag", "is_good", "good", "accepted", "desirable", "thumbs_up", *BAD_LABELS)),
     "mask": Meaning(MASK),  # and names that match MASK_NAME
@@ -246,10 +262,10 @@ def leave_out(names: Iterable[str], columns: Mapping[str, str] = MappingProxyTyp
         alike = [our for our, of in MEANINGS.items() if of.part == part]
         our = next((our for our in alike if our in columns), alike[0])
         settings[our] = columns.get(our, "none")
-    return as_overrides(settings)
+    return column_overrides(settings)
 
 
-def as_overrides(settings: Mapping[str, str]) -> str:
+def column_overrides(settings: Mapping[str, str]) -> str:
     """Write settings of `data.columns` as a command takes them."""
     return " ".join(shlex.quote(f"data.columns.{column}={name}") for column, name in settings.items())
 

@@ -34,8 +34,8 @@ Reads = Literal["answers", "chosen", "rejected", "labelled", "prompts"]
 _SIDES = ("chosen", "rejected")
 _BEFORE_SPACE = re.compile(r"(?=\s)")
 LABELS = {
-    **dict.fromkeys(("true", "good", "1", "1.0"), True),
-    **dict.fromkeys(("false", "bad", "0", "0.0", "-1", "-1.0"), False),
+    **dict.fromkeys(("true", "good", "thumbs_up", "1", "1.0"), True),
+    **dict.fromkeys(("false", "bad", "thumbs_down", "0", "0.0", "-1", "-1.0"), False),
 }
 """The values of a label, and whether each says that an answer is good."""
 

@@ -327,7 +327,8 @@ def _refuse_columns(first: object, label: str) -> None:
     """Refuse a file if its first object holds the columns of a table, as pandas and `datasets` write them."""
     values = list(first.values()) if isinstance(first, dict) else []
     lists = [value for value in values if isinstance(value, list) and value]
-    are_lists = all(isinstance(item, (str, list)) for value in lists for item in value) and len(lists) == len(values)
+    kinds = {type(item) for value in lists for item in value}
+    are_lists = len(lists) == len(values) and (kinds == {list} or (kinds <= {list, str} and len(values) > 1))
     if values and (are_lists or all(isinstance(value, dict) and "0" in value for value in values)):
         raise DataError(
             f"{label} is written by columns: each of {', '.join(map(str, first))} holds the values of all rows. Write "  # type: ignore[call-overload]

@@ -12,8 +12,9 @@ from typing import Any
 from finetune.config.schema import ROW_COLUMNS
 from finetune.data.columns import (
     MEANINGS,
-    as_overrides,
+    column_overrides,
     find_columns,
+    holds_something,
     leave_out,
     may_be_prompt,
     may_be_unread,
@@ -44,8 +45,8 @@ ROW_TYPE_NAMES = {
 _MAX_SHOWN = 5
 _OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labelled": "kto", "prompts": "grpo"}
 """The objective that a message proposes for rows of each type."""
-_SURE_LABELS = ("true", "false", "good", "bad")
-"""Texts that are labels, and never the classes of a classification set."""
+_MARKS = (("true", "false"), ("good", "bad"), ("thumbs_up", "thumbs_down"))
+"""Pairs of texts that are labels, and never the classes of a classification set."""
 
 
 class RowProblems:
@@ -252,7 +253,7 @@ def _refuse_pair(row: RawRow, examples: Examples) -> None:
     names = " and ".join(columns[side] for side in ("chosen", "rejected") if side in columns)
     proposal = _propose(row, examples, "chosen") or "training.objective=dpo"
     chosen = {"completion": columns.get("chosen", ""), "rejected": "none"}
-    learns_chosen = f"; or set {as_overrides(chosen)} to learn the chosen answers"
+    learns_chosen = f"; or set {column_overrides(chosen)} to learn the chosen answers"
     raise DataError(
         f"{examples.source.place(row.number)} has {names}: a pair of answers to compare, which supervised training "
         f"does not read. Set {proposal} (or orpo, simpo) to learn from both"
@@ -268,7 +269,7 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
         texts = [name for name, value in row.value.items() if isinstance(value, str) and may_be_prompt(name)]
         others = [] if any(map(meaning_of, texts)) else ["none"]
         settings = [{"prompt": name} for name in (*texts, *others)]
-        proposals = [as_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+        proposals = [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
         return (
             f"{place} has a chosen and a rejected answer, and {show_names(texts)} may be their prompt. Set "
             f"{' or '.join(proposals) or 'data.columns.prompt'}{' if the answers begin with it' if others else ''}."
@@ -281,7 +282,8 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
     expected = "; ".join(
         f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[reads].items() if known.needs
     )
-    proposals = [proposal for other in (reads, *_OBJECTIVE_OF) if (proposal := _propose(row, examples, other))][:1]
+    others = [other for other in _OBJECTIVE_OF if other != "prompts" or not _has_other_texts(row, columns)]
+    proposals = [proposal for other in (reads, *others) if (proposal := _propose(row, examples, other))][:1]
     example = f", for example {proposals[0]}" if proposals and proposals[0].startswith("data.columns") else ""
     instead = f", or set {proposals[0]}" if proposals and not example else ""
     if reads == "answers" and "text" in columns:
@@ -290,6 +292,13 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
         f"{place} has the columns {show_names(row.value)}. Expected those of one format "
         f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
     )
+
+
+def _has_other_texts(row: RawRow, columns: Mapping[str, str]) -> bool:
+    """Return whether a row has more than a prompt: columns that are not known and hold texts, not numbers."""
+    values = [value for name, value in row.value.items() if name not in columns.values() and may_be_prompt(name)]
+    numbers = [value for value in values if not holds_something(value) or isinstance(value, (int, float))]
+    return len(values) - len(numbers) > ("prompt" not in columns)
 
 
 def _propose(row: RawRow, examples: Examples, reads: Reads) -> str:
@@ -303,7 +312,7 @@ def _propose(row: RawRow, examples: Examples, reads: Reads) -> str:
         may_have = [column for column in known.may_have if column in OF_PROMPT]
         settings = propose_columns(row.value, known.needs or ("prompt",), may_have, examples.columns)
         if settings and _is_accounted_for(row, examples, settings, reads):
-            return f"{objective} {as_overrides(settings)}".strip()
+            return f"{objective} {column_overrides(settings)}".strip()
     return ""
 
 
@@ -396,7 +405,7 @@ class _Columns:
         self._known, self._examples, self._reads = known, examples, examples.reads
         self._names: dict[str, str] = {}
         self._seen: dict[str, bool] = {}  # whether a cell of the column holds something
-        self._booleans: dict[str, None] = {}
+        self._marks: dict[str, str] = {}  # columns in which all cells are labels, and the first label
         self._labels: dict[str, _Labels] = {}
         self._unread: dict[str, RawRow] = {}
         self.has_turns = False
@@ -408,8 +417,9 @@ class _Columns:
         self._names |= {column: own_name for column, own_name in columns.items() if column in self._known.columns}
         for name, value in row.value.items():
             self._seen[name] = self._seen.get(name, False) or bool(value)
-            if isinstance(value, bool):
-                self._booleans[name] = None
+            word = str(value).strip().lower()
+            if holds_something(value) or isinstance(value, bool):
+                self._marks[name] = self._marks.get(name, word) if word in chain(*_MARKS) else ""
         for name in _unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
             self._unread.setdefault(name, row)
         if "label" in columns and "label" not in self._known.columns and self._reads not in ("prompts", "rejected"):
@@ -430,7 +440,7 @@ class _Columns:
         for column in (column for column in ROW_COLUMNS if MEANINGS[column].part == part):
             others = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
             settings = [{column: name}, {column: name, **others}]
-            reads += [as_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+            reads += [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
         advice = f"Set {reads[0]} to read it, or " if reads else "Correct the rows, or set "
         return (
             f"{examples.label}: by its name, the column {show_names([name])} is {part}, but rows of this format "
@@ -456,8 +466,9 @@ class _Columns:
         return f"{rows} (format {self._known.name}, columns {', '.join(shown)}){note}"
 
     def _describe_unused(self, name: str) -> str:
-        is_no_label = name not in self._booleans or name in self._labels or self._reads not in ("answers", "chosen")
-        note = "" if is_no_label else f" (true or false; data.columns.label={name} makes it the label)"
+        may_be_label = self._marks.get(name) and name not in self._labels and self._reads in ("answers", "chosen")
+        words = "true or false" if self._marks.get(name) in ("true", "false") else "good or bad"
+        note = f" ({words}; data.columns.label={name} makes it the label)" if may_be_label else ""
         return show_names([name]) + note
 
 
@@ -488,7 +499,7 @@ class _Labels:
 
     @property
     def _are_sure(self) -> bool:
-        return self._is_boolean or (bool(self._counts) and self._counts.keys() <= set(_SURE_LABELS))
+        return self._is_boolean or (bool(self._counts) and self._counts.keys() <= {*chain(*_MARKS)})
 
     def check(self, examples: Examples, num_rows: int) -> str:
         """Refuse rows that are marked as good or bad. Training would learn the bad answers like the good ones.
@@ -507,7 +518,7 @@ class _Labels:
             numbers = sorted(self._counts, key=float) if self.are_numbers else []
             named = " or ".join(numbers)
             return f" ({column} is {named}, which is not read as bad or good: every row is used)" if numbers else ""
-        good, bad = ("good", "bad") if self._counts.keys() <= {"good", "bad"} else ("true", "false")
+        good, bad = next((pair for pair in _MARKS if self._counts.keys() & {*pair}), _MARKS[0])
         first = bad if bad in self._first else good
         place, row = self._first[first]
         kto = _propose(row, examples, "labelled")

@@ -42,7 +42,7 @@ _CALL_ROLES = ("function_call", "tool_call")
 """Roles of turns that hold a tool call as JSON text, in LLaMA-Factory and ms-swift."""
 MASKS = {**dict.fromkeys(("weight", "loss", "train", "training", "trainable", "loss_weight"), True), "masked": False}
 """Keys that say whether an answer carries loss, in OpenAI's files, ms-swift, axolotl and others; False: 1 means no."""
-MASK_NAME = re.compile(r"(.*_)?(mask(ed)?|loss|train(able|ing)?|weight|ignored?|skip(ped)?)(_detail|_mask|_on_turn)?")
+MASK_NAME = re.compile(r"(.*_)?(mask(ed)?|weight)|loss|train(able|ing)?(_detail|_on_turn)?|ignored?|skip(ped)?")
 """Names that mean a mask, of a turn or of a row."""
 _EXCHANGES = (("human", "assistant"), ("input", "output"))
 """Keys of objects that hold a question and its answer."""
