@@ -186,9 +186,9 @@ def _history(cells: Cells) -> list[Turn]:
 def _answer(cells: Cells, column: str) -> str | Dialogue:
     """Read an answer: text, one turn, turns, or a conversation that begins with the prompt."""
     name, value = cells.name(column), cells.text_or_turns(column)
-    return (
-        refuse_blank(value, name) if isinstance(value, str) and not is_transcript(value) else parse_turns(value, name)
-    )
+    if isinstance(value, str) and not is_transcript(value):
+        return refuse_blank(value, name)
+    return parse_turns(value, name)
 
 
 def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, column: str) -> Example:
@@ -276,10 +276,11 @@ def _pair(cells: Cells) -> tuple[str | Dialogue, dict[str, str | Dialogue]]:
     request = cells.get("input")
     if isinstance(request, Mapping) and "messages" in request:  # OpenAI's preference format
         return parse_turns(request["messages"], f"{cells.name('input')}.messages", request.get("tools")), answers
-    for column in ("prompt", "instruction", *(("input",) if "conversations" not in cells else ())):
-        if column in cells:
-            return _prompt(cells, column), answers
-    column = next((name for name in ("conversations", "messages") if name in cells), "")
+    column = next(
+        (name for name in ("prompt", "instruction", "conversations", "messages", "input") if name in cells), ""
+    )
+    if column in ("prompt", "instruction", "input"):
+        return _prompt(cells, column), answers
     if column:
         context = parse_turns(cells[column], cells.name(column), cells.get("tools"))
         if "chosen" not in answers:
@@ -478,8 +479,8 @@ def _pairs(side: str) -> dict[str, Format]:
         "prompt_completion": Format("pairs", ("prompt", *both), OF_PROMPT, read),
         "instruction": Format("pairs", ("instruction", *both), OF_PROMPT, read),
         "conversations": Format("pairs", ("conversations", *both), _BESIDE, read),
-        "input": Format("pairs", ("input", *both), ("system", "history", "tools"), read),
         "context": Format("pairs", ("messages", *both), _BESIDE, read),
+        "input": Format("pairs", ("input", *both), ("system", "history", "tools"), read),
         "messages": Format("pairs", ("messages", "rejected"), _BESIDE, read),
         "pairs": Format("pairs that begin with their prompt", both, _BESIDE, read, _begins_with_prompt),
     }

@@ -286,6 +286,7 @@ KNOWN = {
     "system and input of pairs": Rows(
         [{"system": "Be brief.", "input": Q, **PAIR}, {"input": "When?", **OTHER_PAIR}], "dpo"
     ),
+    "pairs after a conversation": Rows([{"messages": [ASK], "input": "", **PAIR}], "dpo"),
     "instructions with their answers in turns": Rows([{"instruction": Q, "response": A, "conversations": [ASK, GOOD]}]),
     "no mask at all": Rows([{"prompt": Q, "completion": A, "masked": False, "loss_weight": 1.0, "weight": None}]),
     "empty columns": Rows([{"messages": [ASK, GOOD], "system_message": None, "history": [], "answer": ""}]),
