@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from finetune.config.keys import values
+from finetune.config.objectives import OBJECTIVES
 from finetune.diagnose.machine_checks import check_cache
 from finetune.diagnose.rehearsal_commands import StageError, run_command
 from finetune.diagnose.rehearsal_overrides import override, rehearsed_values, write_stand_in
 from finetune.distributed.device import accelerator_type
-from finetune.errors import LOST_IN_ROUNDING, CheckpointError, FinetuneError, RunFailedError
+from finetune.errors import LOST_IN_ROUNDING, NO_GRADIENT, CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
 from finetune.runs.folder import RunFolder, existing_folder
 from finetune.runs.recorded_run import RecordedRun
@@ -73,6 +74,8 @@ class Rehearsal:
     """What is not rehearsed."""
     plan: dict[str, Any] | None = None
     """The output of `finetune plan --json`."""
+    has_equal_rewards: bool = False
+    """Whether the answers of the stand-in had equal rewards in all steps. It then trains with a learning rate of 0."""
     measured_rows: int = 0
     """Rows of the validation split or of the test split, whichever is larger, once they are known."""
 
@@ -125,7 +128,7 @@ class Rehearsal:
             steps=min(self.steps, real_steps or self.steps),
             real_steps=real_steps,
             measured_rows=self.measured_rows,
-        )
+        ) | dict.fromkeys(("optim.learning_rate", "optim.min_learning_rate") if self.has_equal_rewards else (), 0)
 
     def overrides(self) -> list[str]:
         """Return the arguments of the real run, and those that make it a rehearsal."""
@@ -210,7 +213,15 @@ def _read_data(rehearsal: Rehearsal, log: Path) -> str:
 
 
 def _train(rehearsal: Rehearsal, log: Path) -> str:
-    rehearsal.train(log, "whole", resume="never")
+    try:
+        rehearsal.train(log, "whole", resume="never")
+    except StageError as error:
+        if NO_GRADIENT not in str(error) or OBJECTIVES[rehearsal.config.training.objective].rows != "prompts":
+            raise
+        rehearsal.has_equal_rewards = True
+        rehearsal.limits.append("updates: all answers of a random model to a prompt have the same reward, or none")
+        shutil.rmtree(rehearsal.folder / "whole")
+        rehearsal.train(log, "whole", resume="never")
     run = RecordedRun(rehearsal.folder / "whole")
     losses = [value for _, value in run.points("step", "loss")]
     numbers = {event: len(run.of(event)) for event in ("step", "validation", "checkpoint")}

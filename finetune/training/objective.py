@@ -62,6 +62,7 @@ class TrainingObjective:
         loaders: replaces loaders. `Prepared.prompts` is the second argument.
         start: called on every rank when training starts or resumes at a state. Collective.
         warnings: makes what checks the events of a run for warnings.
+        no_gradient: why a step may have no gradient, and what to do.
     """
 
     loss: Callable[[Config, Choices], LossFunction]
@@ -75,6 +76,7 @@ class TrainingObjective:
     loaders: Callable[[Setup, Any, Loaders], Loaders] = lambda _setup, _prompts, loaders: loaders
     start: Callable[[Setup, Any, TrainerState], None] = lambda _setup, _train_loader, _state: None
     warnings: Callable[[], RunWarnings] = RunWarnings
+    no_gradient: str = "the loss does not depend on the trained weights: a layer, a hook or a script detaches it"
 
     def with_loss(self, function: GivenLoss | None) -> TrainingObjective:
         """Return the objective with a script's loss, if there is one. Validations still measure the cross-entropy."""
