@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 
 from finetune.config.keys import values
-from finetune.config.objectives import OBJECTIVES
 from finetune.diagnose.machine_checks import check_cache
 from finetune.diagnose.rehearsal_commands import StageError, run_command
 from finetune.diagnose.rehearsal_overrides import override, rehearsed_values, write_stand_in
@@ -216,10 +215,10 @@ def _train(rehearsal: Rehearsal, log: Path) -> str:
     try:
         rehearsal.train(log, "whole", resume="never")
     except StageError as error:
-        if NO_GRADIENT not in str(error) or OBJECTIVES[rehearsal.config.training.objective].rows != "prompts":
+        if NO_GRADIENT not in str(error) or rehearsal.config.training.objective != "grpo":
             raise
         rehearsal.has_equal_rewards = True
-        rehearsal.limits.append("updates: all answers of a random model to a prompt have the same reward, or none")
+        rehearsal.limits.append("updates: the answers of the stand-in to a prompt have equal rewards, or none")
         shutil.rmtree(rehearsal.folder / "whole")
         rehearsal.train(log, "whole", resume="never")
     run = RecordedRun(rehearsal.folder / "whole")

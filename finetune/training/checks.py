@@ -185,27 +185,20 @@ def refuse_no_update(state: TrainerState, config: Config, no_gradient: str) -> N
     """
     if not state.has_no_update or not config.optim.learning_rate:
         return
-    reasons = []
-    if state.num_without_gradient:
-        reasons.append(f"In {counted(state.num_without_gradient, 'step')} they {NO_GRADIENT}, because {no_gradient}. ")
-    if state.num_skipped_steps:
-        reasons.append(
-            f"In {counted(state.num_skipped_steps, 'step')} the loss or the gradient was not finite: lower "
-            "optim.learning_rate, or look at the rows. "
-        )
+    cause = no_gradient if state.num_without_gradient else "Lower optim.learning_rate, or look at the rows"
     raise RunFailedError(
-        f"the run has learned nothing: none of its {counted(state.step, 'step')} updated the weights. "
-        f"{''.join(reasons)}Checkpoints and metrics.jsonl are kept, but adapter/ is not written. Start again with another "
-        "output_dir."
+        f"the run has learned nothing: {NO_GRADIENT} in {state.num_without_gradient} of its "
+        f"{counted(state.step, 'step')}, and not finite in {state.num_skipped_steps}. {cause}. Checkpoints and "
+        "metrics.jsonl are kept, but adapter/ is not written. Start again with another output_dir."
     )
 
 
 class UpdateWatch:
-    """Checks that a run updates its weights: in each step whether it has begun to, and after step 3 every adapter.
+    """Warns of a run that begins without an update, and checks after step 3 that the B matrix of every adapter changed.
 
-    A run that has made no update yet takes a fallback in its first step without a gradient. After step 3, the B matrix
-    of every adapter must have changed. The watch looks at B because A has no gradient as long as B is zero. Weights are the same on all ranks, so all ranks find
-    the same. Models without adapters are not checked. Weight decay also changes a B that did not start at zero.
+    It looks at B because A has no gradient as long as B is zero. Weights are the same on all ranks, so all ranks find
+    the same. Models without adapters are only checked for updates. Weight decay also changes a B that did not start at
+    zero.
     """
 
     def __init__(self, model: torch.nn.Module, config: Config, fallbacks: Fallbacks, no_gradient: str) -> None:
@@ -218,7 +211,6 @@ class UpdateWatch:
             for name, module in model.named_modules()
             if any(part.weight.requires_grad for part in getattr(module, "lora_B", {}).values())
         }
-        self._may_lack_gradient = config.training.objective == "grpo"
         self._highest_rate = 0.0
         starts_at_zero = config.lora.init == "default" and config.lora.start_from is None
         # On the CPU, so that memory on the device is as forecast.
@@ -232,16 +224,16 @@ class UpdateWatch:
 
         Raises:
             ConfigError: the run is strict, it has made no update yet, and the step has no gradient.
-            RunFailedError: after step 3 of the run, adapters do not train. Steps without an update do not count. GRPO
-                may have no gradient in all three steps, because all answers to each prompt had equal rewards.
+            RunFailedError: after step 3 of the run, adapters do not train, or nothing does. In GRPO, three steps may
+                have no gradient, because all answers to each prompt had equal rewards.
         """
         step = state.step
         if result.grad_norm == 0 and state.has_no_update and self._config.optim.learning_rate:
             if not self._is_reported:
-                why = f"the trained weights {NO_GRADIENT}, because {self._no_gradient}"
+                why = f"{NO_GRADIENT}. {self._no_gradient}"
                 self._fallbacks.take(Fallback(what=f"step {step}", wanted="an update", used="none", why=why))
             self._is_reported = True
-            if step == NUM_STEPS and not self._may_lack_gradient:
+            if step == NUM_STEPS and self._config.training.objective != "grpo":
                 refuse_no_update(state, self._config, self._no_gradient)
         if not result.is_skipped and result.grad_norm != 0:
             self._highest_rate = max(self._highest_rate, result.learning_rate)

@@ -24,7 +24,7 @@ from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
-from finetune.training.rewards.warnings import MORE_DIFFERENCE, RewardWarnings
+from finetune.training.rewards.warnings import RewardWarnings
 from finetune.training.step import LossWithMetrics
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ GRPO = TrainingObjective(
     start=_start,
     warnings=RewardWarnings,
     no_gradient=(
-        "no answer had a reward, or all answers to each prompt had the same one. Look at the answers and their rewards "
-        f"in rollouts/. Correct the reward functions, or {MORE_DIFFERENCE}"
+        "No answer had a reward, or all answers to each prompt had the same one: rollouts/ has the answers and their "
+        "rewards. Correct the reward functions, or take prompts that are neither too easy nor too hard"
     ),
 )

@@ -8,10 +8,6 @@ from collections import deque
 from finetune.runs.metrics import Event, number_in
 from finetune.training.reporting.run_warnings import RunWarning, RunWarnings
 
-MORE_DIFFERENCE = (
-    "take prompts that are neither too easy nor too hard, or raise rollout.num_generations or rollout.temperature"
-)
-"""What to do if answers to a prompt have equal rewards."""
 _WINDOW = 10
 """Steps averaged for a comparison. One rollout is noisy."""
 _MOST_EQUAL = 0.9
@@ -44,7 +40,8 @@ class RewardWarnings(RunWarnings):
             return RunWarning(
                 "equal",
                 f"all answers to a prompt have the same reward for {equal:.0%} of the prompts over the last {_WINDOW} "
-                f"steps, so there is little to learn from: {MORE_DIFFERENCE}",
+                "steps, so there is little to learn from. Take prompts that are neither too easy nor too hard, or "
+                "raise rollout.num_generations or rollout.temperature",
             )
         if truncated is not None and truncated > _MOST_TRUNCATED:
             return RunWarning(
