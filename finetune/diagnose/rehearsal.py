@@ -38,6 +38,7 @@ _NEVER_REHEARSED = (
     "the weights of the model: whether they are complete, and what the model learns",
     "the launcher, the network between nodes, and trackers",
 )
+_RATES = ("optim.learning_rate", "optim.min_learning_rate")
 
 
 class StageResult(NamedTuple):
@@ -127,7 +128,7 @@ class Rehearsal:
             steps=min(self.steps, real_steps or self.steps),
             real_steps=real_steps,
             measured_rows=self.measured_rows,
-        ) | dict.fromkeys(("optim.learning_rate", "optim.min_learning_rate") if self.has_equal_rewards else (), 0)
+        ) | {key: 0.0 for key in _RATES if self.has_equal_rewards and values(self.config)[key]}
 
     def overrides(self) -> list[str]:
         """Return the arguments of the real run, and those that make it a rehearsal."""
