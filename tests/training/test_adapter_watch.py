@@ -11,12 +11,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+import finetune
 from finetune.config.schema import Config
 from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallbacks
 from finetune.model.lora import add_lora
 from finetune.runs.state import TrainerState
-from finetune.training.checks import UpdateWatch
+from finetune.training.checks import UpdateWatch, refuse_no_update
 from finetune.training.step import StepResult
 from tests.methods import tiny_training
 from tests.methods.tiny_training import break_at, events, record, train, words_for
@@ -198,3 +199,28 @@ def test_skipped_steps_and_frozen_adapters_do_not_count():
         part.requires_grad_(False)
     watch = watch_of(adapted)
     assert list(watch._b_matrices) == ["experts.0"]
+
+
+@pytest.mark.slow
+def test_equal_pairs_end_the_run_after_its_last_step_or_its_third(tmp_path):
+    pairs = [{"prompt": f"Is shop {n} open?", "chosen": "Until six.", "rejected": "Until six."} for n in range(6)]
+    overrides = {"training.objective": "dpo", "training.batch_size": 2, "data.cache_dir": tmp_path}
+    for steps, last in ((2, 2), (5, 3)):
+        run = tmp_path / f"run{steps}"
+        with pytest.raises(RunFailedError, match=rf"zero in {last} of its {last} steps.* In each pair, the chosen and"):
+            finetune.train(
+                model="phi_tiny",
+                data=pairs,
+                overrides={**overrides, "training.max_steps": steps, "output_dir": run, "training.device": "cpu"},
+            )
+        assert [event["step"] for event in events(run, "step")] == list(range(1, last + 1))
+        assert not (run / "adapter").exists()
+
+
+def test_a_run_of_skipped_steps_alone_has_made_no_update_and_older_states_have_made_one():
+    skipped = TrainerState(step=2, num_skipped_steps=2)
+    with pytest.raises(RunFailedError, match=r"not finite in 2\. Lower optim\.learning_rate, or look at the rows\."):
+        refuse_no_update(skipped, Config(), "unused")
+    older = {name: value for name, value in TrainerState(step=2).as_record().items() if name != "num_without_gradient"}
+    for state in (TrainerState(), replace(skipped, step=3), TrainerState.from_record(older, source="here")):
+        refuse_no_update(state, Config(), "unused")
