@@ -16,6 +16,9 @@ other product, whose metadata names neither an author nor a home page."""
 LOST_IN_ROUNDING = "takes away most of what the adapter learned"
 """Words of the error that ends `finetune merge` if the type of the weights is too coarse; `rehearse` looks for them."""
 
+NO_GRADIENT = "the gradient was zero"
+"""Words of the errors about a run that learns nothing; `rehearse` looks for them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:

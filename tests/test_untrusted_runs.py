@@ -177,7 +177,7 @@ def test_code_that_may_run_is_named_once(caplog):
     warn_once.cache_clear()
     for _ in range(2):
         load_config(["model=phi_tiny", "data=orders", TRUST])
-    said = f"{TRUST} (command line): code that comes with the model will run here"
+    said = f"{TRUST} (overrides): code that comes with the model will run here"
     assert [record.getMessage() for record in caplog.records] == [said]
 
 

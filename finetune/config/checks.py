@@ -21,7 +21,7 @@ from finetune.config.keys import code_keys, did_you_mean_key, expected, fields, 
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.run_paths import named_paths
 from finetune.config.schema import AUTO_VALIDATION, Config, DataSection, is_allowed_object, refused_object
-from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting
+from finetune.config.yaml_reader import COMMAND_LINE, OVERRIDES, DottedName, Setting
 from finetune.errors import ConfigError
 from finetune.logs import warn_once
 from finetune.terminal import without_passwords
@@ -249,11 +249,11 @@ def is_tracker_installed(name: str) -> bool:
     return spec is not None and spec.origin is not None
 
 
-def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = COMMAND_LINE) -> Config:
+def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = "") -> Config:
     """Refuse the keys marked with `RunsCode` that a file sets. Return the configuration with unneeded keys reset.
 
-    `needed_by` says which of these keys this command follows. `trusted` is the origin of keys that count beside the
-    command line: a recipe's own code.
+    `needed_by` says which of these keys this command follows. `trusted` is the origin of keys that count beside
+    overrides: a recipe's own code.
 
     Raises:
         ConfigError: names the key, its place and the argument to add.
@@ -263,7 +263,7 @@ def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted:
     for key, mark in code_keys().items():
         value, origin = given[key], config.origin(key)
         text = ",".join(value) if isinstance(value, list) else json.dumps(value)
-        if value and mark.needed_by in needed_by and origin in (COMMAND_LINE, trusted):
+        if value and mark.needed_by in needed_by and origin in (*OVERRIDES, trusted):
             warn_once(_log, f"{key}={text} ({origin}): {mark.code} will run here")
         elif value and mark.needed_by in needed_by:
             raise ConfigError(

@@ -52,7 +52,7 @@ from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.run_paths import find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
-from finetune.config.yaml_reader import COMMAND_LINE, DottedName, Setting, read_settings, read_value
+from finetune.config.yaml_reader import COMMAND_LINE, SCRIPT, DottedName, Setting, read_settings, read_value
 from finetune.errors import ConfigError
 
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
@@ -90,8 +90,10 @@ def load_config(
     Raises:
         ConfigError: with every problem found, one per line.
     """
-    defaults = {"model": model, "data": data, "task": task}
-    return compose(overrides, run=run, defaults={group: name for group, name in defaults.items() if name})
+    chosen = {group: name for group, name in (("model", model), ("data", data), ("task", task)) if name}
+    return compose(
+        overrides, run=run, defaults=chosen, origin=COMMAND_LINE if set(overrides) <= set(sys.argv) else SCRIPT
+    )
 
 
 def compose(
@@ -104,6 +106,7 @@ def compose(
     typed: str = "",
     uses: Collection[str] = ("model", "training"),
     translated: Sequence[Setting] = (),
+    origin: str = COMMAND_LINE,
 ) -> Config:
     """Merge files and overrides, check the whole, and remember where each value came from.
 
@@ -117,12 +120,13 @@ def compose(
         typed: the whole command, for messages that complete it.
         uses: what the command follows of the keys that let code run, see `refuse_code_of_files`.
         translated: the settings of another tool's file, which take the place of a run file's.
+        origin: what messages call the overrides, `COMMAND_LINE` or `SCRIPT`.
 
     Raises:
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
-    asked = _read_overrides(overrides, run, problems)
+    asked = _read_overrides(overrides, run, problems, origin)
     from_run = _with_groups(_read(RUN_FILES, asked.run, problems) if asked.run else list(translated))
     if asked.run and not from_run.groups:
         _refuse_file_of_other_tool(asked.run.name, from_run.settings)
@@ -180,8 +184,14 @@ def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model:
 
 def overrides_of(values: Mapping[str, object]) -> list[str]:
     """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`."""
-    plain = {key: _plain(value) for key, value in values.items()}
-    return [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in plain.items()]
+    overrides = []
+    for key, value in values.items():
+        try:
+            plain = _plain(value)
+            overrides.append(f"{key}={plain if isinstance(plain, str) else json.dumps(plain)}")
+        except TypeError:
+            raise ConfigError(f"{SCRIPT}: {key}: is {value!r}; expected text, a number, a list or a dict.") from None
+    return overrides
 
 
 def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
@@ -296,38 +306,38 @@ def _is_known(key: str) -> bool:
     return _chooses_or_sets(key) or key in OUR_NAME
 
 
-def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[str]) -> _Asked:
-    asked = _Asked(run=_Choice(run, COMMAND_LINE) if run else None)
+def _read_overrides(overrides: Sequence[str], run: str | None, problems: list[str], origin: str) -> _Asked:
+    asked = _Asked(run=_Choice(run, origin) if run else None)
     before = ""
-    for override in _with_keys(as_overrides(overrides), problems):
+    for override in _with_keys(as_overrides(overrides), problems, origin):
         key, equals, value = override.partition("=") if not is_run_file(override) else (RUN_FILES, "=", override)
         key = key.strip()
         if not equals or not key or key.startswith("-"):
-            problems.append(f"{COMMAND_LINE}: {override}: {_how_to_write(override, before)}")
+            problems.append(f"{origin}: {override}: {_how_to_write(override, before)}")
         elif not value.strip():
             hint = f"Write {key}=VALUE.{f' It takes {expected(key)}.' if key in fields() else ''}"
             if not _chooses_or_sets(key):
                 hint = f"There is no such key. {did_you_mean_key(key)}"
-            problems.append(f"{COMMAND_LINE}: {key}: has no value. {hint}".rstrip())
+            problems.append(f"{origin}: {key}: has no value. {hint}".rstrip())
         elif key == "run" and asked.run and asked.run.name != value:
-            problems.append(f"{COMMAND_LINE}: run={value}: the run file is already {asked.run.name}. Keep one.")
+            problems.append(f"{origin}: run={value}: the run file is already {asked.run.name}. Keep one.")
         elif key == "run":
-            asked.run = _Choice(value, COMMAND_LINE)
+            asked.run = _Choice(value, origin)
         elif key in GROUPS:
-            asked.groups[key] = _Choice(value, COMMAND_LINE)
+            asked.groups[key] = _Choice(value, origin)
         else:
-            asked.settings += read_value(key.split("."), value, problems, as_text=takes_text(key))
+            asked.settings += read_value(key.split("."), value, problems, as_text=takes_text(key), origin=origin)
         before = override if equals else f"{before},{override}"
     return asked
 
 
-def _with_keys(overrides: Sequence[str], problems: list[str]) -> list[str]:
+def _with_keys(overrides: Sequence[str], problems: list[str], origin: str) -> list[str]:
     """Write files of rows as `data=FILE` or a list, and refuse a second choice of the data, which would win unseen."""
     files = [override for override in overrides if "=" not in override and is_file_of_rows(override)]
     others = [override for override in overrides if override.startswith("data=")]
     if files and others:
         several = " and ".join(files + others)
-        problems.append(f"{COMMAND_LINE}: {several}: choose the data once. For several sources write data.mixture=[…].")
+        problems.append(f"{origin}: {several}: choose the data once. For several sources write data.mixture=[…].")
     if not files:
         return list(overrides)
     data = files[0] if len(files) == 1 else json.dumps(files, ensure_ascii=False)  # a shell expands *.jsonl
@@ -410,6 +420,8 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
+    if not isinstance(value, type) and callable(to_list := getattr(value, "tolist", None)):
+        return to_list()  # of a number or an array of numpy, or a tensor
     if not isinstance(value, type):
         return value
     kind: type = value

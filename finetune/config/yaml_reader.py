@@ -16,7 +16,10 @@ import yaml
 MAX_FILE_BYTES = 1_000_000
 
 COMMAND_LINE = "command line"
-"""The origin of settings from overrides."""
+"""The origin of overrides that are arguments of the process."""
+SCRIPT = "overrides"
+"""The origin of overrides that a script gives."""
+OVERRIDES = (COMMAND_LINE, SCRIPT)
 
 _TAG = "tag:yaml.org,2002:"
 
@@ -55,7 +58,7 @@ class Setting:
     key: tuple[str, ...]
     value: object
     origin: str
-    """``configs/task/debug.yaml:4``, ``command line``, or with a path in place of a group ``…: data=chats.jsonl``."""
+    """``configs/task/debug.yaml:4``, one of `OVERRIDES`, or with a path in place of a group ``…: data=chats.jsonl``."""
     text: str | None = None
     """The characters of an unquoted value. Keys that take text use them, so that a revision 12e7 stays text."""
     older_key: str | None = None
@@ -106,18 +109,20 @@ def read_settings(path: Path, shown: str, problems: list[str]) -> list[Setting]:
     return _Reading(shown, problems).settings(text)
 
 
-def read_value(key: Sequence[str], text: str, problems: list[str], *, as_text: bool) -> list[Setting]:
+def read_value(
+    key: Sequence[str], text: str, problems: list[str], *, as_text: bool, origin: str = COMMAND_LINE
+) -> list[Setting]:
     """Read the value of an override: the text that follows the ``=``. `problems` receives its problems.
 
     With `as_text`, the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
     """
     own_problems: list[str] = []
-    settings = _Reading(COMMAND_LINE, own_problems, at=tuple(key)).settings(text)
+    settings = _Reading(origin, own_problems, at=tuple(key)).settings(text)
     # A tag is never taken for text: `!!python/...` must be refused and `!pyobject ...` checked.
     if as_text and not text.startswith("!") and (own_problems or [s.key for s in settings] != [tuple(key)]):
-        return [Setting(key=tuple(key), value=text, origin=COMMAND_LINE, text=text)]
+        return [Setting(key=tuple(key), value=text, origin=origin, text=text)]
     if not settings and not own_problems:
-        own_problems.append(f"{COMMAND_LINE}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")
+        own_problems.append(f"{origin}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")
     problems.extend(own_problems)
     return settings
 

@@ -23,7 +23,7 @@ from finetune.diagnose.machine_checks import check_cache
 from finetune.diagnose.rehearsal_commands import StageError, run_command
 from finetune.diagnose.rehearsal_overrides import override, rehearsed_values, write_stand_in
 from finetune.distributed.device import accelerator_type
-from finetune.errors import LOST_IN_ROUNDING, CheckpointError, FinetuneError, RunFailedError
+from finetune.errors import LOST_IN_ROUNDING, NO_GRADIENT, CheckpointError, FinetuneError, RunFailedError
 from finetune.logs import waiting
 from finetune.runs.folder import RunFolder, existing_folder
 from finetune.runs.recorded_run import RecordedRun
@@ -38,6 +38,7 @@ _NEVER_REHEARSED = (
     "the weights of the model: whether they are complete, and what the model learns",
     "the launcher, the network between nodes, and trackers",
 )
+_RATES = ("optim.learning_rate", "optim.min_learning_rate")
 
 
 class StageResult(NamedTuple):
@@ -73,6 +74,8 @@ class Rehearsal:
     """What is not rehearsed."""
     plan: dict[str, Any] | None = None
     """The output of `finetune plan --json`."""
+    has_equal_rewards: bool = False
+    """Whether the answers of the stand-in had equal rewards in all steps. It then trains with a learning rate of 0."""
     measured_rows: int = 0
     """Rows of the validation split or of the test split, whichever is larger, once they are known."""
 
@@ -125,7 +128,7 @@ class Rehearsal:
             steps=min(self.steps, real_steps or self.steps),
             real_steps=real_steps,
             measured_rows=self.measured_rows,
-        )
+        ) | {key: 0.0 for key in _RATES if self.has_equal_rewards and values(self.config)[key]}
 
     def overrides(self) -> list[str]:
         """Return the arguments of the real run, and those that make it a rehearsal."""
@@ -210,7 +213,15 @@ def _read_data(rehearsal: Rehearsal, log: Path) -> str:
 
 
 def _train(rehearsal: Rehearsal, log: Path) -> str:
-    rehearsal.train(log, "whole", resume="never")
+    try:
+        rehearsal.train(log, "whole", resume="never")
+    except StageError as error:
+        if NO_GRADIENT not in str(error) or rehearsal.config.training.objective != "grpo":
+            raise
+        rehearsal.has_equal_rewards = True
+        rehearsal.limits.append("updates: the answers of the stand-in to a prompt have equal rewards, or none")
+        shutil.rmtree(rehearsal.folder / "whole")
+        rehearsal.train(log, "whole", resume="never")
     run = RecordedRun(rehearsal.folder / "whole")
     losses = [value for _, value in run.points("step", "loss")]
     numbers = {event: len(run.of(event)) for event in ("step", "validation", "checkpoint")}

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.config.yaml_reader import COMMAND_LINE
+from finetune.config.yaml_reader import OVERRIDES
 from finetune.distributed.accelerate_library import AccelerateCommand, read_launch_arguments
 from finetune.distributed.environment import LaunchEnvironment, is_started_by_accelerate_alone
 from finetune.errors import LaunchError
@@ -154,7 +154,7 @@ def settings_of_accelerate(
     for key, (value, variable) in requested.items():
         section, _, name = key.partition(".")
         configured = getattr(getattr(config, section), name)
-        is_asked = config.origin(key) != "default" if trains else config.origin(key).startswith(COMMAND_LINE)
+        is_asked = config.origin(key) != "default" if trains else config.origin(key) in OVERRIDES
         setting = f"{variable}={environ.get(variable, '')}"
         if is_asked and configured not in (value, "auto", None):
             raise LaunchError(

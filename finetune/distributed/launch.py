@@ -18,7 +18,7 @@ import torch
 
 from finetune.config.checks import refuse_missing_trackers
 from finetune.config.schema import DataSection
-from finetune.config.yaml_reader import COMMAND_LINE
+from finetune.config.yaml_reader import OVERRIDES
 from finetune.distributed.accelerate_library import forget_accelerate
 from finetune.distributed.accelerate_settings import (
     compare_accelerate_command,
@@ -171,7 +171,7 @@ def _stopped_in_set_up() -> PreemptedError:
 
 def _folder_of_kernels(config: Config) -> Path:
     """Return the folder of compiled kernels, which are code. A file, perhaps of others, does not choose it."""
-    is_own = config.origin("data.cache_dir") in ("default", COMMAND_LINE)
+    is_own = config.origin("data.cache_dir") in ("default", *OVERRIDES)
     cache_dir = config.data.cache_dir if is_own else DataSection().cache_dir
     return Path(cache_dir).expanduser().absolute() / "kernels"
 

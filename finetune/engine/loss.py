@@ -5,6 +5,7 @@ The loss is the cross-entropy, or a function of logits and targets that a script
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -205,19 +206,27 @@ def summed_given_loss(
 
 
 def refuse_no_sum(function: GivenLoss, num_logits: int, device: torch.device) -> None:
-    """Refuse a loss that is not the sum over its target tokens, on a few random logits.
+    """Refuse a loss that is not the sum over its target tokens, or has no gradient, on a few random logits.
 
     The trainer divides by the number of target tokens of the whole global batch. If the function returned a mean, the
     loss would depend on how the batch is split.
 
     Raises:
-        ConfigError: the loss of all targets differs from the sum of the losses of two parts.
+        ConfigError: the loss of all targets differs from the sum of the losses of two parts, is not finite, or does
+            not depend on the logits.
     """
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_TRIED_TARGETS, num_logits, generator=generator).to(device)
     targets = torch.randint(num_logits, (_TRIED_TARGETS,), generator=generator).to(device)
+    loss = _checked(function(logits.requires_grad_().clone(), targets))  # a copy may be changed in place
+    total = float(loss.detach())
+    if not (loss.requires_grad and math.isfinite(total)):
+        raise ConfigError(
+            f"the loss function returns {total:.6g} for {_TRIED_TARGETS} random targets, which has "
+            f"{'no gradient' if math.isfinite(total) else 'no finite value'}. It must return the sum over the targets, "
+            "computed from the logits and not detached from them."
+        )
     with torch.no_grad():
-        total = float(_checked(function(logits.clone(), targets)))
         parts = [float(_checked(function(logits[rows].clone(), targets[rows]))) for rows in (slice(2), slice(2, None))]
     if not abs(total - sum(parts)) <= _MOST_DIFFERENCE * max(1.0, abs(total)):
         raise ConfigError(

@@ -296,7 +296,7 @@ class RecordedRun:
             if not folder.adapter.is_dir():
                 hint = f" Its checkpoints can be used: --checkpoint {steps[-1]}." if steps else ""
                 raise CheckpointError(
-                    f"{self.name} has no adapter/ yet: the run did not end. Continue it with resume=auto.{hint}"
+                    f"{self.name} has no adapter/ yet: the run did not complete. Continue it with resume=auto.{hint}"
                 )
             if problems := verify_published(folder.adapter):
                 raise CheckpointError(

@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
 _ADDED_LATER = {
     *("num_skipped_steps", "best_value", "stopping_merit", "best_metric", "stopping_metric", "validated_step"),
-    *("loss_scale", "steps_at_loss_scale", "num_overflows", "is_stopped"),
+    *("loss_scale", "steps_at_loss_scale", "num_overflows", "is_stopped", "num_without_gradient"),
 }
 """Fields that older checkpoints lack. Their defaults are the values that they had then."""
 _MOST = 1 << 62
@@ -65,6 +65,8 @@ class TrainerState:
     """Tokens, targets or not, seen since the start of the run."""
     num_skipped_steps: _Count = 0
     """Steps without an update, because their loss or gradient was not finite (`training.on_nonfinite=skip`)."""
+    num_without_gradient: _Count = 0
+    """Steps in which the gradient of every trained weight was zero. Older checkpoints did not count them."""
     loss_scale: _Count | None = None
     """The factor of the loss in the next step; None unless the run computes in fp16."""
     steps_at_loss_scale: _Count = 0
@@ -78,6 +80,11 @@ class TrainerState:
     global_batch_size: _Count = 1
     """Examples per optimizer step over all processes."""
     schema_version: _Count = SCHEMA_VERSION
+
+    @property
+    def has_no_update(self) -> bool:
+        """Whether steps were done, over all starts of the run, and none of them updated the weights."""
+        return 0 < self.step <= self.num_skipped_steps + self.num_without_gradient
 
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for state.json."""

@@ -14,13 +14,15 @@ from finetune.config.objectives import OBJECTIVES, SECTIONS
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.data.preferences import EncodedLabelled, EncodedPairs
-from finetune.errors import ConfigError, DataError, ModelError, RunFailedError
+from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
+from finetune.fallbacks import Fallback, Fallbacks
 from finetune.inference.prompts import read_general_prompts
 from finetune.model.base import max_context
 from finetune.model.from_hub import Part, has_to_use_cache, locate, missing_from_cache, repository_of
+from finetune.runs.state import TrainerState
 from finetune.training.optim import build_optimizer
 from finetune.training.step import StepResult
-from finetune.units import name_first
+from finetune.units import counted, name_first
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, ModelSection
@@ -176,20 +178,39 @@ def _parts_at_hub(section: ModelSection, *, needs_weights: bool) -> Iterator[tup
             yield repository, part, key
 
 
-class AdapterWatch:
-    """Checks once, after step 3 of a run, that the B matrix of every adapter has changed.
+def refuse_no_update(state: TrainerState, config: Config, no_gradient: str) -> None:
+    """Raise RunFailedError if no step of the run has updated the weights, unless optim.learning_rate is 0.
+
+    `no_gradient` is the objective's.
+    """
+    if not state.has_no_update or not config.optim.learning_rate:
+        return
+    cause = no_gradient if state.num_without_gradient else "Lower optim.learning_rate, or look at the rows"
+    raise RunFailedError(
+        f"the run has learned nothing: {NO_GRADIENT} in {state.num_without_gradient} of its "
+        f"{counted(state.step, 'step')}, and not finite in {state.num_skipped_steps}. {cause}. Checkpoints and "
+        "metrics.jsonl are kept, but adapter/ is not written. Start again with another output_dir."
+    )
+
+
+class UpdateWatch:
+    """Warns of a run that begins without an update, and checks after step 3 that the B matrix of every adapter changed.
 
     It looks at B because A has no gradient as long as B is zero. Weights are the same on all ranks, so all ranks find
-    the same. Models without adapters are not checked. Weight decay also changes a B that did not start at zero.
+    the same. Models without adapters are only checked for updates. Weight decay also changes a B that did not start at
+    zero.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Config) -> None:
+    def __init__(self, model: torch.nn.Module, config: Config, fallbacks: Fallbacks, no_gradient: str) -> None:
+        self._config = config
+        self._fallbacks = fallbacks
+        self._no_gradient = no_gradient
+        self._is_reported = False
         self._b_matrices = {
             name.removeprefix("base_model.model."): [part.weight for part in module.lora_B.values()]
             for name, module in model.named_modules()
             if any(part.weight.requires_grad for part in getattr(module, "lora_B", {}).values())
         }
-        self._may_lack_gradient = config.training.objective == "grpo"
         self._highest_rate = 0.0
         starts_at_zero = config.lora.init == "default" and config.lora.start_from is None
         # On the CPU, so that memory on the device is as forecast.
@@ -198,13 +219,23 @@ class AdapterWatch:
             for name, of_layer in self._b_matrices.items()
         }
 
-    def after_step(self, step: int, result: StepResult) -> None:
-        """Raise RunFailedError on all ranks, after step 3 of the run, if adapters do not train.
+    def after_step(self, state: TrainerState, result: StepResult) -> None:
+        """Check the step that led to `state`. All ranks raise the same error.
 
-        Steps without an update do not count. Nor do steps of GRPO in which no weight has a gradient because the answers
-        of each group have equal rewards.
+        Raises:
+            ConfigError: the run is strict, it has made no update yet, and the step has no gradient.
+            RunFailedError: after step 3 of the run, adapters do not train, or nothing does. In GRPO, three steps may
+                have no gradient, because all answers to each prompt had equal rewards.
         """
-        if not result.is_skipped and (result.grad_norm != 0 or not self._may_lack_gradient):
+        step = state.step
+        if result.grad_norm == 0 and state.has_no_update and self._config.optim.learning_rate:
+            if not self._is_reported:
+                why = f"{NO_GRADIENT}. {self._no_gradient}"
+                self._fallbacks.take(Fallback(what=f"step {step}", wanted="an update", used="none", why=why))
+            self._is_reported = True
+            if step == NUM_STEPS and self._config.training.objective != "grpo":
+                refuse_no_update(state, self._config, self._no_gradient)
+        if not result.is_skipped and result.grad_norm != 0:
             self._highest_rate = max(self._highest_rate, result.learning_rate)
         if step < NUM_STEPS or not self._at_start:
             return

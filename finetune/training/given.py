@@ -54,8 +54,14 @@ def describe_given_model(model: Any) -> dict[str, object]:
     The model is a transformers causal language model, or a PEFT model around one with one LoRA adapter that trains.
 
     Raises:
-        ModelError: the configuration cannot describe the model.
+        ModelError: the configuration cannot describe the model, or its layers hold the adapter of an earlier run.
     """
+    if hasattr(model, "peft_config") and not hasattr(model, "get_base_model"):
+        raise ModelError(
+            "the given model already has an adapter in its layers: an earlier run or get_peft_model added it. Load the "
+            "model again for each run, or give its name. To train that adapter further, give the PEFT model: the "
+            "result's model, or what get_peft_model returned."
+        )
     if getattr(model, "config", None) is None or not callable(getattr(model, "get_input_embeddings", None)):
         raise ModelError(
             f"model is {type(model).__name__}; expected a name or a path, a transformers model, or a PEFT model."
@@ -137,6 +143,8 @@ def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
         return {"data.path": _write("data", data, folder)}
     names = {name: split for split, usual in SPLIT_NAMES.items() for name in usual}
     unknown = [name for name in data if name not in names]
+    if data and not unknown and "train" not in map(names.get, data):
+        raise DataError(f'data has the splits {", ".join(data)}, but no train. Give data={{"train": rows, …}}.')
     if unknown or not data:
         known = ", ".join(SPLIT_NAMES)
         raise DataError(
@@ -148,6 +156,10 @@ def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
 
 def _write(name: str, rows: object, folder: Path) -> str:
     """Write the rows of a split, unless they are there already, and return the path."""
+    if type(rows).__name__ == "DataFrame":
+        raise DataError(
+            f'{name} is a DataFrame; expected rows as dicts. Give df.to_dict("records"), or df.to_dicts() of polars.'
+        )
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
         raise DataError(f"{name} is {type(rows).__name__}; expected a path, rows as dicts, or a datasets.Dataset.")
     repeatable = rows if hasattr(rows, "__len__") else list(rows)

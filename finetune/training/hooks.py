@@ -94,6 +94,10 @@ class Hooks:
 
     def check(self, config: Config) -> None:
         """Raise ConfigError for hooks that the run would not use."""
+        if not isinstance(self.metrics, Mapping):
+            raise ConfigError(f'metrics is {self.metrics!r}; expected functions by name: metrics={{"name": function}}.')
+        if not isinstance(self.callbacks, Sequence):
+            raise ConfigError(f"callbacks is {self.callbacks!r}; expected a list of objects: callbacks=[object].")
         functions: dict[str, object] = {f"metrics[{name!r}]": metric for name, metric in self.metrics.items()}
         functions |= {"loss": self.loss, "optimizer": self.optimizer}
         for name, function in functions.items():

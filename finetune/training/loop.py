@@ -105,6 +105,7 @@ def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> Trai
         num_targets=state.num_targets + (0 if result.is_skipped else result.num_targets),
         num_tokens=state.num_tokens + result.num_tokens,
         num_skipped_steps=state.num_skipped_steps + result.is_skipped,
+        num_without_gradient=state.num_without_gradient + (result.grad_norm == 0),
         num_overflows=state.num_overflows + result.num_overflows,
         loss_scale=None if result.loss_scale is None else result.loss_scale.value,
         steps_at_loss_scale=0 if result.loss_scale is None else result.loss_scale.num_steps,

@@ -62,6 +62,7 @@ class TrainingObjective:
         loaders: replaces loaders. `Prepared.prompts` is the second argument.
         start: called on every rank when training starts or resumes at a state. Collective.
         warnings: makes what checks the events of a run for warnings.
+        no_gradient: says why the gradient may be zero, and what to do. It ends without a full stop.
     """
 
     loss: Callable[[Config, Choices], LossFunction]
@@ -75,6 +76,7 @@ class TrainingObjective:
     loaders: Callable[[Setup, Any, Loaders], Loaders] = lambda _setup, _prompts, loaders: loaders
     start: Callable[[Setup, Any, TrainerState], None] = lambda _setup, _train_loader, _state: None
     warnings: Callable[[], RunWarnings] = RunWarnings
+    no_gradient: str = "Look for a layer, a hook or a script that detaches the loss from the trained weights"
 
     def with_loss(self, function: GivenLoss | None) -> TrainingObjective:
         """Return the objective with a script's loss, if there is one. Validations still measure the cross-entropy."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import compose, overrides_of
 from finetune.config.keys import values
-from finetune.config.yaml_reader import COMMAND_LINE
+from finetune.config.yaml_reader import SCRIPT
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
@@ -111,7 +111,8 @@ def train(
 
 def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapping[str, object]) -> Config:
     """Compose the configuration of a run from the arguments of `train`."""
-    arguments = overrides_of(overrides) if isinstance(overrides, Mapping) else list(overrides)
+    given = [overrides] if isinstance(overrides, str) else overrides
+    arguments = overrides_of(given) if isinstance(given, Mapping) else list(given)
     described: dict[str, object] = {}
     if isinstance(model, (str, os.PathLike)):
         arguments.append(f"model={os.fspath(model)}")
@@ -123,7 +124,7 @@ def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapp
     has_rows = data is not None and not isinstance(data, (str, os.PathLike))
     if data is not None and not has_rows:
         arguments.append(f"data={os.fspath(data)}")
-    config = compose(arguments, defaults={"task": task}, needs_data=not has_rows)
+    config = compose(arguments, defaults={"task": task}, needs_data=not has_rows, origin=SCRIPT)
     if has_rows:
         if config.data.label:
             raise ConfigError(f"data is given as rows, but the overrides name {config.data.label}. Give one of them.")
@@ -132,7 +133,7 @@ def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapp
         described |= write_given_rows(data, config.data.cache_dir)
     for key, value in described.items():
         chosen = values(config)[key]
-        if config.origin(key) == COMMAND_LINE and chosen != value:
+        if config.origin(key) == SCRIPT and chosen != value:
             raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given model. Remove the override.")
     return config.with_values({key: (value, GIVEN) for key, value in described.items()})
 

@@ -34,6 +34,7 @@ from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
 from finetune.training.cadence import Cadence, StopRules
+from finetune.training.checks import refuse_no_update
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches
 from finetune.training.loop import run_loop
@@ -176,7 +177,7 @@ class Trainer:
             The end of training, and the last validation or None.
 
         Raises:
-            RunFailedError: a loss is not finite, or the disk fails.
+            RunFailedError: a loss is not finite, the disk fails, or no step has updated the weights.
             PreemptedError: a rank was preempted; all ranks have left after the same step and its checkpoint.
         """
         config, runtime, setup = self.config, self.runtime, self._setup
@@ -211,6 +212,7 @@ class Trainer:
         runtime.collectives.agree_on_failure_beside()  # of a save that was in the background in the last step
         if end.reason == "preempted":
             raise preempted_in_training(runtime, end.state.step)
+        refuse_no_update(end.state, config, setup.objective.no_gradient)
         setup.on_main(lambda journal: self._publish(journal, end.state, cadence, run), "publishing the adapter")
         is_compared = OBJECTIVES[config.training.objective].rows in ("pairs", "labelled")
         if val_loader is not None and is_compared and holds_out_by_default(config.data):

@@ -23,7 +23,7 @@ from finetune.runs.checkpoints import take_snapshot
 from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
-from finetune.training.checks import AdapterWatch
+from finetune.training.checks import UpdateWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import log_cut_examples, log_microbatches
 from finetune.training.low_precision import LossScale
@@ -82,7 +82,9 @@ class TrainingRun:
         self._val_loader = val_loader
         self._profiler = profiler
         self._loss_scale = loss_scale
-        self._adapter_watch = AdapterWatch(setup.model, setup.config)
+        self._update_watch = UpdateWatch(
+            setup.model, setup.config, setup.runtime.fallbacks, setup.objective.no_gradient
+        )
         self._is_memory_tried = False
         self._data_wait_seconds: float | None = None
 
@@ -197,7 +199,7 @@ class TrainingRun:
                 self._setup.journal.save(snapshot.read_by(read_full), best=state.best_step)
 
     def report(self, state: TrainerState, result: StepResult) -> None:
-        """Record the step, and after the last profiled step the profile. Refuse adapters that do not train."""
+        """Record the step, and after the last profiled step the profile. Refuse weights that do not train."""
         if not result.is_skipped:
             self.last_loss = result.loss
         journal = self._setup.journal
@@ -207,7 +209,7 @@ class TrainingRun:
                 journal.collect_saves()
             except FinetuneError as error:
                 self._runtime.collectives.fail_in_next_step(error, "saving in the background")
-        self._adapter_watch.after_step(state.step, result)
+        self._update_watch.after_step(state, result)
         # A preempted run has no time to write a profile; the resumed run makes one of its own.
         profile = None if result.num_preempted else self._profiler.after(state.step)
         if profile is not None and journal is not None:

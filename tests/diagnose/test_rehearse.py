@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
-from finetune.diagnose.rehearsal import Rehearsal, _merge
+from finetune.diagnose.rehearsal import Rehearsal, _merge, _train, _write_stand_in
 from finetune.diagnose.rehearsal_overrides import (
     HEAD_SIZE,
     MOST_ROWS,
@@ -267,6 +267,21 @@ def test_an_adapter_that_has_learned_little_is_merged_in_float32(job: Job, tmp_p
     assert _merge(rehearsal, tmp_path / "merge.log").startswith("Reloaded by")
     assert rehearsal.limits[-1].startswith("whether `merge` may round")
     assert json.loads((folder / "merged/config.json").read_text())["dtype"] == "float32"
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_equal_rewards_of_a_random_model_do_not_end_a_rehearsal(job: Job, tmp_path: Path) -> None:
+    words = ["task=finetune_grpo", "reward.functions=json_valid", "strict=true", "rollout.num_generations=2"]
+    words = job(*words, "training.global_batch_size=1", "rollout.max_completion_length=2", "testing.metrics=[]")
+    folder = tmp_path / "rehearsal"
+    folder.mkdir()
+    rehearsal = Rehearsal(config=compose(words), arguments=words, folder=folder, steps=1, minutes=15.0)
+    _write_stand_in(rehearsal, tmp_path / "unused.log")
+    assert "loss 0 to 0, 1 step, " in _train(rehearsal, tmp_path / "train.log")
+    assert rehearsal.changes["optim.learning_rate"] == 0
+    assert "optim.min_learning_rate" not in rehearsal.changes
+    assert rehearsal.limits[-1].startswith("updates: the answers of the stand-in")
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_its_settings_become_ours(variables, key, value):
 @pytest.mark.parametrize(
     ("word", "variables", "both"),
     [
-        ("parallel.sharding=none", {}, r"parallel\.sharding=fsdp2 \(FSDP_VERSION=2\), but .* is none \(command line"),
+        ("parallel.sharding=none", {}, r"parallel\.sharding=fsdp2 \(FSDP_VERSION=2\), but .* is none \(overrides"),
         (
             "training.gradient_checkpointing=false",
             {"FSDP_ACTIVATION_CHECKPOINTING": "true"},

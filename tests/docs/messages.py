@@ -40,6 +40,9 @@ from finetune.fallbacks import Fallbacks
 from finetune.logs import configure_logs
 from finetune.runs import folder as run_folder
 from finetune.runs.folder import RunFolder
+from finetune.runs.state import TrainerState
+from finetune.training.checks import UpdateWatch, refuse_no_update
+from finetune.training.rewards.objective import GRPO
 from recipes.finetune_lora import main as finetune_lora
 from tests.export.test_gguf_tokens import lowercasing_tokenizer
 from tests.launches import free_port, place_variables
@@ -47,7 +50,7 @@ from tests.readable_hub import black_hole, point_to, running_hub
 from tests.test_nonfinite import words as words_with_a_bad_row
 from tests.test_nonfinite import write_model, write_row
 from tests.tiny_runs import write_rows
-from tests.training.test_adapter_watch import Experts, take_steps
+from tests.training.test_adapter_watch import Experts, result, take_steps
 
 Printed = list[str]
 MAKERS: dict[str, Callable[[Path, pytest.MonkeyPatch], Printed]] = {}
@@ -318,6 +321,18 @@ def untrained_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     return put(
         printed, **{"1 of 5": "1 of 128", ": unused.q_proj": ": model.layers.0.mlp.down_proj", "was 0.1": "was 0.0003"}
     )
+
+
+@maker
+def no_gradient(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    watch = UpdateWatch(torch.nn.Linear(2, 2), Config(), Fallbacks(), GRPO.no_gradient)
+    return printed_by(lambda: watch.after_step(TrainerState(step=1, num_without_gradient=1), result(grad_norm=0.0)))
+
+
+@maker
+def learned_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    state = TrainerState(step=6, num_without_gradient=6)
+    return printed_by(lambda: refuse_no_update(state, Config(), GRPO.no_gradient))
 
 
 def _read_from(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from finetune.cli.overrides import train_from_overrides
-from finetune.errors import CheckpointError, ConfigError, DataError
+from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
@@ -22,6 +22,7 @@ from finetune.training.step import StepTooLargeError
 from tests.launches import run_command, run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import (
+    break_at,
     contents,
     curve,
     events,
@@ -229,7 +230,7 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
     (tmp_path / "rewards_of_a_test.py").write_text(
         "def solves(prompts, completions, completion_ids, limit, expected, **columns):\n"
         "    assert expected == [''] * len(limit) and columns == {} and prompts[0].endswith('Friday?')\n"
-        "    return [float(n % 2 == len(ids) % 2 == 0) for n, ids in zip(limit, completion_ids)]\n"
+        "    return [float((n + sum(ids)) % 2) for n, ids in zip(limit, completion_ids)]\n"
     )
     run, own = tmp_path / "run", ["reward.functions=rewards_of_a_test.solves", "reward.pattern=null"]
     with monkeypatch.context() as patch:
@@ -244,13 +245,37 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
     assert "rewards_of_a_test" not in sys.modules
 
 
-def test_a_group_of_equal_rewards_has_no_gradient_and_ends_no_run(inputs, tmp_path):
-    more = ["reward.pattern=never", "optim.weight_decay=0", "training.max_steps=2"]
-    train_from_overrides(words(inputs, tmp_path / "run", *more))
-    steps = curve(tmp_path / "run")
-    assert [step["equal_groups"] for step in steps] == [1, 1]
-    assert [step["grad_norm"] for step in steps] == [0, 0]
+def test_a_run_that_made_no_update_over_all_its_starts_is_no_success(inputs, tmp_path, monkeypatch):
+    run, equal = tmp_path / "run", ["reward.pattern=never", "checkpoint.save_every=2"]
+    nothing = (
+        r"has learned nothing: the gradient was zero in 3 of its 3 steps, and not finite in 0. No answer had a reward"
+    )
+    with monkeypatch.context() as patch:
+        break_at(patch, 3)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train_from_overrides(words(inputs, run, *equal, "training.max_steps=3"))
+    for _ in ("trains step 3", "trains nothing"):
+        with pytest.raises(RunFailedError, match=nothing):
+            train_from_overrides(words(inputs, run, *equal, "training.max_steps=3"))
+    steps, log = curve(run), (run / "log.txt").read_text()
+    assert [(step["equal_groups"], step["grad_norm"]) for step in steps] == [(1, 0)] * 3
     assert "entropy" not in steps[0], "no token was computed"
+    assert log.count("wanted an update, using none: the gradient was zero") == 2, "once for each start"
+    assert record(run)["status"] == "failed"
+    assert RunFolder(run).checkpoint_steps() == [2, 3]
+    assert not RunFolder(run).adapter.exists()
+
+    allowed = ["resume.allow=training.max_steps,reward", "reward.pattern=[^aet]*"]
+    train_from_overrides(words(inputs, run, *allowed, "checkpoint.save_every=2"))
+    assert record(run)["status"] == "completed", "later steps have made an update"
+
+
+def test_a_learning_rate_of_0_asks_for_no_update_and_strict_refuses_a_step_without_one(inputs, tmp_path):
+    more = ["reward.pattern=never", "training.max_steps=1"]
+    train_from_overrides(words(inputs, tmp_path / "run", *more, "optim.learning_rate=0"))
+    assert record(tmp_path / "run")["fallbacks"] == []
+    with pytest.raises(ConfigError, match=r"step 1: wanted an update, using none: .* The run is strict"):
+        train_from_overrides(words(inputs, tmp_path / "strict", *more, "strict=true"))
 
 
 @pytest.mark.slow

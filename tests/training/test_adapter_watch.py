@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+import finetune
 from finetune.config.schema import Config
 from finetune.errors import RunFailedError
+from finetune.fallbacks import Fallbacks
 from finetune.model.lora import add_lora
-from finetune.training.checks import AdapterWatch
+from finetune.runs.state import TrainerState
+from finetune.training.checks import UpdateWatch, refuse_no_update
 from finetune.training.step import StepResult
 from tests.methods import tiny_training
 from tests.methods.tiny_training import break_at, events, record, train, words_for
@@ -139,12 +143,16 @@ def result(**changes):
     )
 
 
+def watch_of(adapted, config=None):
+    return UpdateWatch(adapted, config or Config(), Fallbacks(), "nothing moves")
+
+
 def take_steps(model, *, config=None, results=None):
     """Train a model of experts for three steps under a watch."""
     torch.manual_seed(0)
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "0", "1", "2"]))
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
-    watch = AdapterWatch(adapted, config or Config())
+    watch, state = watch_of(adapted, config), TrainerState()
     for step in range(1, 4):
         found = (results or {}).get(step, result())
         if found.grad_norm:
@@ -152,7 +160,13 @@ def take_steps(model, *, config=None, results=None):
         if not found.is_skipped:
             optimizer.step()
         optimizer.zero_grad()
-        watch.after_step(step, found)
+        state = replace(
+            state,
+            step=step,
+            num_skipped_steps=state.num_skipped_steps + found.is_skipped,
+            num_without_gradient=state.num_without_gradient + (found.grad_norm == 0),
+        )
+        watch.after_step(state, found)
 
 
 def test_an_expert_without_tokens_is_a_warning_unless_no_expert_trains(caplog, monkeypatch):
@@ -168,7 +182,9 @@ def test_an_expert_without_tokens_is_a_warning_unless_no_expert_trains(caplog, m
 def test_steps_without_any_gradient_are_legitimate_for_grpo_alone():
     flat = {step: result(grad_norm=0.0) for step in (1, 2, 3)}
     take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=flat)
-    with pytest.raises(RunFailedError, match="4 of 4 adapters have not changed"):
+    with pytest.raises(
+        RunFailedError, match=r"zero in 3 of its 3 steps, and not finite in 0. nothing moves. Checkpoints"
+    ):
         take_steps(Experts(), results=flat)
     one = {**flat, 2: result()}
     take_steps(Experts(), config=Config.model_validate({"training": {"objective": "grpo"}}), results=one)
@@ -181,5 +197,30 @@ def test_skipped_steps_and_frozen_adapters_do_not_count():
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "0"]))
     for part in (model.q_proj.lora_A, model.q_proj.lora_B):
         part.requires_grad_(False)
-    watch = AdapterWatch(adapted, Config())
+    watch = watch_of(adapted)
     assert list(watch._b_matrices) == ["experts.0"]
+
+
+@pytest.mark.slow
+def test_equal_pairs_end_the_run_after_its_last_step_or_its_third(tmp_path):
+    pairs = [{"prompt": f"Is shop {n} open?", "chosen": "Until six.", "rejected": "Until six."} for n in range(6)]
+    overrides = {"training.objective": "dpo", "training.batch_size": 2, "data.cache_dir": tmp_path}
+    for steps, last in ((2, 2), (5, 3)):
+        run = tmp_path / f"run{steps}"
+        with pytest.raises(RunFailedError, match=rf"zero in {last} of its {last} steps.* In each pair, the chosen and"):
+            finetune.train(
+                model="phi_tiny",
+                data=pairs,
+                overrides={**overrides, "training.max_steps": steps, "output_dir": run, "training.device": "cpu"},
+            )
+        assert [event["step"] for event in events(run, "step")] == list(range(1, last + 1))
+        assert not (run / "adapter").exists()
+
+
+def test_a_run_of_skipped_steps_alone_has_made_no_update_and_older_states_have_made_one():
+    skipped = TrainerState(step=2, num_skipped_steps=2)
+    with pytest.raises(RunFailedError, match=r"not finite in 2\. Lower optim\.learning_rate, or look at the rows\."):
+        refuse_no_update(skipped, Config(), "unused")
+    older = {name: value for name, value in TrainerState(step=2).as_record().items() if name != "num_without_gradient"}
+    for state in (TrainerState(), replace(skipped, step=3), TrainerState.from_record(older, source="here")):
+        refuse_no_update(state, Config(), "unused")

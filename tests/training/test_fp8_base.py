@@ -143,7 +143,7 @@ def test_preferences_train_on_fp8_and_their_reference_is_the_base_in_fp8(words, 
 )
 def test_what_fp8_does_not_go_with_is_refused_by_name(words, own, reason):
     config = load_config([*words, *own])
-    with pytest.raises(ConfigError, match=rf"model\.frozen_precision=fp8 \(command line\) is not possible.*{reason}"):
+    with pytest.raises(ConfigError, match=rf"model\.frozen_precision=fp8 \(overrides\) is not possible.*{reason}"):
         refuse_where_fp8_is_impossible(config, precision="bf16", device=CPU)
     assert refuse_where_fp8_is_impossible(load_config(words), precision="bf16", device=CPU) is None
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import datasets
+import pandas
 import pytest
 
 from finetune.errors import DataError
@@ -42,6 +43,9 @@ def test_splits_are_named_as_usual(tmp_path):
         (5, "data is int; expected"),
         ({"prompt": ["a"], "completion": ["b"]}, "expected the names of splits"),
         ({"train": ROWS, "test": []}, r'data\["test"\] has no rows'),
+        ({"dev": ROWS, "test": ROWS}, r'data has the splits dev, test, but no train\. Give data=\{"train": rows'),
+        (pandas.DataFrame(ROWS), r'data is a DataFrame; expected rows as dicts\. Give df\.to_dict\("records"\)'),
+        ({"train": pandas.DataFrame(ROWS)}, r'data\["train"\] is a DataFrame'),
         (["text"], "row 0 of data is str; expected a dict"),
     ],
 )

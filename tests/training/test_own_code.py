@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import finetune
+from finetune.config.compose import overrides_of
 from finetune.config.config_files import resolve_shipped
+from finetune.engine.loss import refuse_no_sum
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run
 from finetune.replay.steps import replay_config
@@ -195,6 +199,16 @@ class WithHook:
         ({"callbacks": [WithHook]}, r"is a class. Give an object: WithHook\(\)", []),
         ({"metrics": {"exact_match": length}}, "exact_match, which is a metric of finetune", []),
         ({"loss": "focal"}, "loss is 'focal'; expected a function", []),
+        (
+            {"metrics": length},
+            r'metrics is <function length .*; expected functions by name: metrics={"name": function}',
+            [],
+        ),
+        (
+            {"callbacks": WithHook()},
+            r"callbacks is <.*WithHook.*; expected a list of objects: callbacks=\[object\]",
+            [],
+        ),
         ({"loss": smoothed}, r"loss is given, but training\.objective is dpo", ["training.objective=dpo"]),
     ],
 )
@@ -212,6 +226,51 @@ def test_one_description_of_a_run_is_enough(monkeypatch):
             finetune.train(first, data=ROWS)
     with pytest.raises(ConfigError, match="data is given as rows, but the overrides name"):
         finetune.train(model="phi_tiny", data=ROWS, overrides=["data=orders"])
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda logits, _: logits.sum().detach(), "random targets, which has no gradient. It must return the sum"),
+        (lambda logits, _: logits.sum() * math.nan, "returns nan for 6 random targets, which has no finite value"),
+    ],
+)
+def test_a_loss_that_no_weight_can_learn_from_is_refused(loss, message):
+    with pytest.raises(ConfigError, match=message):
+        refuse_no_sum(loss, 8, torch.device("cpu"))
+    refuse_no_sum(lambda logits, targets: logits.mul_(2).sum(), 8, torch.device("cpu"))
+
+
+def test_overrides_of_a_script_are_called_overrides_and_may_be_numbers_of_numpy(monkeypatch):
+    monkeypatch.setattr("finetune.training.train.launch", pytest.fail)
+    monkeypatch.setattr("sys.argv", ["script.py", "lora.r=0"])
+    for wrong, says in (
+        ({"lora.r": np.int64(0)}, "overrides: lora.r: expected a whole number above 0, got 0"),
+        ("lora.r=0", "overrides: lora.r: expected a whole number above 0, got 0"),
+        ({"lora.r": object()}, "overrides: lora.r: is <object object at .*; expected text, a number"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            finetune.train(model="phi_tiny", data="orders", overrides=wrong)
+    for given, name in ((["lora.r=0"], "command line"), (["lora.r=0", "seed=1"], "overrides")):
+        with pytest.raises(ConfigError, match=f"^{name}: lora.r: expected"):
+            finetune.load_config(given, model="phi_tiny", data="orders")
+    assert overrides_of({"a": np.float64(0.5), "b": np.arange(2), "c": [torch.tensor(3)]}) == [
+        "a=0.5",
+        "b=[0, 1]",
+        "c=[3]",
+    ]
+
+
+def test_a_model_object_that_holds_the_adapter_of_a_run_is_refused(tmp_path):
+    model = shipped_model()
+    settings = {**SETTINGS, "training.max_steps": 1, "data.cache_dir": tmp_path}
+    result = finetune.train(model=model, data=ROWS, overrides={**settings, "output_dir": tmp_path / "one"})
+    with pytest.raises(
+        ModelError, match=r"already has an adapter in its layers: an earlier run .* Load the model again"
+    ):
+        finetune.train(model=model, data=ROWS, overrides={**settings, "output_dir": tmp_path / "two"})
+    further = finetune.train(model=result.model, data=ROWS, overrides={**settings, "output_dir": tmp_path / "further"})
+    assert further.metrics["loss"] != result.metrics["loss"]
 
 
 def test_methods_of_other_trainers_are_refused():

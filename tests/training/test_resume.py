@@ -181,7 +181,7 @@ def test_a_refusal_names_both_values_and_what_to_do(started: Started) -> None:
     message = started.refusal("optim.learning_rate=1e-5", "lora.alpha=9", "training.log_every=3")
     assert str(started.folder.path) in message
     rate = load_config(started.words).optim.learning_rate
-    line = f"optim.learning_rate: started with {rate}, now 1e-05 (command line): the learning rate of every step"
+    line = f"optim.learning_rate: started with {rate}, now 1e-05 (overrides): the learning rate of every step"
     assert line in [shown.strip() for shown in message.splitlines()]
     assert "add resume.allow=lora.alpha,optim.learning_rate. Nothing was changed." in message
     assert "log_every" not in message
@@ -239,7 +239,7 @@ def test_long_values_are_shown_where_they_differ(tmp_path: Path) -> None:
     run = Started(tmp_path / "run", f"model.chat_template={template}a", "optim.args={betas: [0.9, 0.95], eps: 1e-8}")
     message = run.refusal(f"model.chat_template={template}b", "optim.args={betas: [0.9, 0.95], eps: 1e-6}")
     assert "xx #}a, now ... " in message
-    assert 'optim.args: started with {"eps": 1e-08}, now {"eps": 1e-06} (command line)' in message
+    assert 'optim.args: started with {"eps": 1e-08}, now {"eps": 1e-06} (overrides)' in message
     assert "optim.args: " not in run.refusal("seed=7", "optim.args={eps: 1}", "resume.allow=optim")
 
 

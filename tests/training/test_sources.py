@@ -165,8 +165,8 @@ def test_an_unknown_source_is_refused_before_the_folder_of_the_run_is_made(input
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["early_stopping.metric=loss/long"], "early_stopping.metric is loss/long (command line), which this run does"),
-        (["validation.by=size", "task=finetune_preferences"], "validation.by is size (command line), but the"),
+        (["early_stopping.metric=loss/long"], "early_stopping.metric is loss/long (overrides), which this run does"),
+        (["validation.by=size", "task=finetune_preferences"], "validation.by is size (overrides), but the"),
     ],
 )
 def test_a_run_without_sources_refuses_them_before_anything_is_read(more, said):

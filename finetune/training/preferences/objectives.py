@@ -122,6 +122,7 @@ def _refuse_straddling(split: Any, boundary: int | None) -> None:
         )
 
 
+_EQUAL = "In each pair, the chosen and the rejected answer may be the same: see finetune preview. "
 PREFERENCES = {
     name: TrainingObjective(
         loss=_loss,
@@ -130,6 +131,7 @@ PREFERENCES = {
         metrics=KTO_METRICS if objective.rows == "labelled" else METRICS,
         prepare=_prepare,
         collate=_collate_labelled if objective.rows == "labelled" else _collate_pairs,
+        no_gradient=f"{_EQUAL if objective.rows == 'pairs' else ''}{TrainingObjective.no_gradient}",
     )
     for name, objective in OBJECTIVES.items()
     if objective.rows in ("pairs", "labelled")

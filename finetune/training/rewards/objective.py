@@ -146,4 +146,8 @@ GRPO = TrainingObjective(
     loaders=_loaders,
     start=_start,
     warnings=RewardWarnings,
+    no_gradient=(
+        "No answer had a reward, or all answers to each prompt had the same one: rollouts/ has the answers and their "
+        "rewards. Correct the reward functions, or take prompts that are neither too easy nor too hard"
+    ),
 )
