@@ -282,7 +282,7 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
     expected = "; ".join(
         f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[reads].items() if known.needs
     )
-    others = [other for other in _OBJECTIVE_OF if other != "prompts" or not _has_other_texts(row, columns)]
+    others: list[Reads] = [other for other in _OBJECTIVE_OF if other != "prompts" or not _has_other_texts(row, columns)]
     proposals = [proposal for other in (reads, *others) if (proposal := _propose(row, examples, other))][:1]
     example = f", for example {proposals[0]}" if proposals and proposals[0].startswith("data.columns") else ""
     instead = f", or set {proposals[0]}" if proposals and not example else ""
