@@ -190,7 +190,9 @@ def overrides_of(values: Mapping[str, object]) -> list[str]:
             plain = _plain(value)
             overrides.append(f"{key}={plain if isinstance(plain, str) else json.dumps(plain)}")
         except TypeError:
-            raise ConfigError(f"{SCRIPT}: {key}: is {value!r}; expected text, a number, a list or a dict.") from None
+            plain_value = " Give value.tolist()." if hasattr(value, "tolist") else ""  # of numpy or torch
+            expected_types = f"expected text, a number, a list or a dict.{plain_value}"
+            raise ConfigError(f"{SCRIPT}: {key}: is {value!r}; {expected_types}") from None
     return overrides
 
 
@@ -420,8 +422,6 @@ def _plain(value: object) -> object:
         return [_plain(item) for item in value]
     if isinstance(value, PurePath):
         return str(value)
-    if not isinstance(value, type) and callable(to_list := getattr(value, "tolist", None)):
-        return to_list()  # of a number or an array of numpy, or a tensor
     if not isinstance(value, type):
         return value
     kind: type = value

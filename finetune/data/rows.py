@@ -282,8 +282,9 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
     expected = "; ".join(
         f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[reads].items() if known.needs
     )
-    others: list[Reads] = [other for other in _OBJECTIVE_OF if other != "prompts" or not _has_other_texts(row, columns)]
-    proposals = [proposal for other in (reads, *others) if (proposal := _propose(row, examples, other))][:1]
+    readings: list[Reads] = [reads, "answers", "chosen", "labelled"]
+    readings += [] if _has_other_texts(row, columns) else ["prompts"]
+    proposals = [proposal for other in readings if (proposal := _propose(row, examples, other))][:1]
     example = f", for example {proposals[0]}" if proposals and proposals[0].startswith("data.columns") else ""
     instead = f", or set {proposals[0]}" if proposals and not example else ""
     if reads == "answers" and "text" in columns:
@@ -297,8 +298,8 @@ def _unknown_columns(row: RawRow, examples: Examples) -> str:
 def _has_other_texts(row: RawRow, columns: Mapping[str, str]) -> bool:
     """Return whether a row has more than a prompt: columns that are not known and hold texts, not numbers."""
     values = [value for name, value in row.value.items() if name not in columns.values() and may_be_prompt(name)]
-    numbers = [value for value in values if not holds_something(value) or isinstance(value, (int, float))]
-    return len(values) - len(numbers) > ("prompt" not in columns)
+    texts = [value for value in values if holds_something(value) and not isinstance(value, (int, float))]
+    return len(texts) > ("prompt" not in columns)
 
 
 def _propose(row: RawRow, examples: Examples, reads: Reads) -> str:
