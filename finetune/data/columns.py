@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -217,7 +217,7 @@ def is_beside_text(name: str) -> bool:
 
 
 def unread_columns(
-    row: Mapping[str, Any], read: Collection[str], decided: Collection[str], texts: Sequence[str]
+    row: Mapping[str, Any], read: Collection[str], decided: Collection[str], read_texts: Callable[[], Sequence[str]]
 ) -> Iterator[str]:
     """Yield the names of columns that hold a part of a row and are not read. Labels have a check of their own.
 
@@ -227,14 +227,16 @@ def unread_columns(
         row: the row.
         read: the names of the columns that are read.
         decided: our columns on which the user decided, for example in `data.columns`.
-        texts: all texts that were read of the row.
+        read_texts: returns all texts that were read of the row.
     """
     for name, part in _columns_with_meaning(tuple(row), tuple(read), tuple(decided)):
         value = row[name]
         if part == MASK:
-            if _leaves_out(name, value):
-                yield name
-        elif holds_something(value) and not isinstance(value, bool) and not _repeats(value, part, texts):
+            is_unread = _leaves_out(name, value)
+        else:
+            holds_part = holds_something(value) and not isinstance(value, bool)
+            is_unread = holds_part and not _repeats(value, part, [text.strip() for text in read_texts()])
+        if is_unread:
             yield name
 
 

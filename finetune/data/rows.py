@@ -341,17 +341,17 @@ def _unread(
     """Yield the names of the columns that hold a part of a row and are not read. `format` is `data.format`."""
     if reads == "rejected":  # the chosen side has named them
         return
-    decided = {*renamed}
+    decided = [*renamed]
     if reads == "prompts":  # reward functions get all columns
-        decided |= {"messages", "prompt", "completion", "chosen", "rejected", "mask"}
+        decided += ["messages", "prompt", "completion", "chosen", "rejected", "mask"]
     if format != "auto":
-        decided.add("messages")
+        decided += ["messages"]
     if known.name == "text":
-        decided |= {"messages", "input", "system", "tools", "chat_template_kwargs"}
-        decided |= {"prompt", "completion", "history"} if "text" in (format, *renamed) else set()
+        decided += ["messages", "input", "system", "tools", "chat_template_kwargs"]
+        decided += ["prompt", "completion", "history"] if "text" in (format, *renamed) else []
     columns = find_columns(row, renamed)
     read = [columns[column] for column in known.columns if column in columns]
-    yield from unread_columns(row, read, sorted(decided), [text.strip() for text in example.contents])
+    yield from unread_columns(row, read, decided, lambda: example.contents)
 
 
 def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> Iterator[Example]:
@@ -418,8 +418,8 @@ class _Columns:
         self._names |= {column: own_name for column, own_name in columns.items() if column in self._known.columns}
         for name, value in row.value.items():
             self._seen[name] = self._seen.get(name, False) or bool(value)
-            word = str(value).strip().lower()
-            if holds_something(value) or isinstance(value, bool):
+            if name not in self._names.values() and self._marks.get(name) != "" and value not in (None, ""):
+                word = str(value).strip().lower()
                 self._marks[name] = self._marks.get(name, word) if word in chain(*_MARKS) else ""
         for name in _unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
             self._unread.setdefault(name, row)
