@@ -142,6 +142,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(60)
 @pytest.mark.parametrize("name", REFUSED)
 def test_advice_that_is_followed_leads_out(tmp_path, name):
     case = REFUSED[name]
@@ -206,6 +207,7 @@ def test_a_refusal_names_what_can_be_set(tmp_path, name):
     assert PROPOSED[name] in refusal(tmp_path, ROWS[name])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 @pytest.mark.parametrize("column", ["completion", "output", "chosen"])
 def test_a_text_is_learnt_as_it_is_written(tmp_path, suffix, column):
@@ -237,6 +239,7 @@ def test_a_cell_of_a_csv_file_may_hold_turns(tmp_path):
     assert learnt(examples) == [A]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("text", PYTHON)
 @pytest.mark.parametrize("column", ["completion", "prompt", "messages", "text", "chosen"])
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
