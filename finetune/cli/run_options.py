@@ -64,8 +64,8 @@ def refuse_password(value: str | None) -> str | None:
 
     if value is not None and (shown := without_passwords(value)) != value:
         raise ConfigError(
-            f"{shown} contains a user name, a password or a token, which would be shown and stored. Leave it out; for "
-            "the hub, set HF_TOKEN in the environment."
+            f"{shown} contains a user name, a password or a parameter that may grant access (…), which would be shown "
+            "and stored. Leave it out; for the hub, set HF_TOKEN in the environment."
         )
     return value
 

@@ -179,8 +179,9 @@ def _password_problem(setting: Setting) -> str:
     if address == str(setting.value):
         return ""
     return (
-        f"{address} contains a user name, a password or a token, which config.yaml, run.json and log.txt would repeat. "
-        "Give the address without it; for the hub, set HF_TOKEN in the environment."
+        f"{address} contains a user name, a password or a parameter that may grant access (…), which config.yaml, "
+        "run.json and log.txt would repeat. Give the address without it, or copy the file here; for the hub, set "
+        "HF_TOKEN in the environment."
     )
 
 
