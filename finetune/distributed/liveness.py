@@ -57,6 +57,8 @@ class Liveness:
         self.context = context
         self.watchdog: Watchdog | None = None
         self.is_timed = False
+        self._lone_watchdog: Watchdog | None = None
+        """Watches over the deadlines of a world of one, once there is one."""
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._make_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._phase = ExitStack()
@@ -65,17 +67,33 @@ class Liveness:
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
-        from finetune.distributed.watchdog import Watchdog  # one process has nothing to watch
-
-        self.watchdog = Watchdog(
-            rank=self.context.rank,
-            world_size=self.context.world_size,
+        self.watchdog = self._make_watchdog(
             master_addr=address_of_rank_0(environment),
             launcher_pid=launcher_pid(os.environ, environment),
             step_timeout_seconds=60 * step_timeout_minutes,
             broadcast=broadcast,
-            last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
         )
+
+    def _make_watchdog(self, **settings: Any) -> Watchdog:
+        from finetune.distributed.watchdog import Watchdog  # one process has nothing to watch but deadlines
+
+        return Watchdog(
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
+            **settings,
+        )
+
+    def deadline(self, seconds: float, late: str, record: str = "") -> AbstractContextManager[None]:
+        """Return a block that ends all ranks with the fault `late` if it takes longer, even in a C call.
+
+        This rank's guardian then records the fault in the run.json `record`, because a C call may hold Python's lock.
+        """
+        if self.watchdog is None and self._lone_watchdog is None and hasattr(os, "fork"):
+            self._lone_watchdog = self._make_watchdog(master_addr="127.0.0.1", broadcast=lambda value: value)
+            self.on_close(lambda _: self._lone_watchdog and self._lone_watchdog.close())
+        watchdog = self.watchdog or self._lone_watchdog
+        return nullcontext() if watchdog is None else watchdog.deadline(seconds, late, record)
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is. If the phase is `timed`, `parallel.step_timeout_minutes` starts anew."""
