@@ -37,7 +37,8 @@ LATE_FAULT_SECONDS = 5.0
 _SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
 _SIGNS_OF_NO_MEMORY = (
     *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
-    "CUBLAS_STATUS_ALLOC_FAILED",
+    *("CUBLAS_STATUS_ALLOC_FAILED", "can't start new thread"),
+    *("could not create a primitive\n", "could not create a memory"),  # oneDNN's
 )
 
 _PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] ((data|err == 0)\. )?")
@@ -210,7 +211,7 @@ def as_out_of_memory(error: BaseException) -> RunFailedError | None:
     if not (
         isinstance(error, (MemoryError, torch.OutOfMemoryError))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY))
+        or (isinstance(error, RuntimeError) and any(sign in f"{error}\n" for sign in _SIGNS_OF_NO_MEMORY))
     ):
         return None
     cause = _PLACE_IN_TORCH.sub("", str(error).strip().split("\n", 1)[0]).rstrip(".") or type(error).__name__

@@ -5,12 +5,19 @@ Vega-Lite (Satyanarayan et al., 2017) is compiled when the report is written, so
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
+from multiprocessing.connection import Connection
 from typing import Any
 
+from finetune.data.rendering import start_child
 from finetune.report.sentences import format_number
 from finetune.runs.metrics import measured_beside_loss, subset_key, subset_metrics_in
 from finetune.runs.recorded_run import Points, RecordedRun, finite
@@ -125,7 +132,7 @@ class Chart:
             scale = {"type": "log", "domain": [min(values) / 1.15, max(values) * 1.15], "nice": False}
             axis["values"] = _round_numbers(min(values), max(values))
         y = {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis}
-        return compile_chart(x, list(self._layers(y)), height=300 if self.is_large else 150)
+        return specify_chart(x, list(self._layers(y)), height=300 if self.is_large else 150)
 
     def _layers(self, y: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the layers of the chart: raw curves, smoothed curves, error bars, and measured points."""
@@ -146,14 +153,12 @@ class Chart:
                 yield {"transform": [{"filter": "datum.measured"}], "mark": mark, "encoding": {"y": y}}
 
 
-def compile_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height: int) -> dict[str, Any]:
-    """Compile layers on a common horizontal axis to Vega, for the points that the page puts into the chart."""
-    import vl_convert
-
+def specify_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height: int) -> dict[str, Any]:
+    """Return layers on a common horizontal axis in Vega-Lite, for the points that the page puts into the chart."""
     hues = list(range(COLOURS))
     scale = {"domain": hues, "range": [f"var(--hue-{hue})" for hue in hues]}
     colour = {"field": "hue", "type": "nominal", "legend": None, "scale": scale}
-    specification = {
+    return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "width": "container",
         "height": height,
@@ -166,8 +171,35 @@ def compile_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height
         "layer": layers,
         "config": _CONFIG,
     }
-    compiled: dict[str, Any] = vl_convert.vegalite_to_vega(specification, vl_version=_VEGA_LITE)
-    return compiled
+
+
+def compile_charts(charts: Sequence[dict[str, Any]]) -> str | None:
+    """Compile the specifications of charts, each the record of a `Chart`, to Vega in place. Return Vega's own script.
+
+    V8, which compiles them, ends its process if it may not reserve address space. So it runs in another one. None if
+    that has ended: then nothing was compiled.
+    """
+    process, connection = start_child("finetune.report.curves")
+    with process, connection, suppress(EOFError, OSError):
+        connection.send_bytes(json.dumps([chart["specifications"] for chart in charts]).encode())
+        script, specifications = json.loads(connection.recv_bytes())
+        for chart, compiled in zip(charts, specifications, strict=True):
+            chart["specifications"] = compiled
+        return str(script)
+    return None
+
+
+def _compile_once(connection: Connection[Any, Any]) -> None:
+    charts = json.loads(connection.recv_bytes())
+    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
+        os.dup2(nowhere.fileno(), 2)  # V8 prints its stack
+    import vl_convert
+
+    to_vega = partial(vl_convert.vegalite_to_vega, vl_version=_VEGA_LITE)
+    compiled = [{form: to_vega(chart[form]) for form in chart} for chart in charts]
+    # With Vega's interpreter, so that the page needs no `eval`.
+    script = vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")
+    connection.send_bytes(json.dumps([script, compiled]).encode())
 
 
 _LABELS = {"labelColor": "var(--quiet)", "labelFontSize": 11, "labelPadding": 6}
@@ -366,3 +398,7 @@ def _extremes(points: Points, num_intervals: int) -> Iterator[tuple[int, float]]
     for index in range(num_intervals):
         interval = points[len(points) * index // num_intervals : len(points) * (index + 1) // num_intervals]
         yield from sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})
+
+
+if __name__ == "__main__":
+    _compile_once(Connection(int(sys.argv[1])))
