@@ -30,9 +30,10 @@ _USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s]+@")
 _ADDRESS = re.compile(r"://[^\s\"']+")
 _PARAMETER = re.compile(r"(?:[?&#;]|%(?:3f|26|23|3b))[^?&#;]*", re.IGNORECASE)
 """A part of an address from a separator on, which may be percent-encoded."""
-_HARMLESS = frozenset(
-    "alt config dataset dl download export format generation lang length limit offset page raw ref rev revision "
-    "snapshot split subset version versionid".split()
+_HARMLESS = re.compile(
+    "alt|config|dataset|dl|download|export|format|generation|lang|length|limit|offset|page|raw|ref|rev|revision|"
+    "snapshot|split|subset|version|versionid",
+    re.IGNORECASE,
 )
 """The parameters of an address that may be shown and stored. Any other one may grant access, as in signed URLs."""
 _NOT_ESCAPED_BY_JSON = re.compile("[\u007f-\u009f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -176,7 +177,7 @@ def without_passwords(text: str) -> str:
 def _without_secret(parameter: re.Match[str]) -> str:
     text = unquote(parameter[0])
     name, _, value = text[1:].partition("=")
-    if name.lower() in _HARMLESS and not _PARAMETER.search(value):
+    if _HARMLESS.fullmatch(name) and not _PARAMETER.search(value):
         return parameter[0]
     if value.strip("="):
         return f"{text[0]}{name}=…"

@@ -91,8 +91,8 @@ class Liveness:
         This rank's guardian then records the fault in the run.json `record`, because a C call may hold Python's lock.
         """
         if self.watchdog is None and self._lone_watchdog is None and hasattr(os, "fork"):
-            self._lone_watchdog = self._make_watchdog(master_addr="127.0.0.1", broadcast=lambda value: value)
-            self.on_close(lambda _: self._lone_watchdog and self._lone_watchdog.close())
+            lone = self._lone_watchdog = self._make_watchdog(master_addr="127.0.0.1", broadcast=lambda value: value)
+            self.on_close(lambda _: lone.close())
         watchdog = self.watchdog or self._lone_watchdog
         return nullcontext() if watchdog is None else watchdog.deadline(seconds, late, record)
 

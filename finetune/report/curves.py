@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import accumulate
-from multiprocessing.connection import Connection
 from typing import Any
 
-from finetune.data.rendering import start_child
 from finetune.report.sentences import format_number
 from finetune.runs.metrics import measured_beside_loss, subset_key, subset_metrics_in
 from finetune.runs.recorded_run import Points, RecordedRun, finite
@@ -179,29 +175,26 @@ def compile_charts(charts: Sequence[dict[str, Any]]) -> str | None:
     V8, which compiles them, ends its process if it may not reserve address space. So it runs in another one. None if
     that has ended: then nothing was compiled.
     """
-    process, connection = start_child("finetune.report.curves")
-    with process, connection, suppress(EOFError, OSError):
-        connection.send_bytes(json.dumps([chart["specifications"] for chart in charts]).encode())
-        script, specifications = json.loads(connection.recv_bytes())
-        for chart, compiled in zip(charts, specifications, strict=True):
-            chart["specifications"] = compiled
-        return str(script)
-    return None
+    request = json.dumps([_VEGA_LITE, not _vega, [chart["specifications"] for chart in charts]])
+    done = subprocess.run([sys.executable, "-P", "-c", _COMPILER], input=request.encode(), capture_output=True)
+    if done.returncode:
+        return None
+    script, specifications = json.loads(done.stdout)
+    for chart, compiled in zip(charts, specifications, strict=True):
+        chart["specifications"] = compiled
+    _vega.extend(script)
+    return _vega[0]
 
 
-def _compile_once(connection: Connection[Any, Any]) -> None:
-    charts = json.loads(connection.recv_bytes())
-    with open(os.devnull, "wb") as nowhere:  # noqa: PTH123
-        os.dup2(nowhere.fileno(), 2)  # V8 prints its stack
-    import vl_convert
-
-    to_vega = partial(vl_convert.vegalite_to_vega, vl_version=_VEGA_LITE)
-    compiled = [{form: to_vega(chart[form]) for form in chart} for chart in charts]
-    # With Vega's interpreter, so that the page needs no `eval`.
-    script = vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")
-    connection.send_bytes(json.dumps([script, compiled]).encode())
-
-
+_vega: list[str] = []
+"""Vega's script, once a page needed it: making it takes a second. It brings an interpreter and needs no `eval`."""
+_COMPILER = """
+import json, sys, vl_convert
+version, needs_script, charts = json.load(sys.stdin)
+charts = [{form: vl_convert.vegalite_to_vega(chart[form], vl_version=version) for form in chart} for chart in charts]
+script = [vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")] if needs_script else []
+json.dump([script, charts], sys.stdout)
+"""
 _LABELS = {"labelColor": "var(--quiet)", "labelFontSize": 11, "labelPadding": 6}
 _CONFIG: dict[str, Any] = {
     "font": "system-ui, sans-serif",
@@ -398,7 +391,3 @@ def _extremes(points: Points, num_intervals: int) -> Iterator[tuple[int, float]]
     for index in range(num_intervals):
         interval = points[len(points) * index // num_intervals : len(points) * (index + 1) // num_intervals]
         yield from sorted({min(interval, key=lambda p: p[1]), max(interval, key=lambda p: p[1])})
-
-
-if __name__ == "__main__":
-    _compile_once(Connection(int(sys.argv[1])))

@@ -76,7 +76,7 @@ def test_a_callback_that_calls_sys_exit_is_named_and_fails_the_run(tmp_path):
     words = [SCRIPT, "leaves", f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
     done = run_script(words[0], words[1:])
     assert done.returncode == 3
-    assert "the callback Watch.on_step raised SystemExit: 0. Correct it, or return \"stop\"" in done.errors
+    assert 'the callback Watch.on_step raised SystemExit: 0. Correct it, or return "stop"' in done.errors
     assert record(tmp_path / "run")["status"] == "failed"
 
 
