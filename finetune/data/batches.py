@@ -8,7 +8,6 @@ tokens as the others. So a step has the same micro-batches at every world size, 
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,6 @@ from finetune.data.encoded import EncodedExample, EncodedExamples
 from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.microbatch import Microbatch, PaddedMicrobatch
 from finetune.engine.prefixes import RowGroup, Tokens, assign_to_ranks, num_shared, split_global_batch
-from finetune.errors import RunFailedError, first_line
 from finetune.units import ceil_div
 
 Collate: TypeAlias = Callable[[Sequence[EncodedExample]], Microbatch]
@@ -204,23 +202,7 @@ class BatchRule:
         return len(group) < self.batch_size and not crosses and not too_many
 
 
-class _Loader(DataLoader[Microbatch]):
-    """Names a worker that was killed."""
-
-    def __iter__(self) -> Any:
-        try:
-            yield from super().__iter__()
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader worker"):
-                raise
-            raise RunFailedError(
-                f"the data worker with process number {', '.join(re.findall('[0-9]+', first_line(error)))} was killed. "
-                "Often memory or /dev/shm has run out: lower num_workers in training, validation and testing; with 0, "
-                "the run loads its rows itself. Committed checkpoints are intact: resume=auto"
-            ) from error
-
-
-class TrainLoader(_Loader):
+class TrainLoader(DataLoader[Microbatch]):
     """Loads the micro-batches of this rank step by step. `collate` makes a micro-batch of rows; None: `pad`."""
 
     def __init__(
@@ -281,7 +263,7 @@ def evaluation_batches(examples: EncodedExamples, keys: LoaderKeys, boundary: in
     return [group for group in groups if len(group) == keys.batch_size] if keys.drop_last else groups
 
 
-class EvaluationLoader(_Loader):
+class EvaluationLoader(DataLoader[Microbatch]):
     """Loads this rank's part of a split, each row once over all ranks.
 
     Rows are batched longest first. So `keys.drop_last`, which leaves out batches that are not full, leaves out the

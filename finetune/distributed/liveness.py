@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
 from finetune.distributed.network import address_of_rank_0
-from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError
+from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError, first_line
 from finetune.signals import Terminated, received_stop_signal
 
 if TYPE_CHECKING:
@@ -191,10 +192,23 @@ def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
     fault = error.fault if isinstance(error, RunFailedError) else None
     if fault is not None and fault.error == KeyboardInterrupt.__name__ and received_stop_signal() == signal.SIGINT:
         return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which waited in a collective
-    error = as_out_of_memory(error) or error
+    error = as_out_of_memory(error) or _as_lost_data_worker(error) or error
     if watchdog is not None and fault is None and not isinstance(error, PeerFailedError):
         error.add_note(watchdog.whereabouts)
     return error
+
+
+def _as_lost_data_worker(error: BaseException) -> RunFailedError | None:
+    """Return the error to report if a data worker was killed; None otherwise. torch raises what its queues raised."""
+    is_of_queue = any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
+    is_of_queue = is_of_queue or "in pin memory thread" in str(error)
+    if not isinstance(error, Exception) or not is_of_queue or "Too many open files" in str(error):
+        return None
+    return RunFailedError(
+        f"a data worker was killed: {first_line(error)}. Often memory or /dev/shm has run out: lower num_workers in "
+        "training, validation and testing; with 0, the run loads its rows itself. Committed checkpoints are intact: "
+        "resume=auto"
+    )
 
 
 def in_a_line(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import sys
 from pathlib import Path
@@ -86,7 +85,7 @@ def test_a_killed_data_worker_is_named_and_fails_the_run(tmp_path):
     handler = signal.getsignal(signal.SIGCHLD)
     done = run_script(SCRIPT, ["kills a worker", *words, "training.batch_size=1", "training.prefetch_factor=1"])
     assert done.returncode == 3
-    assert re.search(r"RunFailedError: the data worker with process number \d+ was killed", done.errors)
+    assert "RunFailedError: a data worker was killed: " in done.errors
     assert record(tmp_path / "run")["status"] == "failed"
     assert signal.getsignal(signal.SIGCHLD) == handler, "torch's handler raises anywhere"
 
