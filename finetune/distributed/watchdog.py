@@ -225,15 +225,15 @@ class Watchdog:
                 if not surely or time.monotonic() > end:
                     return
                 time.sleep(0.01)
-            except OSError:  # the guardian is gone, which the listener notices
+            except (OSError, ValueError):  # the guardian is gone, which the listener notices
                 return
 
     def _listen(self) -> None:
         """Hear the guardian until it lets this worker go or is gone. Runs in the watchdog's thread."""
         process = self._guardian
-        if process is None or process.stdout is None:
+        if process is None or process.stdin is None or process.stdout is None:
             return
-        with process.stdout:
+        with process.stdin, process.stdout:
             for line in process.stdout:
                 self._end_with(Fault(**json.loads(line)["fault"]))
         self._released.set()

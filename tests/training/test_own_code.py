@@ -91,6 +91,18 @@ def test_a_killed_data_worker_is_named_and_fails_the_run(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone keeps to such a limit")
+def test_a_step_without_address_space_is_out_of_memory(tmp_path):
+    words = [f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    long = [*words, "training.max_steps=40", "checkpoint.save_every=1000", "validation.validate_every=1000"]
+    done = run_command([sys.executable, SCRIPT, "no address space", *long])
+    assert done.returncode == 3, done.stdout
+    assert "RunFailedError: out of memory: " in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.slow
 def test_a_callback_may_change_the_current_folder_and_turn_gradients_off(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "general.jsonl").write_text('{"prompt": "What is it?"}\n')
