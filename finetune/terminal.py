@@ -16,6 +16,7 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from finetune.errors import RunFailedError
 
@@ -26,12 +27,15 @@ _STEERS_READING = frozenset("\u2028\u2029\u202a\u202b\u202c\u202d\u202e\u2066\u2
 """Characters that reorder or break the text around them, so that it could look like another text."""
 _USER_IN_ADDRESS = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*://)[^/\s]+@")
 """The part of an address that may hold a password, which may hold an @ itself; its first group is the scheme."""
-_QUERY_OF_ADDRESS = re.compile(r"://[^\s\"'?]*\?[^\s\"']*")
-_SECRET_IN_QUERY = re.compile(
-    r"([?&][^\s=&]*(?:sig|token|secret|password|credential|key|jwt|pwd|auth(?==)|(?<![a-z])pass(?==))[^\s=&]*=)[^&]+",
+_ADDRESS = re.compile(r"://[^\s\"']+")
+_PARAMETER = re.compile(r"(?:[?&#;]|%(?:3f|26|23|3b))[^?&#;]*", re.IGNORECASE)
+"""A part of an address from a separator on, which may be percent-encoded."""
+_HARMLESS = re.compile(
+    "alt|config|dataset|dl|download|export|format|generation|lang|length|limit|offset|page|raw|ref|rev|revision|"
+    "snapshot|split|subset|version|versionid",
     re.IGNORECASE,
 )
-"""A query parameter that grants access to an address, as in signed URLs; the first group is its name."""
+"""The parameters of an address that may be shown and stored. Any other one may grant access, as in signed URLs."""
 _NOT_ESCAPED_BY_JSON = re.compile("[\u007f-\u009f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _LATER_LINE = re.compile(r"\n(?=\S)")
@@ -165,9 +169,21 @@ def as_one_message(text: str) -> str:
 
 
 def without_passwords(text: str) -> str:
-    """Remove user names, passwords, tokens and signatures from the addresses in a text."""
+    """Hide user names, passwords, and all parameters but harmless ones (``page=2``), in the addresses of a text."""
     text = _USER_IN_ADDRESS.sub(r"\1…@", text)
-    return _QUERY_OF_ADDRESS.sub(lambda query: _SECRET_IN_QUERY.sub(r"\1…", query[0]), text)
+    return _ADDRESS.sub(lambda address: _PARAMETER.sub(_without_secret, address[0]), text)
+
+
+def _without_secret(parameter: re.Match[str]) -> str:
+    text = unquote(parameter[0])
+    name, _, value = text[1:].partition("=")
+    if _HARMLESS.fullmatch(name) and not _PARAMETER.search(value):
+        return parameter[0]
+    if value.strip("="):
+        return f"{text[0]}{name}=…"
+    # Names of files and anchors may stand behind # or ;, and paths may contain &.
+    is_in_query = "?" in unquote(parameter.string[: parameter.start() + 1]) or text[0] == "?"
+    return f"{text[0]}…" if name and is_in_query else parameter[0]
 
 
 def json_text(value: object, *, indent: int | None = None, is_ascii: bool = False) -> str:

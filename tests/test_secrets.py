@@ -198,6 +198,8 @@ def exit_code(run: Callable[[], object]) -> object:
         f"model.path={ADDRESS}",
         f"model.tokenizer=https://{PASSWORD}@127.0.0.1:9/owner/model",
         f"data.pathh={ADDRESS}",
+        f"data.path=https://127.0.0.1:9/rows.jsonl?session={PASSWORD}",
+        f"data.train=[https://127.0.0.1:9/rows.jsonl%3Bticket={PASSWORD}]",
         f"training.batch_size={ADDRESS}",
         f"optim.args={{proxies: [{{https: 'http://anna:{PASSWORD}@proxy:3128'}}]}}",
         f"output_dir={ADDRESS}",

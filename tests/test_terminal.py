@@ -57,11 +57,15 @@ def test_no_cell_of_a_table_is_markup_or_steers_the_terminal(capsys, monkeypatch
     ("text", "shown"),
     [
         ("of https://anna:p@ssw@rd@host/rows: gone", "of https://…@host/rows: gone"),
-        (
-            "https://host/x?auth=q1&page=2&pwd=q2&user_pass=q3&jwt=q4",
-            "https://host/x?auth=…&page=2&pwd=…&user_pass=…&jwt=…",
-        ),
-        ("https://host/me@home?author=q1&compass=q2", "https://host/me@home?author=q1&compass=q2"),
+        ("https://host/x?auth=q1&page=2&user_pass=q3", "https://host/x?auth=…&page=2&user_pass=…"),
+        ("https://host/x?passwd=q1&bearer=q2&otp=q3", "https://host/x?passwd=…&bearer=…&otp=…"),
+        ("https://host/x;token=q1#token=q2", "https://host/x;token=…#token=…"),
+        ("https://host/x%3Ftoken%3Dq1", "https://host/x?token=…"),
+        ("https://host/x?to%6Ben=q1&page=2%26hmac=q2", "https://host/x?token=…&page=…"),
+        ("https://host/x?q1 and https://host/x?q1==", "https://host/x?… and https://host/x?…"),
+        ("https://host/x?ref=https://host/y?ticket=q1", "https://host/x?ref=https://host/y?ticket=…"),
+        ("https://host/R&D/a;b#1?page=2&versionId=3", "https://host/R&D/a;b#1?page=2&versionId=3"),
+        ("https://host/me@home? See https://host/docs#data", "https://host/me@home? See https://host/docs#data"),
     ],
 )
 def test_no_part_of_a_password_in_an_address_is_shown(text, shown):

@@ -60,13 +60,10 @@ def refuse_password(value: str | None) -> str | None:
     Raises:
         ConfigError: the address has one; the message shows the address without it.
     """
-    from finetune.terminal import without_passwords
+    from finetune.config.checks import password_problem
 
-    if value is not None and (shown := without_passwords(value)) != value:
-        raise ConfigError(
-            f"{shown} contains a user name, a password or a token, which would be shown and stored. Leave it out; for "
-            "the hub, set HF_TOKEN in the environment."
-        )
+    if value is not None and (problem := password_problem(value)):
+        raise ConfigError(problem)
     return value
 
 

@@ -75,7 +75,9 @@ def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
     """Set one key in place of those above and below it, or append to ``problems`` why it cannot be set."""
     if setting.dotted == "resume.allow":  # resume has a value of its own, so nothing can be kept below it
         setting = replace(setting, key=("resume_allow",), older_key=setting.dotted)
-    problem = _key_problem(setting) or _name_problem(setting.value) or _password_problem(setting)
+    problem = _key_problem(setting) or _name_problem(setting.value)
+    if setting.dotted != "model.chat_template":
+        problem = problem or password_problem(setting.value)
     if problem:
         problems.append(_line(setting, problem))
         return
@@ -171,16 +173,15 @@ def _key_problem(setting: Setting) -> str:
     return f"there is no such key. {did_you_mean_key(dotted) or _THERE}"
 
 
-def _password_problem(setting: Setting) -> str:
-    """Refuse secrets in addresses: config.yaml, run.json and log.txt hold every value."""
-    if setting.dotted == "model.chat_template":
-        return ""
-    address = without_passwords(str(setting.value))
-    if address == str(setting.value):
+def password_problem(value: object) -> str:
+    """Refuse secrets in addresses: config.yaml, run.json and log.txt hold every value, and messages repeat it."""
+    address = without_passwords(str(value))
+    if address == str(value):
         return ""
     return (
-        f"{address} contains a user name, a password or a token, which config.yaml, run.json and log.txt would repeat. "
-        "Give the address without it; for the hub, set HF_TOKEN in the environment."
+        f"{address} contains a user name, a password or a parameter that may grant access (…), which config.yaml, "
+        "run.json and log.txt would repeat. Give the address without it, or copy the file here; for the hub, set "
+        "HF_TOKEN in the environment."
     )
 
 

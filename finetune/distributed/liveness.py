@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
 from finetune.distributed.network import address_of_rank_0
-from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError
+from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError, first_line
 from finetune.signals import Terminated, received_stop_signal
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ LATE_FAULT_SECONDS = 5.0
 _SIGNS_OF_LOSS = ("closed by peer", "Connection reset", "Broken pipe", "Timed out", "timed out", "NCCL", "Socket")
 _SIGNS_OF_NO_MEMORY = (
     *("out of memory", "can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc"),
-    "CUBLAS_STATUS_ALLOC_FAILED",
+    *("CUBLAS_STATUS_ALLOC_FAILED", "can't start new thread"),
+    *("could not create a primitive\n", "could not create a memory"),  # oneDNN's
 )
 
 _PLACE_IN_TORCH = re.compile(r"^\[enforce fail at \S+\] ((data|err == 0)\. )?")
@@ -57,6 +59,8 @@ class Liveness:
         self.context = context
         self.watchdog: Watchdog | None = None
         self.is_timed = False
+        self._lone_watchdog: Watchdog | None = None
+        """Watches over the deadlines of a world of one, once there is one."""
         self._closing: list[Callable[[BaseException | None], None]] = []
         self._make_range: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._phase = ExitStack()
@@ -65,17 +69,33 @@ class Liveness:
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
-        from finetune.distributed.watchdog import Watchdog  # one process has nothing to watch
-
-        self.watchdog = Watchdog(
-            rank=self.context.rank,
-            world_size=self.context.world_size,
+        self.watchdog = self._make_watchdog(
             master_addr=address_of_rank_0(environment),
             launcher_pid=launcher_pid(os.environ, environment),
             step_timeout_seconds=60 * step_timeout_minutes,
             broadcast=broadcast,
-            last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
         )
+
+    def _make_watchdog(self, **settings: Any) -> Watchdog:
+        from finetune.distributed.watchdog import Watchdog  # one process has nothing to watch but deadlines
+
+        return Watchdog(
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            last_words=lambda fault: self.run_closing_actions(RunFailedError(str(fault), fault=fault)),
+            **settings,
+        )
+
+    def deadline(self, seconds: float, late: str, record: str = "") -> AbstractContextManager[None]:
+        """Return a block that ends all ranks with the fault `late` if it takes longer, even in a C call.
+
+        This rank's guardian then records the fault in the run.json `record`, because a C call may hold Python's lock.
+        """
+        if self.watchdog is None and self._lone_watchdog is None and hasattr(os, "fork"):
+            lone = self._lone_watchdog = self._make_watchdog(master_addr="127.0.0.1", broadcast=lambda value: value)
+            self.on_close(lambda _: lone.close())
+        watchdog = self.watchdog or self._lone_watchdog
+        return nullcontext() if watchdog is None else watchdog.deadline(seconds, late, record)
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
         """Report where this rank is. If the phase is `timed`, `parallel.step_timeout_minutes` starts anew."""
@@ -172,10 +192,23 @@ def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
     fault = error.fault if isinstance(error, RunFailedError) else None
     if fault is not None and fault.error == KeyboardInterrupt.__name__ and received_stop_signal() == signal.SIGINT:
         return KeyboardInterrupt()  # the second Ctrl-C was for this rank too, which waited in a collective
-    error = as_out_of_memory(error) or error
+    error = as_out_of_memory(error) or _as_lost_data_worker(error) or error
     if watchdog is not None and fault is None and not isinstance(error, PeerFailedError):
         error.add_note(watchdog.whereabouts)
     return error
+
+
+def _as_lost_data_worker(error: BaseException) -> RunFailedError | None:
+    """Return the error to report if a data worker was killed; None otherwise. torch raises what its queues raised."""
+    is_of_queue = any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
+    is_of_queue = is_of_queue or "in pin memory thread" in str(error)
+    if not isinstance(error, Exception) or not is_of_queue or "Too many open files" in str(error):
+        return None
+    return RunFailedError(
+        f"a data worker was killed: {first_line(error)}. Often memory or /dev/shm has run out: lower num_workers in "
+        "training, validation and testing; with 0, the run loads its rows itself. Committed checkpoints are intact: "
+        "resume=auto"
+    )
 
 
 def in_a_line(error: BaseException) -> str:
@@ -192,7 +225,7 @@ def as_out_of_memory(error: BaseException) -> RunFailedError | None:
     if not (
         isinstance(error, (MemoryError, torch.OutOfMemoryError))
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or (isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY))
+        or (isinstance(error, RuntimeError) and any(sign in f"{error}\n" for sign in _SIGNS_OF_NO_MEMORY))
     ):
         return None
     cause = _PLACE_IN_TORCH.sub("", str(error).strip().split("\n", 1)[0]).rstrip(".") or type(error).__name__

@@ -7,9 +7,11 @@ the worker is, learns of the world's first fault, and ends this process if its m
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -98,6 +100,9 @@ class Watchdog:
                     self._guardian.wait(_CLOSE_SECONDS)
                 self._guardian.kill()
             raise
+        if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
+            # The C library calls `_exit` with the signal's number, which is 3, even while a C call holds Python's lock.
+            ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.CDLL(None)._exit)
         threading.Thread(target=self._listen, name="watchdog", daemon=True).start()
 
     def enter_phase(self, phase: str, step: int | None = None, *, timed: bool = True) -> None:
@@ -114,6 +119,16 @@ class Watchdog:
         self._move_to(replace(self._position, waiting=collective))
         yield
         self._move_to(replace(self._position, waiting=before))
+
+    @contextmanager
+    def deadline(self, seconds: float, late: str, record: str) -> Iterator[None]:
+        """Run a block that is the fault `late` if it takes longer, see `Liveness.deadline`."""
+        before, moves = self._position, self._position.moves
+        self._move_to(replace(before, limit=seconds, late=late, record=record, moves=moves + 1), surely=True)
+        try:
+            yield
+        finally:
+            self._move_to(replace(before, moves=moves + 2), surely=True)
 
     @property
     def whereabouts(self) -> str:
@@ -157,9 +172,9 @@ class Watchdog:
         """False in a forked child, which must not speak for its parent."""
         return os.getpid() == self._pid
 
-    def _move_to(self, position: Position) -> None:
+    def _move_to(self, position: Position, *, surely: bool = False) -> None:
         self._position = position
-        self._tell({"position": vars(position)})
+        self._tell({"position": vars(position)}, surely=surely)
 
     def _connect(self, settings: Message, master_addr: str, broadcast: Callable[[Any], Any]) -> None:
         """Start the guardian and connect it with the others. Call `broadcast` even if something fails here."""
@@ -210,15 +225,15 @@ class Watchdog:
                 if not surely or time.monotonic() > end:
                     return
                 time.sleep(0.01)
-            except OSError:  # the guardian is gone, which the listener notices
+            except (OSError, ValueError):  # the guardian is gone, which the listener notices
                 return
 
     def _listen(self) -> None:
         """Hear the guardian until it lets this worker go or is gone. Runs in the watchdog's thread."""
         process = self._guardian
-        if process is None or process.stdout is None:
+        if process is None or process.stdin is None or process.stdout is None:
             return
-        with process.stdout:
+        with process.stdin, process.stdout:
             for line in process.stdout:
                 self._end_with(Fault(**json.loads(line)["fault"]))
         self._released.set()

@@ -26,6 +26,7 @@ from finetune.config.keys import did_you_mean
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
 from finetune.data.values import BadRowError, refuse_constant, with_unique_keys
 from finetune.errors import ConfigError, DataError
+from finetune.signals import Terminated
 
 if TYPE_CHECKING:
     from finetune.data.templates import AnswerTokens
@@ -240,7 +241,9 @@ def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
     """
     try:
         value = float(metric(answer, expected))
-    except Exception as error:  # it is the user's own code
+    except Terminated:
+        raise
+    except (Exception, SystemExit) as error:  # it is the user's own code
         raise DataError(f"the metric {name} failed on the answer {answer[:60]!r}: {error!r}. Correct it.") from error
     if not math.isfinite(value):
         raise DataError(f"the metric {name} gave {value} for the answer {answer[:60]!r}; expected a finite number.")
@@ -281,7 +284,9 @@ def _import_installed(module: str, allowed_by: str) -> object:
                 f"{allowed_by} is {module}, but {missing} is not installed. Install your package into this "
                 "environment (pip install -e FOLDER); a file in the current folder is not imported."
             ) from error
-        except Exception as error:  # it is the user's own code
+        except Terminated:
+            raise
+        except (Exception, SystemExit) as error:  # it is the user's own code
             raise ConfigError(f"{allowed_by} is {module}, which fails when it is imported: {error!r}.") from error
 
 

@@ -5,7 +5,10 @@ Vega-Lite (Satyanarayan et al., 2017) is compiled when the report is written, so
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -125,7 +128,7 @@ class Chart:
             scale = {"type": "log", "domain": [min(values) / 1.15, max(values) * 1.15], "nice": False}
             axis["values"] = _round_numbers(min(values), max(values))
         y = {"field": "value", "type": "quantitative", "title": None, "scale": scale, "axis": axis}
-        return compile_chart(x, list(self._layers(y)), height=300 if self.is_large else 150)
+        return specify_chart(x, list(self._layers(y)), height=300 if self.is_large else 150)
 
     def _layers(self, y: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the layers of the chart: raw curves, smoothed curves, error bars, and measured points."""
@@ -146,14 +149,12 @@ class Chart:
                 yield {"transform": [{"filter": "datum.measured"}], "mark": mark, "encoding": {"y": y}}
 
 
-def compile_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height: int) -> dict[str, Any]:
-    """Compile layers on a common horizontal axis to Vega, for the points that the page puts into the chart."""
-    import vl_convert
-
+def specify_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height: int) -> dict[str, Any]:
+    """Return layers on a common horizontal axis in Vega-Lite, for the points that the page puts into the chart."""
     hues = list(range(COLOURS))
     scale = {"domain": hues, "range": [f"var(--hue-{hue})" for hue in hues]}
     colour = {"field": "hue", "type": "nominal", "legend": None, "scale": scale}
-    specification = {
+    return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "width": "container",
         "height": height,
@@ -166,10 +167,34 @@ def compile_chart(x: dict[str, Any], layers: Sequence[dict[str, Any]], *, height
         "layer": layers,
         "config": _CONFIG,
     }
-    compiled: dict[str, Any] = vl_convert.vegalite_to_vega(specification, vl_version=_VEGA_LITE)
-    return compiled
 
 
+def compile_charts(charts: Sequence[dict[str, Any]]) -> str | None:
+    """Compile the specifications of charts, each the record of a `Chart`, to Vega in place. Return Vega's own script.
+
+    V8, which compiles them, ends its process if it may not reserve address space. So it runs in another one. None if
+    that has ended: then nothing was compiled.
+    """
+    request = json.dumps([_VEGA_LITE, not _vega, [chart["specifications"] for chart in charts]])
+    done = subprocess.run([sys.executable, "-P", "-c", _COMPILER], input=request.encode(), capture_output=True)
+    if done.returncode:
+        return None
+    script, specifications = json.loads(done.stdout)
+    for chart, compiled in zip(charts, specifications, strict=True):
+        chart["specifications"] = compiled
+    _vega.extend(script)
+    return _vega[0]
+
+
+_vega: list[str] = []
+"""Vega's script, once a page needed it: making it takes a second. It brings an interpreter and needs no `eval`."""
+_COMPILER = """
+import json, sys, vl_convert
+version, needs_script, charts = json.load(sys.stdin)
+charts = [{form: vl_convert.vegalite_to_vega(chart[form], vl_version=version) for form in chart} for chart in charts]
+script = [vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")] if needs_script else []
+json.dump([script, charts], sys.stdout)
+"""
 _LABELS = {"labelColor": "var(--quiet)", "labelFontSize": 11, "labelPadding": 6}
 _CONFIG: dict[str, Any] = {
     "font": "system-ui, sans-serif",

@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +21,7 @@ from finetune.config.keys import fields, values
 from finetune.config.schema import Config
 from finetune.errors import CheckpointError, ConfigError, extra_command
 from finetune.report import sentences
-from finetune.report.curves import COLOURS, build_charts
+from finetune.report.curves import COLOURS, build_charts, compile_charts
 from finetune.report.data_preview import PreviewedData
 from finetune.report.parallel import parallel_charts
 from finetune.runs.comparison import compare_runs, format_value
@@ -34,6 +34,11 @@ from finetune.units import format_bytes
 MARK = "<!-- written by finetune report -->"
 """Marks the first line of each page, so that only a page of ours is overwritten."""
 _FOLDER = Path(__file__).parent
+_log = logging.getLogger(__name__)
+_NOT_DRAWN = (
+    "The curves are not drawn: the process that draws them (vl-convert-python) has ended. It reserves far more address "
+    "space than it uses, so run `finetune report` where `ulimit -v` is unlimited."
+)
 _SHOWN_GROUPS = 4
 """Shown prompts of a rollout."""
 _DIGITS = 16
@@ -64,7 +69,12 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
     environment = jinja2.Environment(loader=folder, finalize=_visible_unless_markup, **options)
     environment.filters |= {"number": sentences.format_number, "percent": sentences.percent, "size": _size}
     charts, best = [*parallel_charts(runs), *build_charts(runs)], sentences.best_run(runs)
-    scripts = [_vega(), (_FOLDER / "page.js").read_text(encoding="utf-8")]
+    records = [chart.as_record() for chart in charts]
+    vega = compile_charts(records)
+    if vega is None:
+        charts, records = [], []
+        _log.error(_NOT_DRAWN)
+    scripts = [vega or "", (_FOLDER / "page.js").read_text(encoding="utf-8")]
     template = environment.get_template("page.html.j2")
     return str(
         template.render(
@@ -72,12 +82,13 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
             policy=_policy(scripts),
             style=_markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
             scripts=[_markup(script) for script in scripts],
-            payload=_markup(script_data([chart.as_record() for chart in charts])),
+            payload=_markup(script_data(records)),
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             headline=sentences.headline(runs),
             second_line=sentences.second_line(runs),
             runs=[_run_values(run, index, is_best=run is best) for index, run in enumerate(runs)],
             charts=charts,
+            not_drawn="" if vega else _NOT_DRAWN,
             differences=compare_runs(runs) if len(runs) > 1 else [],
             data=data,
         )
@@ -97,14 +108,6 @@ def _visible_unless_markup(value: object) -> object:
 def _markup(text: str) -> Any:
     """Mark our own text as markup, which is not escaped."""
     return import_module("markupsafe").Markup(text)
-
-
-@cache
-def _vega() -> str:
-    """Return Vega from vl-convert-python, with its interpreter, so that the page needs no `eval`."""
-    import vl_convert
-
-    return vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")
 
 
 def _policy(scripts: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from finetune.report.curves import COLOURS, LOG_FROM_RATIO, Chart, compile_chart
+from finetune.report.curves import COLOURS, LOG_FROM_RATIO, Chart, specify_chart
 from finetune.report.sentences import best_run, best_value, format_number, metric_of
 from finetune.runs.comparison import compare_runs, format_value
 from finetune.runs.recorded_run import RecordedRun
@@ -90,7 +90,7 @@ class ParallelChart(Chart):
             "mark": {"type": "text", "align": "left", "dx": 7, "fontSize": 11},
             "encoding": {"y": y, "text": {"field": "label", "type": "nominal"}, "color": quiet},
         }
-        return compile_chart(x, [lines, labels], height=260)
+        return specify_chart(x, [lines, labels], height=260)
 
 
 def parallel_charts(runs: Sequence[RecordedRun]) -> list[ParallelChart]:

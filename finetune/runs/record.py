@@ -125,6 +125,11 @@ class RunRecord:
         """
         self.update(status=status, finished=_now(), result=dict(result) if result is not None else None)
 
+    def fail(self, reason: str) -> None:
+        """Record that a run failed whose own process has ended before it could. Raises the errors of `finish`."""
+        self._values = read_run_record(self.path) or {}
+        self.finish("failed", {"error": reason})
+
     def _save(self) -> None:
         data = json.dumps(as_json(self._values), indent=2, allow_nan=False) + "\n"
         with disk_failures_end_the_run("Writing", self.path):

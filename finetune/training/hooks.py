@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
 from finetune.inference.answers import METRICS, Metric
+from finetune.signals import Terminated
 from finetune.training.validation import LOSS
 
 if TYPE_CHECKING:
@@ -169,6 +170,8 @@ class Callbacks:
         """
         if not self.listen_to(name):
             return
+        import torch
+
         error: Exception | None = None
         answers: set[object] = set()
         for callback in self._callbacks:
@@ -177,10 +180,15 @@ class Callbacks:
                 continue
             where = f"{type(callback).__name__}.{name}"
             try:
-                answer = method(result)
-            except Exception as raised:  # it is the user's own code
+                with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores what the callback leaves behind
+                    answer = method(result)
+            except Terminated:
+                raise
+            except (Exception, SystemExit) as raised:  # it is the user's own code
                 _log.error("the callback %s failed", where, exc_info=raised)
-                error = RunFailedError(f"the callback {where} raised {type(raised).__name__}: {raised}. Correct it.")
+                instead = ', or return "stop" to end training' if isinstance(raised, SystemExit) else ""
+                kind = type(raised).__name__
+                error = RunFailedError(f"the callback {where} raised {kind}: {raised}. Correct it{instead}.")
                 continue
             if answer is not None and answer not in _REQUESTS:
                 error = RunFailedError(f'{where} returned {answer!r}; expected None, "stop" or "save". Correct it.')

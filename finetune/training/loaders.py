@@ -5,8 +5,9 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
-import signal
 from typing import TYPE_CHECKING, Any
+
+from torch.utils.data._utils import signal_handling
 
 from finetune.data.batches import (
     BatchRule,
@@ -151,13 +152,13 @@ def _prepare_for_workers() -> None:
     ignore the SIGTERM that it sends them.
     """
     allow_open_files()
+    # Declares torch's handler of SIGCHLD as set. It would raise that a worker was killed while a file is written, too.
+    signal_handling._SIGCHLD_handler_set = True
     atexit.unregister(_kill_workers)
     atexit.register(_kill_workers)
 
 
 def _kill_workers() -> None:
-    if hasattr(signal, "SIGCHLD"):
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise that a worker was killed
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from finetune.data.encoded import EncodedSplits
     from finetune.distributed.runtime import Runtime
     from finetune.engine.loss import GivenLoss
+    from finetune.runs.folder import RunFolder
     from finetune.runs.state import TrainerState
     from finetune.training.hooks import Hooks
     from finetune.training.memory.choice import MemoryChoice
@@ -95,6 +96,7 @@ class Setup:
     Attributes:
         runtime: this process's place in the world.
         config: the whole run, with what the world decides filled in.
+        folder: the run's, found once: a script may change the current folder, to which `config.output_dir` is relative.
         model: on its device, sharded if the run shards.
         tokenizer: the model's.
         splits: encoded rows.
@@ -111,6 +113,7 @@ class Setup:
 
     runtime: Runtime
     config: Config
+    folder: RunFolder
     model: Any
     tokenizer: PreTrainedTokenizerBase
     splits: EncodedSplits

@@ -102,13 +102,13 @@ def set_up(
     runtime.collectives.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
     runtime.placement.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
-    journal = None
+    journal, folder = None, RunFolder(config.output_dir)
     with runtime.collectives.failing_together("opening the run's folder"):
         if runtime.is_main_process:
             journal = _open_journal(runtime, config, model, tokenizer, splits, base, objective, hooks)
     if _saves_base(config) and config.resume == "auto":  # a resumed run keeps it, whatever its seed is now
         with runtime.collectives.failing_together("reading the base model"):
-            load_model(without_adapter(model), RunFolder(config.output_dir).base)
+            load_model(without_adapter(model), folder.base)
     if runtime.placement.shard_size is None:
         runtime.placement.place(model)
     if config.training.neftune_alpha:
@@ -125,6 +125,7 @@ def set_up(
     setup = Setup(
         runtime=runtime,
         config=config,
+        folder=folder,
         model=model,
         tokenizer=tokenizer,
         splits=splits,

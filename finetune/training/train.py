@@ -106,7 +106,7 @@ def train(
         if test_loader is None:
             trainer.load_published()
         scores = {"loss": results.loss, **_metrics_of(validation, trainer.validation_metrics, evaluation)}
-        return TrainResult(scores, Path(trainer.config.output_dir), trainer.model, trainer.tokenizer)
+        return TrainResult(scores, trainer.folder, trainer.model, trainer.tokenizer)
 
 
 def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapping[str, object]) -> Config:

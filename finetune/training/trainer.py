@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.objectives import OBJECTIVES
+from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.examples import holds_out_by_default, is_all_here
 from finetune.data.objective import AnySplits
@@ -28,7 +29,6 @@ from finetune.inference.scores import Evaluation, ModelName, Scores, show_evalua
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
-from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
@@ -98,6 +98,7 @@ class Trainer:
 
     Attributes:
         epoch: the current or last epoch, counted from 0.
+        folder: the run's.
         journal: the journal of the run on the main process; None on the others.
 
     Raises:
@@ -123,6 +124,7 @@ class Trainer:
         self._setup = set_up(objective, runtime, config, model, tokenizer, splits, hooks or Hooks())
         self.runtime = runtime
         self.config = self._setup.config
+        self.folder = self._setup.folder.path
         self.model = model
         self.tokenizer = tokenizer
         self.splits = self._setup.splits
@@ -190,7 +192,7 @@ class Trainer:
         self.model.train()
         with StepProfiler(
             runtime,
-            RunFolder(config.output_dir),
+            setup.folder,
             num_profiled=config.training.profile,
             done=state.step,
             num_steps=cadence.num_steps,
@@ -217,7 +219,7 @@ class Trainer:
         is_compared = OBJECTIVES[config.training.objective].rows in ("pairs", "labelled")
         if val_loader is not None and is_compared and holds_out_by_default(config.data):
             self._compare_with_base(val_loader, end.state.step)
-        run.callbacks.call("on_end", EndResult(end.state.step, end.reason, run.last_loss, Path(config.output_dir)))
+        run.callbacks.call("on_end", EndResult(end.state.step, end.reason, run.last_loss, setup.folder.path))
         end_steps()
         # The script decides what comes next, and when.
         runtime.liveness.enter_phase("after training", end.state.step, timed=False)
@@ -266,7 +268,7 @@ class Trainer:
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
             if is_alone:
-                load_model(self.model, RunFolder(self.config.output_dir).adapter)
+                load_model(self.model, self._setup.folder.adapter)
             else:
                 self.load_published()
             evaluation = run_test_phase(
@@ -286,7 +288,8 @@ class Trainer:
             forgetting = measure_forgetting(
                 self.runtime,
                 LoadedRun(self.model, self.tokenizer),
-                self.config.testing.general_prompts,
+                # A callback may have changed the current folder.
+                recorded_paths(self.folder).get("testing.general_prompts", self.config.testing.general_prompts),
                 has_random_base=self.config.model.init == "random",
                 max_seconds=(time.monotonic() - self._begun) / 10,
                 is_alone=True,
@@ -302,7 +305,7 @@ class Trainer:
         """Load the weights in `adapter/` on rank 0, and on all ranks if the model is sharded. Collective."""
         with self.runtime.collectives.failing_together("reading the published weights"):
             if on_all or self.journal is not None or self.runtime.placement.shard_size is not None:
-                load_model(self.model, RunFolder(self.config.output_dir).adapter)
+                load_model(self.model, self._setup.folder.adapter)
 
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """Measure this rank's validation rows; cut short if a rank was preempted. Collective."""

@@ -20,7 +20,6 @@ from finetune.inference.evaluation import Dialogues, measure_answers
 from finetune.inference.losses import LossSums
 from finetune.logs import waiting
 from finetune.runs.checkpoints import take_snapshot
-from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
@@ -176,11 +175,10 @@ class TrainingRun:
             self._save(state)
         if self.callbacks.listen_to("on_save"):
             self._setup.on_main(lambda journal: journal.finish_saves(), f"saving step {state.step}")
-            path = RunFolder(self._config.output_dir).checkpoint(state.step)
-            self.callbacks.call("on_save", SaveResult(state.step, path))
+            self.callbacks.call("on_save", SaveResult(state.step, self._setup.folder.checkpoint(state.step)))
 
     def _save(self, state: TrainerState) -> None:
-        runtime, folder = self._runtime, RunFolder(self._config.output_dir)
+        runtime, folder = self._runtime, self._setup.folder
         runtime.liveness.enter_phase("saving", state.step)
         _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self.epoch)
         take = partial(take_snapshot, folder, model=self._setup.model, optimizer=self._optimizer, state=state)

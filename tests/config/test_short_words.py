@@ -107,7 +107,7 @@ def test_the_data_is_chosen_once(write):
 def test_a_signed_address_is_refused_like_a_password():
     signed = "https://host/rows.jsonl?X-Amz-Date=1&X-Amz-Signature=5ecret"
     problem = problem_of(f"data.path={signed}")
-    assert "rows.jsonl?X-Amz-Date=1&X-Amz-Signature=… contains a user name, a password or a token" in problem
+    assert "rows.jsonl?X-Amz-Date=…&X-Amz-Signature=… contains a user name, a password or a parameter" in problem
     in_mixture = problem_of(f"data.mixture=[{{path: '{signed}'}}]")
     assert "5ecret" not in problem + in_mixture
     assert "X-Amz-Signature=… contains" not in problem_of("data.path=https://host/rows.txt?download=1", "seed=x")

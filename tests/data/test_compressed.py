@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from backports import zstd
+from datasets import Dataset
 
 from finetune.data import readers
 from finetune.data.readers import FileRows
@@ -66,6 +67,16 @@ def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(tmp_path, mon
     with pytest.raises(DataError, match=r"unpacks to more than [\d.]+ MB, over 200 times its size"):
         for _ in rows.rows():
             pass
+
+
+def test_a_parquet_file_that_unpacks_to_far_more_is_refused_by_its_sizes(tmp_path, monkeypatch):
+    file = tmp_path / "a.parquet"
+    Dataset.from_list([{"prompt": "a" * (2 << 20), "completion": "b"}]).to_parquet(file)
+    assert len(list(FileRows(file, "a.parquet").rows())) == 1
+    monkeypatch.setattr(readers, "_ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "_MOST_RATIO", 2)
+    with pytest.raises(DataError, match=r"a\.parquet unpacks to more than [\d.]+ MB, .* save them as JSON lines"):
+        list(FileRows(file, "a.parquet").rows())
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz"])

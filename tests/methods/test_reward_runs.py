@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import os
 import signal
 import sys
 from functools import cache
@@ -243,6 +244,25 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
     again = replay_losses(run, 2)
     assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS["fp32"])
     assert "rewards_of_a_test" not in sys.modules
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["regex", "rewards_of_a_test.counts"])
+def test_a_function_that_holds_the_interpreters_lock_is_ended_in_time(inputs, tmp_path, function):
+    """No thread of the process runs meanwhile: neither a deadline in Python nor SIGTERM would end it."""
+    (tmp_path / "rewards_of_a_test.py").write_text(
+        "def counts(completions, **columns):\n    sum(range(10**15))\n    return [0.0] * len(completions)\n"
+    )
+    own = ["reward.functions_from=rewards_of_a_test", "reward.pattern=null"] if "." in function else []
+    given = words(inputs, tmp_path / "run", "reward.pattern=(.+)+\\d{9}", f"reward.functions={function}", *own)
+    command = [sys.executable, "-m", "finetune", "train", *given, "reward.timeout_seconds=1"]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    done = run_command([*command, "rollout.max_completion_length=40"], variables={"PYTHONPATH": path}, limit_seconds=60)
+    assert done.returncode == 3, done.stdout
+    sentence = f"the reward function {function} has not returned after 1 s for 16 answers, the first to "
+    assert f"finetune stops: {sentence}" in done.stdout
+    assert sentence in record(tmp_path / "run")["result"]["error"]
+    assert record(tmp_path / "run")["status"] == "failed"
 
 
 def test_a_run_that_made_no_update_over_all_its_starts_is_no_success(inputs, tmp_path, monkeypatch):

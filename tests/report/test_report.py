@@ -6,10 +6,12 @@ import gzip
 import json
 import math
 import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finetune.cli.report import report
@@ -191,6 +193,7 @@ def test_the_points_are_those_of_metrics_jsonl(tmp_path):
     assert "profile of step 3: 100 % attention" in (folder.parent / "page.html").read_text(encoding="utf-8")
 
 
+@pytest.mark.process
 def test_memory_is_drawn_where_it_was_recorded(tmp_path):
     folder = write_run(tmp_path / "a", num_steps=5)
     with (folder / "metrics.jsonl").open("a") as file:
@@ -203,6 +206,7 @@ def test_memory_is_drawn_where_it_was_recorded(tmp_path):
     assert "device-memory" not in charts
 
 
+@pytest.mark.process
 def test_a_run_on_pairs_says_so_and_shows_its_rewards(tmp_path):
     folder = write_run(tmp_path / "a", num_steps=5)
     assert charts_of(page_of(folder), folder)["loss"]["unit"] == "nats per target token"
@@ -230,6 +234,7 @@ def test_long_curves_keep_their_extremes_and_smoothing_does_not_lag():
     assert all(math.isclose(a[1], b[1], abs_tol=1e-9) for a, b in zip(smoothed(line), line, strict=True))
 
 
+@pytest.mark.process
 def test_torn_missing_and_strange_files_are_no_error(tmp_path):
     folder = write_run(tmp_path / "a", num_steps=4, status=None)
     with MetricsWriter(folder / "metrics.jsonl") as metrics:
@@ -257,6 +262,7 @@ def test_torn_missing_and_strange_files_are_no_error(tmp_path):
     assert "figure" not in {tag for tag, _ in page.elements}
 
 
+@pytest.mark.process
 def test_nothing_in_a_run_becomes_a_part_of_the_page(tmp_path):
     name = HOSTILE.replace("/", "⁄")[:120]
     folder = write_run(
@@ -286,6 +292,7 @@ def test_nothing_in_a_run_becomes_a_part_of_the_page(tmp_path):
     assert "unsafe-eval" not in policy
 
 
+@pytest.mark.process
 def test_a_row_is_shown_as_preview_shows_it(tmp_path):
     tokenizer = tmp_path / "tokenizer"
     tiny_tokenizer().save_pretrained(tokenizer)
@@ -302,6 +309,7 @@ def test_a_row_is_shown_as_preview_shows_it(tmp_path):
     assert "The data could not be read again" in page_of(folder, data=True).text
 
 
+@pytest.mark.process
 def test_answers_of_both_models_stand_side_by_side(tmp_path):
     answers = [{"prompt": "Three crates?", "expected": "3", "base": "crates crates", "tuned": "3"}]
     text = page_of(write_run(tmp_path / "a", result={"answers": answers})).text
@@ -309,6 +317,7 @@ def test_answers_of_both_models_stand_side_by_side(tmp_path):
     assert re.search(r"exactly right\s*12\.5 %\s*87\.5 %", text)
 
 
+@pytest.mark.process
 def test_rollouts_show_their_best_and_worst_answers(tmp_path):
     run = write_run(tmp_path / "a", ["training.objective=grpo"], num_steps=9)
     for step in range(1, 10):
@@ -334,6 +343,7 @@ def test_rollouts_show_their_best_and_worst_answers(tmp_path):
     assert "img" not in {tag for tag, _ in page.elements}, "what the model wrote stays text"
 
 
+@pytest.mark.process
 def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="not the folder of a run"):
@@ -359,6 +369,22 @@ def test_what_is_no_run_is_refused_and_nothing_of_others_is_replaced(tmp_path, m
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(ConfigError, match=r"pip install 'phi-finetune\[report\]'"):
         report([folder])
+
+
+@pytest.mark.process
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce the limit of address space")
+def test_without_address_space_for_v8_the_page_has_no_curves_and_says_so(tmp_path, capsys):
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    room = psutil.Process().memory_info().vms + (4 << 30)  # the child inherits the limit
+    resource.setrlimit(resource.RLIMIT_AS, (room, before[1]))
+    try:
+        page = page_of(write_run(tmp_path / "a"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert "The curves are not drawn: the process that draws them" in page.text
+    assert "The curves are not drawn" in capsys.readouterr().err
+    assert "exactly right" in page.text
+    assert charts_of(page, tmp_path / "a") == {}
 
 
 @pytest.mark.process

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import resource
 import sys
 
+import psutil
 import torch
 from torch.nn.functional import cross_entropy
 
@@ -39,6 +42,16 @@ class Watch:
         is_last_rank = int(os.environ.get("WORLD_SIZE", "1")) == RANK + 1
         if self.experiment == "fails" and result.step == 2 and is_last_rank:
             raise ValueError("no luck")
+        if self.experiment == "leaves" and result.step == 2:
+            sys.exit(0)
+        if self.experiment == "kills a worker" and result.step == 2:
+            multiprocessing.active_children()[0].kill()
+        if self.experiment == "no address space" and result.step == 2:
+            room = psutil.Process().memory_info().vms
+            resource.setrlimit(resource.RLIMIT_AS, (room, room))
+        if self.experiment == "moves":
+            os.chdir("/")
+            torch.set_grad_enabled(False)
         asked = {"asks": {2: "save", 3: "stop"}}.get(self.experiment, {})
         return asked.get(result.step) if is_last_rank else None
 

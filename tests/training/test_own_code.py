@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import sys
 from pathlib import Path
 
@@ -70,6 +71,51 @@ def test_the_error_of_a_callback_names_it_on_its_rank_and_ends_the_others(tmp_pa
     assert done.returncode == 3
     assert "RunFailedError: the callback Watch.on_step raised ValueError: no luck" in done.stdout
     assert 'raise ValueError("no luck")' in done.stdout
+
+
+@pytest.mark.slow
+def test_a_callback_that_calls_sys_exit_is_named_and_fails_the_run(tmp_path):
+    words = [SCRIPT, "leaves", f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    done = run_script(words[0], words[1:])
+    assert done.returncode == 3
+    assert 'the callback Watch.on_step raised SystemExit: 0. Correct it, or return "stop"' in done.errors
+    assert record(tmp_path / "run")["status"] == "failed"
+
+
+@pytest.mark.slow
+def test_a_killed_data_worker_is_named_and_fails_the_run(tmp_path):
+    words = [f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}", "training.num_workers=1"]
+    handler = signal.getsignal(signal.SIGCHLD)
+    done = run_script(SCRIPT, ["kills a worker", *words, "training.batch_size=1", "training.prefetch_factor=1"])
+    assert done.returncode == 3
+    assert "RunFailedError: a data worker was killed: " in done.errors
+    assert record(tmp_path / "run")["status"] == "failed"
+    assert signal.getsignal(signal.SIGCHLD) == handler, "torch's handler raises anywhere"
+
+
+@pytest.mark.slow
+@pytest.mark.warm
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone keeps to such a limit")
+def test_a_step_without_address_space_is_out_of_memory(tmp_path):
+    words = [f"output_dir={tmp_path / 'run'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    long = [*words, "training.max_steps=40", "checkpoint.save_every=1000", "validation.validate_every=1000"]
+    done = run_command([sys.executable, SCRIPT, "no address space", *long])
+    assert done.returncode == 3, done.stdout
+    assert "RunFailedError: out of memory: " in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.slow
+def test_a_callback_may_change_the_current_folder_and_turn_gradients_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "general.jsonl").write_text('{"prompt": "What is it?"}\n')
+    words = ["output_dir=run", f"data.cache_dir={tmp_path / 'cache'}", "testing.general_prompts=general.jsonl"]
+    done = run_script(SCRIPT, ["moves", *words])
+    assert done.returncode == 0, done.stdout
+    assert (tmp_path / "run" / "adapter" / "adapter_model.safetensors").is_file()
+    assert record(tmp_path / "run")["status"] == "completed"
+    assert "output_dir: run\n" in (tmp_path / "run" / "config.yaml").read_text()
+    assert torch.is_grad_enabled()
 
 
 @pytest.fixture(scope="module")

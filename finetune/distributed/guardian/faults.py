@@ -39,6 +39,11 @@ class Position:
     timed: bool = False
     waiting: str | None = None
     """The collective that it waits in."""
+    limit: float | None = None
+    """The most seconds that it may last, whatever the step timeout is. Beyond, `late` is the fault."""
+    late: str = ""
+    record: str = ""
+    """The run.json in which the guardian records that fault."""
     moves: int = 0
     age: float = 0.0
     """Seconds since it last moved."""

@@ -27,7 +27,7 @@ from finetune.distributed.guardian.faults import (
 )
 from finetune.distributed.guardian.hub import Hub
 from finetune.distributed.guardian.link import Link, Message, Peer
-from finetune.errors import Fault
+from finetune.errors import Fault, FinetuneError, RunFailedError
 
 
 class Worker(Link):
@@ -45,7 +45,9 @@ class Worker(Link):
         self._launcher_pid: int | None = settings["launcher_pid"]
         self._moved_at = 0.0
         self._stopped_since: float | None = None
+        self._is_alone = settings["world_size"] == 1
         self._memory_kills = deque([_memory_kills()], maxlen=10)
+        self._gentle_kills = iter([signal.SIGQUIT])  # ends a worker with exit code 3
 
     @property
     def is_stopped(self) -> bool:
@@ -76,6 +78,8 @@ class Worker(Link):
             summary = f"was killed during {self.position}: {place} ended without reporting an error"
             if _memory_kills() > self._memory_kills[0]:
                 summary += "; the kernel's out-of-memory killer was at work on that machine just then"
+        elif self.position.limit is not None and self.position.age > self.position.limit:
+            return Fault(rank=self._rank, summary=self.position.late)
         elif is_beat and (state := self._examine(now)) is not None:
             summary = state
         else:
@@ -97,16 +101,19 @@ class Worker(Link):
                 is_stopped = is_stopped and psutil.Process(self._launcher_pid).status() != psutil.STATUS_STOPPED
         except psutil.Error:
             return None
+        if is_stopped and self._is_alone:  # nobody waits for it, and its deadlines begin anew
+            self._moved_at = now
+            return None
         self._stopped_since = (self._stopped_since or now) if is_stopped else None
         if self._stopped_since is None or now - self._stopped_since < STOPPED_SECONDS:
             return None
         return f"is stopped (SIGSTOP) during {self.position}: its process is {self._pid} on {socket.gethostname()}"
 
     def kill(self) -> None:
-        """Kill the worker. While it is the parent, its number cannot belong to another process."""
+        """End the worker. While it is the parent, its number cannot belong to another process."""
         if os.getppid() == self._pid:
             with suppress(OSError):
-                os.kill(self._pid, signal.SIGKILL)
+                os.kill(self._pid, signal.SIGKILL if self.is_stopped else next(self._gentle_kills, signal.SIGKILL))
 
 
 def _memory_kills() -> int:
@@ -237,6 +244,11 @@ class Guardian:
                 peer.connection.shutdown(socket.SHUT_WR)
         if self._fault is not None and not self._is_released:
             self._worker.read(self._now)
+            if self._worker.position.record and not self._worker.has_said_bye:
+                from finetune.runs.record import RunRecord
+
+                with suppress(FinetuneError):
+                    RunRecord(Path(self._worker.position.record)).fail(f"{RunFailedError.__name__}: {self._fault}")
             # Not if the reader of stderr has stopped reading.
             if not self._worker.has_said_bye and select.select([], [2], [], LINGER_SECONDS)[1]:
                 with suppress(OSError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Sco
     }
 
 
+_LATER_SECONDS = 2.0
 _NEED_EXPECTED = ("exact_match", "json_equal", "token_f1")
 
 
@@ -152,17 +154,31 @@ class Rewards:
         """The functions that compare with expected answers."""
         return tuple(name for name in self.names if name in _NEED_EXPECTED)
 
-    def __call__(self, answers: Sequence[GeneratedAnswer]) -> list[list[float]]:
+    def __call__(
+        self,
+        answers: Sequence[GeneratedAnswer],
+        *,
+        deadline: Callable[[float, str], AbstractContextManager[None]] = lambda _seconds, _late: nullcontext(),
+    ) -> list[list[float]]:
         """Return the rewards of all functions for each answer, nan where one gives none.
+
+        `deadline` ends what call_within cannot: a C call that holds the interpreter's lock, see `Liveness.deadline`.
 
         Raises:
             DataError: a function fails.
         """
-        by_function = [
-            [self._scores[name](answer) for answer in answers] if name in self._scores else self._ask(name, answers)
-            for name in self.names
-        ]
+        by_function = []
+        for name in self.names:
+            score = self._scores.get(name)
+            with deadline(self.timeout_seconds + _LATER_SECONDS, self._late(name, answers)):
+                by_function.append(self._ask(name, answers) if score is None else [*map(score, answers)])
         return [list(of_answer) for of_answer in zip(*by_function, strict=True)]
+
+    def _late(self, name: str, answers: Sequence[GeneratedAnswer]) -> str:
+        return (
+            f"the reward function {name} has not returned after {self.timeout_seconds:g} s for {len(answers)} answers, "
+            f"the first to {answers[0].source}. Make it faster, or raise reward.timeout_seconds."
+        )
 
     def _ask(self, name: str, answers: Sequence[GeneratedAnswer]) -> list[float]:
         """Call a function of the user's."""
@@ -195,10 +211,7 @@ class Rewards:
                 self.timeout_seconds, lambda: self._own[name](**arguments), name=f"reward function {name}"
             )
         except DeadlineExceededError:
-            raise DataError(
-                f"the reward function {name} has not returned after {self.timeout_seconds:g} s for {first}. Make it "
-                "faster, or raise reward.timeout_seconds."
-            ) from None
+            raise DataError(self._late(name, answers)) from None
         except (Exception, SystemExit) as error:  # it is the user's own code, which may call sys.exit
             raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
 

@@ -370,5 +370,7 @@ def reward_on_main(
     with setup.runtime.collectives.failing_together("rewarding answers"):
         if setup.runtime.is_main_process:
             stops = stops_of(setup)
-            values = rewards([prompts.answer(row, ids, stops) for row, ids in zip(rows, answers, strict=True)])
+            given = [prompts.answer(row, ids, stops) for row, ids in zip(rows, answers, strict=True)]
+            record = "" if setup.journal is None else str(setup.journal.folder.record_file)
+            values = rewards(given, deadline=partial(setup.runtime.liveness.deadline, record=record))
     return setup.runtime.collectives.broadcast_from_main(values)
