@@ -19,6 +19,7 @@ from finetune.config.compose import compose
 from finetune.config.config_files import (
     GROUPS,
     MADE_FOR,
+    files_in,
     is_address,
     is_list_or_glob,
     is_path,
@@ -186,7 +187,7 @@ def _existing(group: str, answer: str) -> str:
         raise typer.BadParameter(str(error).removeprefix("command line: ")) from None
     if path is None:
         raise typer.BadParameter(f"{answer} leaves {group}.path open. Give a path or a hub id.")
-    if not is_list_or_glob(answer) and not where.exists() and not is_address(path):
+    if not is_list_or_glob(files_in(answer)) and not where.exists() and not is_address(path):
         if path.startswith((".", "/", "~")) or path.count("/") != 1 or suffix_of(where) in SUFFIXES:
             raise typer.BadParameter(f"there is no file or folder {path} (looked in {Path.cwd()}).")
         say(f"{path} is not a folder here: it is read from the Hugging Face Hub.")
