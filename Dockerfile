@@ -15,6 +15,7 @@ COPY pyproject.toml README.md LICENSE /opt/finetune/
 COPY finetune /opt/finetune/finetune
 COPY configs /opt/finetune/configs
 COPY recipes /opt/finetune/recipes
+COPY docs /opt/finetune/docs
 RUN pip install -c /opt/finetune/constraints.txt "/opt/finetune[report]"
 
 # A run needs no more rights than its own folder.

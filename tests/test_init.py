@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from finetune.config import load_config
 from finetune.config.compose import compose
+from finetune.config.config_files import resolve_shipped
 from finetune.config.keys import fields
 from finetune.config.schema import Config
 from tests.in_process import run_finetune
@@ -139,3 +141,21 @@ def test_the_file_trains():
     done = run_finetune("train", "mine.yaml", *words)
     assert done.returncode == 0, done.stdout
     assert Path("runs/chats-phi_tiny/adapter/adapter_model.safetensors").is_file()
+
+
+def test_a_base_model_without_a_template_is_told_so_with_the_shipped_ones():
+    folder = Path("base")
+    shutil.copytree(resolve_shipped("shipped:phi_tiny"), folder)
+    assert "DECIDE" not in printed("model=./base", "data=chats.jsonl")
+    (folder / "chat_template.jinja").unlink()
+    told = " ".join(printed("model=./base", "data=chats.jsonl").replace("\n# ", " ").split())
+    assert "DECIDE: ./base has no chat template, which rows of messages need. Set data.chat_template=plain" in told
+    for name in ("alpaca", "chatml", "gemma", "llama3", "mistral", "phi4_mini"):
+        assert name in told.partition("# Train it")[2].partition("have their tokens.")[0]
+    for chosen in ("data.chat_template=chatml", "data.format=text", "model.tokenizer=shipped:phi_tiny"):
+        assert "DECIDE" not in printed("model=./base", "data=chats.jsonl", chosen)
+    Path("theirs.yml").write_text("base_model: ./base\nsequence_len: 8\ndatasets: [{path: chats.jsonl}]\n")
+    assert "# DECIDE: ./base has no chat template" in printed("--from", "theirs.yml")
+    assert "has no chat template" not in printed("--from", "theirs.yml", "data.chat_template=plain")
+    (folder / "tokenizer_config.json").write_text("[")  # the model is loaded later, with a message of its own
+    assert "has no chat template" not in printed("model=./base", "data=chats.jsonl")

@@ -93,7 +93,7 @@ SHOWN = {
         ["upgrade", "finished/run", "--python", "no/such/python"],
         ["--python is no/such/python, which cannot be started"],
     ),
-    "export": (["export", "merged", "ollama"], ["Written to ollama: Modelfile", "ollama create my-model -f Modelfile"]),
+    "export": (["export", "merged"], ["Written to merged-ollama: Modelfile", "ollama create my-model -f Modelfile"]),
 }
 """Words of each command, and values that must be whole."""
 STARTS_PROCESSES = dict.fromkeys(("sweep", "merge", "export"), (pytest.mark.warm, pytest.mark.process))
@@ -116,7 +116,7 @@ def test_a_command_fits_its_terminal_and_cuts_nothing(command, here):
     if command == "export" and not Path("merged").is_dir():
         run_on_terminal(columns, *SHOWN["merge"][0])
     if command in ("export", "merge"):
-        shutil.rmtree(words[-1], ignore_errors=True)
+        shutil.rmtree("merged-ollama" if command == "export" else words[-1], ignore_errors=True)
     keys = {"chat": b"\x04", "init": b"base\n"}.get(command, b"")
     Path("new.yaml").unlink(missing_ok=True)
     done = run_on_terminal(columns, *words, keys=keys)

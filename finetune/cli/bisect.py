@@ -15,6 +15,7 @@ from finetune.cli.run_options import (
     RunFolderArgument,
     SetOption,
     StepsOption,
+    find_run_folder,
     refuse_several_processes,
 )
 from finetune.errors import RunFailedError
@@ -57,7 +58,7 @@ def bisect(
 
     with waiting("comparing steps"):
         if other and is_run:
-            result = bisect_runs(run, Path(other[0]), settings or [])
+            result = bisect_runs(run, find_run_folder(Path(other[0])), settings or [])
         elif other:
             result = bisect_overrides(run, other, read_steps_option(steps, run), settings or [])
         else:
@@ -91,8 +92,8 @@ def _show(result: Bisection) -> None:
 
 
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another run's folder.")],
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", callback=find_run_folder)],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Another run's folder.", callback=find_run_folder)],
     as_json: JsonOption = False,
 ) -> None:
     """Compare two runs: config, versions, data, world, results. Exit code 1 if they differ."""

@@ -162,15 +162,20 @@ def help_command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[NAME]", help="A command (config show), a task (dpo), a key (lora.r) or a model (phi4)."
+            metavar="[NAME]",
+            help="A command (config show), a task (dpo), a key (lora.r), a model (phi4), or a word to search for.",
         ),
     ] = None,
 ) -> None:
-    """Explain a command, a task or a key: `finetune help plan`, `finetune help dpo`, `finetune help lora.r`."""
-    from finetune.cli.help import explain_topic
+    """Explain a command, a task or a key, such as plan, dpo or lora.r, or search keys, tasks and pages for a word."""
+    from finetune.cli.help import explain_topic, search
 
-    if not explain_topic(words or []):
-        app([*(words or []), "--help"], prog_name="finetune")
+    words = words or []
+    if explain_topic(words):
+        return
+    commands: Any = typer.main.get_command(app)
+    if len(words) != 1 or words[0] in (*commands.list_commands(None), *_MEANT) or not search(words[0]):
+        app([*words, "--help"], prog_name="finetune")
 
 
 @app.command(cls=_TakesOverrides)

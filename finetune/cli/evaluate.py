@@ -18,6 +18,7 @@ from finetune.cli.run_options import (
     OptionRules,
     RunFolderArgument,
     SetOption,
+    find_run_folder,
     log_as_this_rank,
     refuse_missing_folder,
 )
@@ -52,7 +53,12 @@ def evaluate(
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="RUN2", help="Compare with another run on the same rows, not with the base.")
+        Path | None,
+        typer.Option(
+            metavar="RUN2",
+            help="Compare with another run on the same rows, not with the base.",
+            callback=find_run_folder,
+        ),
     ] = None,
     fail_if_worse: Annotated[
         list[str] | None,

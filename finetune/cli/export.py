@@ -18,6 +18,7 @@ from finetune.cli.run_options import (
     OptionRules,
     RunFolderArgument,
     SetOption,
+    find_run_folder,
     refuse_password,
     refuse_several_processes,
 )
@@ -37,13 +38,23 @@ _TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0", *_QUANTIZED), "--onnx": ("f32
 """The types of weights that each format can store."""
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
-    Path, typer.Argument(metavar="OUT", help="The folder to write. It must not exist, or be empty.")
+    Path | None,
+    typer.Argument(
+        metavar="[OUT]",
+        help="The folder to write. It must not exist, or be empty. Default: runs/a-gguf for runs/a, for example.",
+    ),
 ]
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    """Return the default folder to write: runs/a-merged for runs/a."""
+    folder = folder if folder.name.strip(".") else folder.resolve()
+    return folder.with_name(f"{folder.name}-{suffix}")
 
 
 def merge(
     run_folder: RunFolderArgument,
-    out: OutArgument,
+    out: OutArgument = None,
     dtype: Annotated[
         Literal["base", "float32", "bfloat16", "float16"],
         typer.Option(help="The type to store weights in. `base` takes the base model's."),
@@ -69,6 +80,7 @@ def merge(
 
     refuse_several_processes("merge")
     configure_logs(rank=0)
+    out = out or _beside(run_folder, "merged")
     refuse_taken(out)
     run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
 
@@ -98,9 +110,10 @@ def export(
         typer.Argument(
             metavar="MODEL",
             help="A folder that `finetune merge` wrote; with --lora, --compress, --imatrix or --smallest, a run's.",
+            callback=find_run_folder,
         ),
     ],
-    out: OutArgument,
+    out: OutArgument = None,
     gguf: Annotated[bool, typer.Option("--gguf", help="Convert to GGUF with llama.cpp's converter.")] = False,
     lora: Annotated[
         bool, typer.Option("--lora", help="With --gguf: convert a run's adapter, and its base beside it.")
@@ -175,6 +188,8 @@ def export(
 
     With --smallest, try all types on a run from small to large, and keep the first that answers as the run does.
     """
+    from finetune.export.out_folder import refuse_taken
+
     refuse_several_processes("export")
     rules = OptionRules(
         {
@@ -214,6 +229,9 @@ def export(
     rules.need("--max-difference", "--onnx")
     rules.need("--allow-differences", "--gguf", "--onnx")
     configure_logs(rank=0)
+    chosen = {"lora": lora, "gguf": gguf, "onnx": onnx, "smallest": smallest, compress or "ollama": True}
+    out = out or _beside(model_folder, next(name for name, is_chosen in chosen.items() if is_chosen))
+    refuse_taken(out)
     if compress is not None:
         _export_compressed(model_folder, out, compress, rows or 256, settings or [])
         return
@@ -250,7 +268,10 @@ def export(
 
 def push(
     source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote.")
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A run's folder, or one that `finetune merge` wrote.", callback=find_run_folder
+        ),
     ],
     repository: Annotated[
         str, typer.Argument(metavar="OWNER/NAME", help="The repository on the hub.", callback=refuse_password)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from finetune.cli.overrides import DEFAULT_TASK
 from finetune.config.compose import compose, list_configs
+from finetune.config.config_files import shipped_folder
 from finetune.config.keys import did_you_mean_key, expected, fields, values
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.render import inline_yaml
@@ -24,6 +26,8 @@ _FREQUENT = {
     "Measuring and reporting": ("validation.validate_every", "training.report_to"),
 }
 """The keys that most runs set."""
+_MOST_FOUND = 10
+"""How many keys and pages a search shows."""
 
 
 def show_frequent_keys() -> None:
@@ -70,6 +74,29 @@ def _explain_file(word: str) -> bool:
     if not {"_", "."}.isdisjoint(word) and (hint := did_you_mean_key(word)):  # other words resemble a command
         raise ConfigError(f"{word}: there is no command, task or key of this name. {hint}")
     return False
+
+
+def search(word: str) -> bool:
+    """List the keys, config files and pages of the documentation that have this word. Return whether any has it."""
+    has_word = re.compile(rf"(?<![a-z]){re.escape(word)}s?(?![a-z])", re.IGNORECASE)
+    folder = shipped_folder("docs")
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(folder.rglob("*.md"))}
+    counts = {page: len(has_word.findall(text)) for page, text in pages.items()}
+    ranked = sorted(filter(counts.get, pages), key=lambda page: -counts[page])[:_MOST_FOUND]
+    files = [(f"{group}={name}", text) for group, choices in list_configs().items() for name, text in choices]
+    keys = [(key, _meaning(key)) for key in fields()]
+    found = {
+        "Keys": [(key, text) for key, text in keys if has_word.search(f"{key} {text}")][:_MOST_FOUND],
+        "Models, rows, tasks and runs": [(name, text) for name, text in files if has_word.search(f"{name} {text}")],
+        f"Pages in {folder}": [
+            (page.relative_to(folder).as_posix(), pages[page].partition("\n")[0].lstrip("# ")) for page in ranked
+        ],
+    }
+    for title, entries in found.items():
+        say(title) if entries else None
+        for name, text in entries:
+            say(f"  {name:<33} {text}", indent=" " * 36)
+    return any(found.values())
 
 
 def find_task(word: str) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,6 +19,7 @@ from finetune.config.compose import compose
 from finetune.config.config_files import (
     GROUPS,
     MADE_FOR,
+    files_in,
     is_address,
     is_list_or_glob,
     is_path,
@@ -26,7 +29,7 @@ from finetune.config.config_files import (
     shipped_folder,
 )
 from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
-from finetune.config.schema import AUTO_VALIDATION, name_files
+from finetune.config.schema import AUTO_VALIDATION, Config, name_files
 from finetune.data.examples import holds_out_by_default
 from finetune.data.readers import SUFFIXES, suffix_of
 from finetune.errors import ConfigError
@@ -63,7 +66,8 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
         if is_asking and file is None:
             file = _file_of(config.output_dir)
             _refuse_existing(file)
-        text = commented_run_file(config, _group_files(overrides), file or "FILE.yaml")
+        notes = (_template_to_choose(config), ())
+        text = commented_run_file(config, _group_files(overrides), file or "FILE.yaml", notes=notes)
     if file is None:
         sys.stdout.write(text)
         return
@@ -95,8 +99,33 @@ def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | No
     is_open = {"model.path": not (config.model.path or config.model.config), "data.path": not config.data.label}
     is_open["data.path"] &= not any(line.startswith("# DECIDE: Set data.path") for line in decide)
     decide += [f"# DECIDE: Set {key}, or add it to the command." for key, is_missing in is_open.items() if is_missing]
+    decide += _template_to_choose(config)
     groups = {group: name for group, name in _group_files(overrides).items() if group in chosen}
     return commented_run_file(config, groups, file or "FILE.yaml", came_from, (decide, settled))
+
+
+def _template_to_choose(config: Config) -> list[str]:
+    """Return a comment if the model's tokenizer has no chat template. One that is only on the hub is not looked at."""
+    from finetune.config.hub import Repository, cached_file
+    from finetune.data.chat_template import WITHOUT_TEMPLATE
+
+    name = config.model.tokenizer or config.model.path
+    if name is None or config.data.chat_template or config.model.chat_template or config.data.format == "text":
+        return []
+    folder = Path(resolve_shipped(name)).expanduser()
+
+    def find(file: str) -> Path | None:
+        in_cache = None if folder.is_dir() else cached_file(Repository(name, config.model.revision, "model"), file)
+        return folder / file if (folder / file).is_file() else in_cache
+
+    with suppress(OSError, ValueError, AttributeError):  # ValueError: no JSON, or no hub id
+        settings = find("tokenizer_config.json")
+        if settings is None or json.loads(settings.read_text(encoding="utf-8")).get("chat_template"):
+            return []
+        if not find("chat_template.jinja") and not find("chat_template.json"):
+            advice = f"DECIDE: {name} has no chat template, which rows of messages need. Set {WITHOUT_TEMPLATE}."
+            return [f"# {line}" for line in textwrap.wrap(advice, width=98, break_on_hyphens=False)]
+    return []
 
 
 def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) -> list[str]:
@@ -158,7 +187,7 @@ def _existing(group: str, answer: str) -> str:
         raise typer.BadParameter(str(error).removeprefix("command line: ")) from None
     if path is None:
         raise typer.BadParameter(f"{answer} leaves {group}.path open. Give a path or a hub id.")
-    if not is_list_or_glob(answer) and not where.exists() and not is_address(path):
+    if not is_list_or_glob(files_in(answer)) and not where.exists() and not is_address(path):
         if path.startswith((".", "/", "~")) or path.count("/") != 1 or suffix_of(where) in SUFFIXES:
             raise typer.BadParameter(f"there is no file or folder {path} (looked in {Path.cwd()}).")
         say(f"{path} is not a folder here: it is read from the Hugging Face Hub.")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from finetune.cli.run_options import find_run_folder
 from finetune.distributed.environment import is_first_process
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
@@ -22,7 +23,12 @@ _FILE_NAME = "report.html"
 
 def report(
     run_folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN_FOLDER…", help="The folder of one run, or of several to compare.")
+        list[Path],
+        typer.Argument(
+            metavar="RUN_FOLDER…",
+            help="The folder of one run, or of several to compare.",
+            callback=lambda folders: [find_run_folder(folder) for folder in folders],
+        ),
     ],
     output: Annotated[
         Path | None,

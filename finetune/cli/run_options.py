@@ -6,16 +6,31 @@ import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
+from finetune.config.config_files import SAVED_CONFIG
 from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
 
+Folder = TypeVar("Folder", Path, Path | None)
+
+
+def find_run_folder(folder: Folder) -> Folder:
+    """Return `runs/NAME` if there is no folder NAME here, but a run of this name in `runs`. Else return the folder."""
+    in_runs = Path("runs", folder or "")
+    return in_runs if folder and not folder.exists() and (in_runs / SAVED_CONFIG).is_file() else folder
+
+
 RunFolderArgument = Annotated[
-    Path, typer.Argument(metavar="RUN_FOLDER", help="A run's folder, for example runs/quickstart.")
+    Path,
+    typer.Argument(
+        metavar="RUN_FOLDER",
+        help="A run's folder, or its name in runs: runs/quickstart, or quickstart.",
+        callback=find_run_folder,
+    ),
 ]
 CheckpointOption = Annotated[
     str | None, typer.Option("--checkpoint", help="Use this checkpoint: a step, or `latest`. Default: adapter/.")

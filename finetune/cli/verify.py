@@ -15,6 +15,7 @@ from finetune.cli.run_options import (
     JsonOption,
     OptionRules,
     SetOption,
+    find_run_folder,
     refuse_missing_folder,
     refuse_several_processes,
 )
@@ -33,7 +34,9 @@ def verify(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER_OR_RUN", help="A run's folder, or one that `finetune merge` or `finetune export` wrote."
+            metavar="FOLDER_OR_RUN",
+            help="A run's folder, or one that `finetune merge` or `finetune export` wrote.",
+            callback=find_run_folder,
         ),
     ],
     vectors: Annotated[

@@ -31,6 +31,7 @@ from finetune.config.config_files import (
     SAVED_CONFIG,
     SHIPPED_PREFIX,
     absolute,
+    files_in,
     find_file,
     is_file_of_rows,
     is_path,
@@ -342,7 +343,7 @@ def _with_keys(overrides: Sequence[str], problems: list[str], origin: str) -> li
         problems.append(f"{origin}: {several}: choose the data once. For several sources write data.mixture=[…].")
     if not files:
         return list(overrides)
-    data = files[0] if len(files) == 1 else json.dumps(files, ensure_ascii=False)  # a shell expands *.jsonl
+    data = files_in(files[0]) if len(files) == 1 else json.dumps(files, ensure_ascii=False)  # a shell expands *.jsonl
     return [f"data={data}", *(override for override in overrides if override not in files)]
 
 
@@ -366,8 +367,8 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     """Read the settings of a chosen file in today's spelling, or set the section's path."""
     if is_path(group, choice.name):
         origin = f"{choice.place}: {group}={choice.name}"
-        if group == "data" and choice.name.startswith("["):
-            return [replace(it, origin=origin) for it in read_value((group, "path"), choice.name, [], as_text=True)]
+        if group == "data" and (files := files_in(choice.name)).startswith("["):
+            return [replace(it, origin=origin) for it in read_value((group, "path"), files, [], as_text=True)]
         return [Setting(key=(group, "path"), value=choice.name, origin=origin)]
     path = find_file(group, choice.name, choice.place, problems)
     if path is None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from contextlib import suppress
 from glob import iglob
 from pathlib import Path
@@ -42,7 +44,7 @@ LOCAL = "file://"
 _SUFFIXES = (".yaml", ".yml")
 
 
-def shipped_folder(name: Literal["configs", "recipes"]) -> Path:
+def shipped_folder(name: Literal["configs", "recipes", "docs"]) -> Path:
     """Return the folder inside an installed wheel, or beside the package in a checkout of the repository.
 
     Raises:
@@ -78,13 +80,20 @@ def is_path(group: str, name: str) -> bool:
     """
     if group not in PATH_INSTEAD or name.endswith(_SUFFIXES) or name in _named_files(group):
         return False
-    is_several = group == "data" and is_list_or_glob(name)
+    is_several = group == "data" and is_list_or_glob(files_in(name))
     return is_several or "/" in name or name.startswith(("~", SHIPPED_PREFIX)) or path_exists(name)
 
 
 def is_list_or_glob(name: str) -> bool:
     """Return whether a name is several files of rows, ``[a.jsonl, b.jsonl]`` or ``*.jsonl``, and not an address."""
     return name.startswith("[") or ("://" not in name and ("*" in name or "?" in name))
+
+
+def files_in(name: str) -> str:
+    """Return `a.csv,b.jsonl` as a list if one of these files exists. Return any other name as it is."""
+    parts = name.split(",")
+    is_several = len(parts) > 1 and not name.startswith("[") and not path_exists(name) and any(map(path_exists, parts))
+    return json.dumps(parts, ensure_ascii=False) if is_several else name
 
 
 def is_address(path: str) -> bool:
@@ -104,7 +113,7 @@ def is_file_of_rows(argument: str) -> bool:
     """Return whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
     if is_run_file(argument):
         return False
-    return is_list_or_glob(argument) or (path_exists(argument) and Path(argument).expanduser().is_file())
+    return is_list_or_glob(files_in(argument)) or (path_exists(argument) and Path(argument).expanduser().is_file())
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
@@ -121,8 +130,10 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         problems.append(f"{choice}: the file {problem} (looked in {Path.cwd()})")
         return None
     files = _named_files(group)
-    # Names that people know are read as ours: task=lora is task=finetune_lora.
-    ours = next((known for known in (name, f"finetune_{name}", _TASKS_ELSEWHERE.get(name)) if known in files), None)
+    # Names that people know are read as ours: task=lora is task=finetune_lora, and qwen2.5-7b is qwen2_5_7b.
+    spelled = re.sub("[-.]", "_", name.lower())
+    names = (name, spelled, f"finetune_{spelled}", _TASKS_ELSEWHERE.get(name))
+    ours = next((known for known in names if known in files), None)
     if ours is not None:
         return files[ours]
     if group == RUN_FILES and (saved := Path(name).expanduser() / SAVED_CONFIG).is_file():

@@ -111,6 +111,8 @@ VALUES = {
     "lora.init": "true=default default pissa pissa_niter_4=pissa_fast pissa_niter_16=pissa_fast",
     "lora.quantize": "4=nf4",
     "data.on_long_row": "drop truncate=warn raise=refuse",
+    "data.chat_template": "alpaca chatml llama3 gemma gemma2=gemma gemma3=gemma mistral mistral_v2v3=mistral "
+    "jinja= tokenizer_default=",
     "model.attention": "sdpa eager flash_attention_2= flash_attention_3= flex_attention=",
     "checkpoint.best_metric": "loss eval_loss=loss",
     "checkpoint.save_every_epochs": "epoch=1 no=null false=null steps= best=",

@@ -302,7 +302,7 @@ class DataSection(Section):
     train_on: RowKey[Literal["all", "last", "each_turn"]] = "all"
     """The answers of a conversation that carry loss: all, the last, or each one after the turns as they are served."""
     chat_template: RowKey[str | None] = None
-    """A chat template in place of the tokenizer's own: `phi4_mini`, with tool calls; `plain`; or a .jinja file."""
+    """In place of the tokenizer's own: alpaca, chatml, gemma, llama3, mistral, phi4_mini, plain, or a .jinja file."""
     template_date: RowKey[str | None] = None
     """The date for a chat template that asks for today's (SmolLM3, Llama 3.2): 2026-11-27. Default: today's."""
     max_length: RowKey[PositiveInt] = 2048

@@ -53,6 +53,16 @@ _DEFAULTS: dict[str, dict[str, object]] = {
 UNKNOWN = "UNKNOWN: finetune does not know these names and did nothing with them."
 OFF = f"{NOTHING}: these are off, or ask for what finetune does anyway."
 _EMPTY = f"{NOTHING}: these have no value."
+_PROMPT_FORMAT = (
+    "Set data.chat_template to a shipped template or a .jinja file of this prompt format. Without it, the model's own "
+    "chat template is used."
+)
+_ALPACA_INPUT = (
+    "Set data.chat_template, if your rows have an input. axolotl writes it below ### Input:, and the template alpaca "
+    "below the instruction."
+)
+_TYPES = ("chat_template", "completion", "input_output", "sharegpt", "pretrain")
+"""The types of axolotl's data sets that have no prompt format of their own."""
 _SECRET = re.compile("(hub_token|api_key|secret|password|auth_token|webhook_url)$")
 
 Answer = tuple[dict[str, Any], str]
@@ -203,10 +213,7 @@ def _answer(name: str, key: str, value: Any, source: Translation) -> Answer:
         return ({key: [value] if key == "training.report_to" else value}, "") if value else ({}, OFF)
     if isinstance(value, str) and key in _LISTS:
         value = [part.strip() for part in value.split(",")]
-    choices = {
-        theirs: ours if equals else theirs
-        for theirs, equals, ours in (choice.partition("=") for choice in VALUES.get(key, "").split())
-    }
+    choices = _choices(key)
     chosen = [str(part).lower() for part in (value if isinstance(value, list) else [value])]
     if not choices:
         return {key: value}, ""
@@ -214,6 +221,12 @@ def _answer(name: str, key: str, value: Any, source: Translation) -> Answer:
         return {}, f"Choose {key}. {fields()[key].description}"
     ours = [yaml.safe_load(choices[part]) for part in chosen if choices[part]]
     return {key: ours if key in _LISTS else ours[0]} if ours else {}, "" if ours else OFF
+
+
+def _choices(key: str) -> dict[str, str]:
+    """Map the values elsewhere for one of our keys to ours."""
+    pairs = (choice.partition("=") for choice in VALUES.get(key, "").split())
+    return {theirs: ours if equals else theirs for theirs, equals, ours in pairs}
 
 
 def _add(key: tuple[str, ...], value: Any, setting: Setting, translation: Translation) -> str:
@@ -369,11 +382,9 @@ def _convert_rows(name: str, value: Any, _: Translation) -> Answer | None:
     """Convert names of rows and templates."""
     match name:
         case "chat_template" | "chat_template_jinja" | "chat_template_path" | "template":
-            is_file = str(value).endswith(".jinja")
-            note = (
-                f"{NOTHING} for a chat model: its own template is used. data.chat_template takes a .jinja file instead."
-            )
-            return ({"data.chat_template": value}, "") if is_file else ({}, note)
+            if str(value).endswith(".jinja"):
+                return {"data.chat_template": value}, ""
+            return None if str(value).lower() in _choices("data.chat_template") else ({}, _PROMPT_FORMAT)
         case "dataset_text_field":
             return ({"data.columns.text": value}, "") if value != "text" else ({}, OFF)
         case "dataset" | "eval_dataset":
@@ -391,7 +402,9 @@ def _data_sets(entries: list[Any]) -> Answer:
     columns = "instruction input output system tools prompt completion label chosen rejected"
     ours = {f"field_{name}": name for name in columns.split()} | {"field": "text"}
     known = {*ours, "path", "data_files", "split", "name", "revision", "type", "ds_type", "message_property_mappings"}
+    known |= {"chat_template"}
     sources, left_out = [], []
+    formats: set[str] = set()
     for entry in entries:
         given = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
         given |= given["type"] if isinstance(given.get("type"), Mapping) else {}
@@ -402,11 +415,20 @@ def _data_sets(entries: list[Any]) -> Answer:
         source |= {"name": given.get("name"), "revision": given.get("revision")}
         source["columns"] = {ours[name]: given[name] for name in ours if given.get(name) not in (None, ours[name])}
         sources.append({key: part for key, part in source.items() if part})
+        row_type = given["type"].partition(".")[0] if isinstance(given.get("type"), str) else ""
+        prompt_format = given.get("chat_template") or (row_type if row_type not in _TYPES else "")
+        formats.add(_choices("data.chat_template").get(str(prompt_format), str(prompt_format)))
         left_out += [
             f"{name}: {inline_yaml(part)}" for name, part in given.items() if name not in known | {*ours} and part
         ]
     note = f"Look at what was left out of datasets: {'; '.join(dict.fromkeys(left_out))}." if left_out else ""
+    shared: dict[str, Any] = {}
+    if len(formats) > 1 or not formats <= {"", *_choices("data.chat_template").values()}:
+        note = f"{_PROMPT_FORMAT} datasets has {', '.join(sorted(formats - {''}))}. {note}".rstrip()
+    elif prompt_format := formats.pop() if formats else "":
+        shared = {"data.chat_template": prompt_format}
+        note = f"{_ALPACA_INPUT} {note}".rstrip() if prompt_format == "alpaca" else note
     if len(sources) != 1:
-        return {"data.mixture": sources}, note
+        return {"data.mixture": sources, **shared}, note
     renamed = {f"data.columns.{name}": theirs for name, theirs in sources[0].pop("columns", {}).items()}
-    return {f"data.{key}": part for key, part in sources[0].items()} | renamed, note
+    return {f"data.{key}": part for key, part in sources[0].items()} | renamed | shared, note

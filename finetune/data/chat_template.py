@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _TEMPLATES = Path(__file__).parent / "chat_templates"
-WITHOUT_TEMPLATE = "data.chat_template=plain (Instruct: … Output: …), or data.chat_template=FILE.jinja for your own"
+WITHOUT_TEMPLATE = (
+    "data.chat_template=plain (Instruct: … Output: …) or alpaca (### Instruction: …), which need no special tokens, or "
+    "data.chat_template=FILE.jinja for your own. chatml, gemma, llama3, mistral and phi4_mini are for tokenizers that "
+    "have their tokens"
+)
 """What to set for a tokenizer without a chat template."""
 _DATE_CALL = re.compile(r"""strftime_now\(\s*(?P<quote>['"])(?P<format>[^'"]*)(?P=quote)\s*\)""")
 """The function that transformers gives to templates."""

@@ -29,6 +29,9 @@ TrainOn = Literal["all", "last"]
 
 _PROBE = dialogue_of([text_turn("user", "a"), text_turn("assistant", "b")])
 
+_MARKER = re.compile(r"<\|?\w+\|?>")
+"""What looks like a special token."""
+
 
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
@@ -110,9 +113,12 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     for token_id in ids[first + 1 :]:
         if token_id in special_ids:
             return token_id
+    vocabulary = tokenizer.get_vocab()
+    unknown = dict.fromkeys(marker for marker in _MARKER.findall(probe.text) if marker not in vocabulary)
+    reason = f", because the tokenizer has no token {' and no '.join(unknown)}" if unknown else ""
     raise DataError(
-        f"the chat template ends an answer with no special token (it renders {quote(probe.text)}), so a tuned "
-        "model could not learn to stop. Use another template: data.chat_template."
+        f"the chat template ends an answer with no special token (it renders {quote(probe.text)}){reason}, so a tuned "
+        f"model could not learn to stop. Set another template: {WITHOUT_TEMPLATE}."
     )
 
 

@@ -7,6 +7,7 @@ import pytest
 from finetune.config.compose import as_overrides, compose
 from finetune.errors import ConfigError
 from tests.in_process import run_finetune
+from tests.launches import REPOSITORY
 
 
 @pytest.mark.parametrize(
@@ -67,9 +68,15 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
         ("help plan", 0, ["finetune plan", "--probe"]),
         ("help dpo", 0, ["finetune_preferences", "DPO", "preference.beta=0.1"]),
         ("help lora.r", 0, ["Rank of each update. Default: 16.", "a whole number above 0"]),
-        ("help nothing", 2, ["No such command"]),
+        ("help nosuchword", 2, ["No such command"]),
+        ("help evaluat", 2, ["Did you mean 'evaluate'?"]),
+        ("help vision", 0, [f"Pages in {REPOSITORY / 'docs'}", "phi.md", "The Phi family"]),
+        ("help dropout", 0, ["Keys", "lora.dropout", "Default: 0.0", "Pages in"]),
+        ("help 8-bit", 0, ["Pages in"]),
+        ("help Qwen3", 0, ["Models, rows, tasks and runs", "model=qwen3_4b", "models.md"]),
         ("help lora_r", 2, ["Did you mean lora.r?"]),
         ("help phi4", 0, ["model=phi4: Phi-4", "finetune config show model=phi4"]),
+        ("help list", 2, ["Did you mean 'runs'?"]),
         ("list", 2, ["Did you mean 'runs'?"]),
         ("qlora --config x.yaml", 2, ["Did you mean 'train task=finetune_qlora'?"]),
         ("config show --lora.target-modules q k v", 2, ["with commas: lora.target_modules=q,k,v."]),

@@ -95,6 +95,34 @@ def test_a_file_of_rows_needs_no_key(write):
     assert compose(["chats.jsonl"], run="quickstart").data.path == "chats.jsonl"
 
 
+def test_several_files_are_separated_by_commas(write):
+    write("a.jsonl")
+    write("b.csv")
+    config = compose(["data=a.jsonl,b.csv", "model=phi_tiny"])
+    assert config == compose(["a.jsonl,b.csv", "model=phi_tiny"]) == compose(["a.jsonl", "b.csv", "model=phi_tiny"])
+    assert config.data.path == ["a.jsonl", "b.csv"]
+    write("r.yaml", "data: a.jsonl,b.csv\n")
+    assert compose([], run="r.yaml", complete=False).data.path == ["a.jsonl", "b.csv"]
+    assert compose(["data=a.jsonl,gone.csv", "model=phi_tiny"]).data.path == [
+        "a.jsonl",
+        "gone.csv",
+    ]  # refused when read
+    assert "there is no configs/data/c.csv,d.csv.yaml" in problem_of("data=c.csv,d.csv")
+    write("a.jsonl,b.csv")  # a file's own name wins
+    assert compose(["data=a.jsonl,b.csv", "model=phi_tiny"]).data.path == "a.jsonl,b.csv"
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [("phi4-mini", "phi4_mini"), ("Phi4-mini", "phi4_mini"), ("qwen2.5-7b", "qwen2_5_7b"), ("phi-tiny", "phi_tiny")],
+)
+def test_dashes_and_dots_in_the_name_of_a_config_are_underscores(write, typed, name):
+    assert compose([f"model={typed}", "data=orders"]).model == compose([f"model={name}", "data=orders"]).model
+    write(f"{typed}/config.json", "{}")
+    assert compose([f"model={typed}", "data=orders"]).model.path == typed
+    assert compose(["task=finetune-lora"], complete=False) == compose(["task=finetune_lora"], complete=False)
+
+
 def test_the_data_is_chosen_once(write):
     write("a.jsonl")
     write("b.jsonl")

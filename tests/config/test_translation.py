@@ -250,7 +250,7 @@ EXPECTED = {
 DECIDED = {
     "axolotl-lora.yml": ["shards: 4", "N times as many", "evals_per_epoch: 4", "lora_rr: 3  Did you mean lora_r?"],
     "axolotl-dpo.yml": ["trust_remote_code: true", "warmup_ratio: 0.03", "offload_params: true"],
-    "llama-factory-lora.yaml": ["Set data.path to the files of these rows"],
+    "llama-factory-lora.yaml": ["Set data.path to the files of these rows", "Set data.chat_template", "template: phi4"],
     "llama-factory-full.yaml": ["Set data.path"],
     "trl.yaml": [],
     "arguments.py.txt": ["Set training.method", "Set model.path", "Set data.path"],
@@ -297,6 +297,40 @@ def test_no_setting_is_dropped(name):
         assert line in before_keys
     assert all(len(line) <= 100 for line in comments if line.startswith("# DECIDE"))
     assert "hf_secret" not in text
+
+
+AXOLOTL = "base_model: org/base\nsequence_len: 8\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "template", "comment"),
+    [
+        (f"{AXOLOTL}datasets: [{{path: a.jsonl, type: alpaca}}]", "alpaca", "DECIDE: Set data.chat_template, if"),
+        (f"{AXOLOTL}datasets: [{{path: a.jsonl, type: chatml.intel}}]", "chatml", ""),
+        (f"{AXOLOTL}datasets: [{{path: a.jsonl, type: chat_template, chat_template: llama3}}]", "llama3", ""),
+        (f"{AXOLOTL}datasets: [{{path: a, type: chat_template}}]\nchat_template: gemma3", "gemma", ""),
+        (f"{AXOLOTL}datasets: [{{path: a, type: alpaca}}, {{path: b, type: alpaca}}]", "alpaca", ""),
+        (f"{AXOLOTL}datasets: [{{path: a, type: alpaca}}, {{path: b}}]", None, "DECIDE: Set data.chat_template to"),
+        (f"{AXOLOTL}datasets: [{{path: a, type: gpteacher}}]", None, "datasets has gpteacher."),
+        (
+            f"{AXOLOTL}datasets: [{{path: a, type: alpaca}}]\nchat_template: chatml",
+            "alpaca",
+            "DECIDE: Choose data.chat",
+        ),
+        (f"{AXOLOTL}chat_template: mistral_v2v3", "mistral", ""),
+        (f"{AXOLOTL}chat_template: phi_4", None, "DECIDE: Set data.chat_template to"),
+        (f"{AXOLOTL}chat_template: tokenizer_default", None, "Nothing to set"),
+        (f"{AXOLOTL}chat_template: jinja\nchat_template_jinja: own.jinja", "own.jinja", ""),
+        ("stage: sft\ntemplate: llama3", "llama3", ""),
+        ("stage: sft\ntemplate: vicuna", None, "DECIDE: Set data.chat_template to"),
+    ],
+)
+def test_the_prompt_format_is_translated(text, template, comment):
+    Path("format.yml").write_text(text, encoding="utf-8")
+    lines = translated("format.yml")
+    Path("mine.yaml").write_text(lines, encoding="utf-8")
+    assert compose([], run="mine.yaml", complete=False).data.chat_template == template
+    assert comment in " ".join(lines.replace("\n# ", " ").split())
 
 
 def test_overrides_win_and_replace_the_rows_and_the_model():
