@@ -19,9 +19,9 @@ def _folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "command",
     [
-        *("generate csv Hi", "chat csv", "evaluate csv", "merge csv out", "export csv out --compress w8a8"),
-        *("verify csv", "upgrade csv --python python", "push csv me/it --dry-run", "bisect csv csv", "diff csv csv"),
-        *("checkpoints csv", "report csv --no-data", "watch csv --once"),
+        *("generate csv Hi", "chat csv", "evaluate csv", "merge csv out"),
+        *("verify csv", "push csv me/it --dry-run", "bisect csv csv", "diff csv csv"),
+        *("checkpoints csv", "report csv --no-data"),
     ],
 )
 def test_a_run_is_named_as_in_runs(command):

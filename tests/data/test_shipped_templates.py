@@ -9,7 +9,7 @@ from finetune.data.chat_template import ChatTemplate, use_chat_template
 from finetune.data.formats import FORMATS, parse_row
 from finetune.data.templates import AnswerTokens, encode_batch, end_of_turn_id
 from finetune.data.turns import dialogue_of
-from finetune.errors import ConfigError, DataError
+from finetune.errors import DataError
 from tests.tiny import tiny_tokenizer
 
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -119,8 +119,3 @@ def test_a_tokenizer_without_the_tokens_of_a_format_is_refused(name):
         assert helping in str(refused.value)
         use_chat_template(tokenizer, helping)
         AnswerTokens(tokenizer)
-
-
-def test_an_unknown_name_is_refused_with_the_shipped_ones():
-    with pytest.raises(ConfigError, match="alpaca, chatml, gemma, llama3, mistral, phi4_mini, plain"):
-        use_chat_template(tiny_tokenizer("none"), "vicuna")
