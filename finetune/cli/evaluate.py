@@ -46,7 +46,7 @@ def evaluate(
         typer.Option(help="The rows to measure on. Default: test, or validation if there are no test rows."),
     ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Measure generated answers: a name, or pkg.module.function. Repeatable.")
+        list[str] | None, typer.Option(help="Measure generated answers: a name, or ./scores.py:function. Repeatable.")
     ] = None,
     metrics_from: Annotated[
         list[str] | None, typer.Option(help="A module of your own installed package that --metric may name.")
@@ -74,6 +74,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a finished run on its test split, base against tuned. OVERRIDES change its config."""
+    from finetune.config.checks import split_functions_in_files
     from finetune.data.examples import check_local_rows
     from finetune.inference.answers import METRICS, resolve_functions
     from finetune.inference.finished_run import choose_split, find_run
@@ -121,8 +122,9 @@ def evaluate(
         chosen = choose_split(split, recorded)
     check_local_rows(run.config.data, "answers")
     read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
-    names = [*run.config.testing.metrics, *(metric or [])]
-    metrics = resolve_functions(names, METRICS, metrics_from or [], asked_by="--metric")
+    own, files = split_functions_in_files(metric or [], "--metric")
+    names = [*run.config.testing.metrics, *own]
+    metrics = resolve_functions(names, METRICS, [*(metrics_from or []), *files], asked_by="--metric")
     limits = _read_limits(fail_if_worse or [], metrics)
     is_sharded = run.config.parallel.sharding != "none"
     if against is not None and is_sharded:
