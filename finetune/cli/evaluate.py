@@ -42,9 +42,12 @@ Split = Literal["train", "validation", "test"]
 def evaluate(
     run_folder: RunFolderArgument,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…")] = None,
-    split: Annotated[Split, typer.Option(help="The rows to measure on.")] = "test",
+    split: Annotated[
+        Split | None,
+        typer.Option(help="The rows to measure on. Default: test, or validation if there are no test rows."),
+    ] = None,
     metric: Annotated[
-        list[str] | None, typer.Option(help="Measure generated answers: a name, or pkg.module.function. Repeatable.")
+        list[str] | None, typer.Option(help="Measure generated answers: a name, or ./scores.py:function. Repeatable.")
     ] = None,
     metrics_from: Annotated[
         list[str] | None, typer.Option(help="A module of your own installed package that --metric may name.")
@@ -77,16 +80,19 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a finished run on its test split, base against tuned. OVERRIDES change its config."""
+    from finetune.config.checks import split_functions_in_files
+    from finetune.data.examples import check_local_rows
     from finetune.inference.answers import METRICS, resolve_functions
-    from finetune.inference.finished_run import find_run
+    from finetune.inference.finished_run import choose_split, find_run
     from finetune.inference.harness import require_harness
+    from finetune.inference.prompts import read_general_prompts
 
     _refuse_to_overwrite(output)
     rules = OptionRules(
         {
             "--harness": harness,
             "--harness-tasks": harness_tasks,
-            "--split": split != "test",
+            "--split": split,
             "--metric": metric or None,
             "--metrics-from": metrics_from or None,
             "--against": against,
@@ -116,8 +122,15 @@ def evaluate(
             _write(output, record)
         return
     _refuse_rows_without_one_answer(run)
-    names = [*run.config.testing.metrics, *(metric or [])]
-    metrics = resolve_functions(names, METRICS, metrics_from or [], asked_by="--metric")
+    recorded = [name.removeprefix("data.") for name in run.fingerprints if name.startswith("data.")]
+    chosen: str | None = split
+    if "train" in recorded and _keeps_data(run):  # otherwise the splits are not known before the rows are read
+        chosen = choose_split(split, recorded)
+    check_local_rows(run.config.data, "answers")
+    read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
+    own, files = split_functions_in_files(metric or [], "--metric")
+    names = [*run.config.testing.metrics, *own]
+    metrics = resolve_functions(names, METRICS, [*(metrics_from or []), *files], asked_by="--metric")
     limits = _read_limits(fail_if_worse or [], metrics)
     is_sharded = run.config.parallel.sharding != "none"
     if against is not None and is_sharded:
@@ -127,19 +140,20 @@ def evaluate(
     other = find_run(against) if against is not None else None
     if other is None and run.config.testing.compare_base and not is_sharded:
         other = run.base
-    report = partial(_report, run, split, as_json=as_json, output=output)
-    _measure(run, split, metrics, other, limits, report)
+    report = partial(_report, run, as_json=as_json, output=output)
+    _measure(run, chosen, metrics, other, limits, report)
 
 
-def _report(run: FinishedRun, split: Split, evaluation: Evaluation, *, as_json: bool, output: Path | None) -> None:
+def _report(run: FinishedRun, evaluation: Evaluation, *, as_json: bool, output: Path | None) -> None:
     """Print the scores, and write them to `output`."""
     from finetune.inference.scores import show_evaluation
 
-    record = _as_record(run, split, evaluation)
+    record = _as_record(run, evaluation)
     if as_json:
         print_json(record, indent=None)
     else:
-        show_evaluation(split, evaluation, num_answers=run.config.testing.num_samples, with_perplexity=True)
+        num_answers = run.config.testing.num_samples
+        show_evaluation(evaluation.split, evaluation, num_answers=num_answers, with_perplexity=True)
     if output is not None:
         _write(output, {**record, "rows": _rows(evaluation)})
 
@@ -191,7 +205,7 @@ def _keeps_data(run: FinishedRun, *keys: str) -> bool:
 
 def _measure(
     run: FinishedRun,
-    split: Split,
+    split: str | None,
     metrics: Mapping[str, Metric],
     other: FinishedRun | None,
     limits: Mapping[str, float],
@@ -209,11 +223,9 @@ def _measure(
         from finetune.distributed.launch import launch
         from finetune.inference.finished_run import read_finished_run
         from finetune.inference.forgetting import measure_forgetting
-        from finetune.inference.prompts import read_general_prompts
         from finetune.runs.row_record import read_row_record
         from finetune.training.measuring import KnownRows, measure_split
 
-    read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
     recorded = read_row_record(run.folder)
     records = [recorded, read_row_record(other.folder) if other else None]
     trained = [record for record in records if record is not None]
@@ -222,7 +234,7 @@ def _measure(
         config = config.model_copy(update={"testing": config.testing.model_copy(update={"compare_base": False})})
     with launch(config, trains=False) as runtime:
         loaded = read_finished_run(runtime, run)
-        known = KnownRows(recorded, _keeps_data(run), run.fingerprints.get(f"data.{split}"), others=trained)
+        known = KnownRows(recorded, _keeps_data(run), run.fingerprints, others=trained)
         evaluation = measure_split(runtime, config, loaded, split, metrics, known)
         second = None if other is None else _load_other(runtime, run, other)
         if other is not None and second is not None:
@@ -230,7 +242,7 @@ def _measure(
             data = config.data.model_copy(update={"chat_template": other.config.data.chat_template})
             same = {"data": data, "testing": config.testing, "validation": config.validation}
             there = other.config.model_copy(update=same)
-            theirs = measure_split(runtime, there, second, split, metrics, KnownRows(others=trained))
+            theirs = measure_split(runtime, there, second, evaluation.split, metrics, KnownRows(others=trained))
             name = "base" if other.folder is run.folder else str(shown_folder(other.folder.path))
             evaluation = evaluation.against(theirs, name)
         is_random, prompts = run.base_model.init == "random", config.testing.general_prompts
@@ -295,9 +307,10 @@ def _write(output: Path, record: Mapping[str, Any]) -> None:
         raise RunFailedError(f"{output} cannot be written: {describe_os_error(error)}.") from error
 
 
-def _as_record(run: FinishedRun, split: Split, evaluation: Evaluation) -> dict[str, Any]:
+def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:
     """Convert the scores to plain values. A score that is not finite becomes None."""
-    record = {"run": str(run.folder.path), "weights": run.weights_name, "split": split, **_scores_as_record(evaluation)}
+    record: dict[str, Any] = {"run": str(run.folder.path), "weights": run.weights_name, "split": evaluation.split}
+    record |= _scores_as_record(evaluation)
     record["against"] = None if evaluation.other_name == "base" else evaluation.other_name
     record["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
     record["forgetting"] = evaluation.forgetting and evaluation.forgetting.as_record()

@@ -16,11 +16,26 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from finetune.config.config_files import GROUPS, MADE_FOR, is_address, list_model_families, other_models, path_exists
+from finetune.config.config_files import (
+    GROUPS,
+    MADE_FOR,
+    absolute,
+    is_address,
+    list_model_families,
+    other_models,
+    path_exists,
+)
 from finetune.config.keys import code_keys, did_you_mean_key, expected, fields, section_class, takes, takes_text, values
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.run_paths import named_paths
-from finetune.config.schema import AUTO_VALIDATION, Config, DataSection, is_allowed_object, refused_object
+from finetune.config.schema import (
+    AUTO_VALIDATION,
+    Config,
+    DataSection,
+    RunsCode,
+    is_allowed_object,
+    refused_object,
+)
 from finetune.config.yaml_reader import COMMAND_LINE, OVERRIDES, DottedName, Setting
 from finetune.errors import ConfigError
 from finetune.logs import warn_once
@@ -253,12 +268,14 @@ def is_tracker_installed(name: str) -> bool:
 def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = "") -> Config:
     """Refuse the keys marked with `RunsCode` that a file sets. Return the configuration with unneeded keys reset.
 
+    Where overrides name functions as `FILE.py:function`, the key that allows their modules gets the file.
     `needed_by` says which of these keys this command follows. `trusted` is the origin of keys that count beside
     overrides: a recipe's own code.
 
     Raises:
-        ConfigError: names the key, its place and the argument to add.
+        ConfigError: names the key, its place and the argument to add; or see `split_functions_in_files`.
     """
+    config = _allow_files_of_functions(config, needed_by, trusted)
     given = values(config)
     ignored: dict[str, tuple[object, str]] = {}
     for key, mark in code_keys().items():
@@ -267,14 +284,63 @@ def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted:
         if value and mark.needed_by in needed_by and origin in (*OVERRIDES, trusted):
             warn_once(_log, f"{key}={text} ({origin}): {mark.code} will run here")
         elif value and mark.needed_by in needed_by:
-            raise ConfigError(
-                f"{key} is {text} ({origin}): {mark.code} would run here, so only the command line may allow it. If "
-                f"you trust it, add {'' if 'training' in needed_by else '--set '}{shlex.quote(f'{key}={text}')} to the "
-                "command."
-            )
+            raise _code_in_file(key, text, origin, mark, needed_by)
         elif value:
             ignored[key] = (type(value)(), "default")
     return config.with_values(ignored)
+
+
+def _allow_files_of_functions(config: Config, needed_by: Collection[str], trusted: str) -> Config:
+    """Replace each `FILE.py:function` of the command line by the function's name, and allow the file. Refuse others."""
+    given = values(config)
+    changes: dict[str, tuple[object, str]] = {}
+    for key, mark in code_keys().items():
+        naming = key.removesuffix("_from")
+        names = [] if naming == key else [name for name in given[naming] if is_function_in_file(name)]
+        origin = config.origin(naming)
+        if names and origin in (*OVERRIDES, trusted):
+            functions, files = split_functions_in_files(given[naming], naming)
+            allowed = given[key] if config.origin(key) in (*OVERRIDES, trusted) else []
+            changes |= {naming: (functions, origin), key: ([*allowed, *files], origin)}
+        elif names and mark.needed_by in needed_by:
+            raise _code_in_file(naming, ",".join(given[naming]), origin, mark, needed_by)
+    return config.with_values(changes)
+
+
+def _code_in_file(key: str, text: str, origin: str, mark: RunsCode, needed_by: Collection[str]) -> ConfigError:
+    return ConfigError(
+        f"{key} is {text} ({origin}): {mark.code} would run here, so only the command line may allow it. If you trust "
+        f"it, add {'' if 'training' in needed_by else '--set '}{shlex.quote(f'{key}={text}')} to the command."
+    )
+
+
+def is_function_in_file(name: str) -> bool:
+    """Return whether a name is meant as `FILE.py:function`."""
+    return ":" in name or name.endswith(".py")
+
+
+def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[str], list[str]]:
+    """Return the names of functions, with `./scores.py:bleu` as `scores.bleu`, and the absolute paths of the files.
+
+    Raises:
+        ConfigError: there is no such file, a name has no function, or two files have the same name.
+    """
+    functions: list[str] = []
+    files: dict[str, str] = {}
+    for name in names:
+        if not is_function_in_file(name):
+            functions.append(name)
+            continue
+        path, _, function = name.rpartition(":") if ":" in name else (name, "", "")
+        file = Path(absolute(path))
+        if file.suffix != ".py" or not file.is_file():
+            raise ConfigError(f"{asked_by} is {name}, but there is no Python file {file}. Correct the path.")
+        if not function:
+            raise ConfigError(f"{asked_by} is {name}, which names no function of the file. Write {path}:FUNCTION.")
+        if (other := files.setdefault(file.stem, str(file))) != str(file):
+            raise ConfigError(f"{asked_by} names functions of {other} and of {file}. Give one file another name.")
+        functions.append(f"{file.stem}.{function}")
+    return functions, list(files.values())
 
 
 def bound_to_folder(config: Config, folder: Path) -> Config:

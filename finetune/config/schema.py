@@ -704,7 +704,7 @@ class RewardSection(Section):
     """What answers are rewarded for (`training.objective=grpo`); docs/tasks/rewards.md shows how to write functions."""
 
     functions: UpdateKey[TextList] = Field(default_factory=list)
-    """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or `my_package.rewards.solves`."""
+    """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or your own: `./reward.py:solves`."""
     functions_from: Free[Annotated[TextList, RunsCode("reward functions", "training")]] = Field(default_factory=list)
     """Installed modules that `functions` may name. Only the command line may set it, because a function is code."""
     weights: UpdateKey[list[float] | None] = None
@@ -727,7 +727,7 @@ class ValidationSection(LoaderKeys):
     by: SubsetKey[str | None] = None
     """A column of the rows: also report the loss of the rows of each of its values. Default: of each mixture source."""
     metrics: Free[TextList] = Field(default_factory=list)
-    """Metrics of generated answers: exact_match, json_valid, json_equal, token_f1, or `my_package.scores.bleu`."""
+    """Metrics of generated answers: exact_match, json_valid, json_equal, token_f1, or your own: `./scores.py:bleu`."""
     metrics_from: Free[Annotated[TextList, RunsCode("metrics", "training")]] = Field(default_factory=list)
     """Installed modules whose functions `metrics` may name. Only the command line may set it: a metric is code."""
     num_samples: SampleKey[PositiveInt] = 64

@@ -6,7 +6,8 @@ that writes it all the same, as Phi-4-reasoning does: then it ends at `</think>`
 
 Security: a metric is code. A name is looked up in `METRICS`, or in a module that the command line allows with
 `--metrics-from`, never in one that only a configuration, a run's folder or a data set names. The module must be
-installed: a file in the current folder, which may have been downloaded, is not imported.
+installed: a file in the current folder, which may have been downloaded, is not imported. The command line may also
+name a file by its path: `./scores.py:bleu`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from runpy import run_path
+from traceback import extract_tb
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from finetune.config.keys import did_you_mean
@@ -223,7 +227,8 @@ def resolve_functions(
     Args:
         names: names in `known`, or dotted names like `my_package.scores.bleu`.
         known: the built-in functions.
-        allowed_modules: the modules that dotted names may refer to; from the command line only.
+        allowed_modules: the modules that dotted names may refer to, or the paths of their files; from the command line
+            only.
         asked_by: the option or key that names the functions; `…s-from` or `…_from` allows modules.
 
     Raises:
@@ -260,18 +265,34 @@ def _resolve(
         asking = asked_by + (" " if asked_by == "--metric" else "=")
         close = did_you_mean(name, known)
         raise ConfigError(
-            f"{asked_by} is {name}; expected one of {', '.join(known)}, or a function of your own "
-            f"installed package: {asking}my_package.scores.{name} {allowed_by}my_package.scores. {close}".rstrip()
+            f"{asked_by} is {name}; expected one of {', '.join(known)}, or a function of your own: {asking}"
+            f"./my_file.py:{name}. {close}".rstrip()
         )
-    if module not in allowed_modules:
+    file = next((path for path in allowed_modules if path.endswith(".py") and Path(path).stem == module), None)
+    if file is None and module not in allowed_modules:
         raise ConfigError(
             f"{asked_by} is {name}, but {module} is not allowed: a function is code that runs here. If you trust the "
             f"package, allow it with {allowed_by}{module}."
         )
-    function = getattr(_import_installed(module, allowed_by.rstrip(" =")), attribute, None)
+    source = _import_installed(module, allowed_by.rstrip(" =")) if file is None else _import_file(file)
+    function = getattr(source, attribute, None)
     if not callable(function):
-        raise ConfigError(f"{asked_by} is {name}, but {module} has no function {attribute}.")
+        close = did_you_mean(attribute, [key for key, value in vars(source).items() if callable(value)])
+        raise ConfigError(f"{asked_by} is {name}, but {file or module} has no function {attribute}. {close}".rstrip())
     return cast(Function, function)
+
+
+def _import_file(file: str) -> SimpleNamespace:
+    """Run a Python file as the module of its name, and return its globals. Nothing is cached."""
+    with _without_current_folder():
+        try:
+            return SimpleNamespace(**run_path(file, run_name=Path(file).stem))
+        except (Exception, SystemExit) as error:  # it is the user's own code
+            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
+            lines += [error.lineno] if isinstance(error, SyntaxError) and error.filename == file else []
+            place = f"{file}:{lines[-1]}" if lines else file
+            reason = f"{type(error).__name__}: {error}"
+            raise ConfigError(f"{place}: the file fails when it is imported: {reason}. Correct it.") from error
 
 
 def _import_installed(module: str, allowed_by: str) -> object:
@@ -282,7 +303,8 @@ def _import_installed(module: str, allowed_by: str) -> object:
             missing = error.name or module
             raise ConfigError(
                 f"{allowed_by} is {module}, but {missing} is not installed. Install your package into this "
-                "environment (pip install -e FOLDER); a file in the current folder is not imported."
+                "environment (pip install -e FOLDER); a file in the current folder is imported only if "
+                "./FILE.py:FUNCTION names it."
             ) from error
         except Terminated:
             raise

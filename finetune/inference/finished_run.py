@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -130,6 +130,24 @@ def find_run(
         data = data.model_copy(update={"chat_template": None})
     config = config.model_copy(update={"model": model, "data": data})
     return FinishedRun(recorded=recorded, config=config, weights=weights, base_model=base_model)
+
+
+def choose_split(asked: str | None, available: Collection[str]) -> str:
+    """Return the split to measure: the one that is asked for, or else test, or else validation.
+
+    Raises:
+        ConfigError: the run has no such split.
+    """
+    held_out = [name for name in ("test", "validation") if name in available]
+    split = asked or next(iter(held_out), "test")
+    if split not in available:
+        other = f"--split {held_out[0]}" if held_out else "the training rows with --split train"
+        raise ConfigError(
+            f"this run has no {split} split. Give one with data.{split}=FILE_OR_SPLIT. Or measure {other}."
+        )
+    if asked is None and split == "validation":
+        _log.info("this run has no test split, so its validation split is measured; data.test=FILE_OR_SPLIT gives one")
+    return split
 
 
 def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:

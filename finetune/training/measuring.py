@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from finetune.config.schema import Config
 from finetune.data.batches import EvaluationLoader, loader_keys_on
@@ -18,11 +19,11 @@ from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallback
 from finetune.inference.answers import Metric
 from finetune.inference.evaluation import evaluate_model
-from finetune.inference.finished_run import LoadedRun, place_finished_run
+from finetune.inference.finished_run import LoadedRun, choose_split, place_finished_run
 from finetune.inference.scores import Evaluation
 from finetune.model.base import longrope_boundary
 from finetune.runs.row_record import RowChanges, RowRecord
-from finetune.training.checks import raw_digests
+from finetune.training.checks import named_splits, raw_digests
 from finetune.training.forward import agree_on_forward
 
 
@@ -33,8 +34,8 @@ class KnownRows(NamedTuple):
     """The rows that the run recorded; None if it recorded none."""
     has_same_data: bool = False
     """Whether the configuration names the data of the run. The rows are then compared with its own."""
-    fingerprint: str | None = None
-    """For a run that recorded no rows: the fingerprint of the split. None: not known."""
+    fingerprints: Mapping[str, Any] = MappingProxyType({})
+    """For a run that recorded no rows: the fingerprint of each split by its name: `data.test`."""
     others: Sequence[RowRecord] = ()
     """The rows of other runs. Their training rows are left out too."""
 
@@ -48,7 +49,7 @@ def measure_split(
     runtime: Runtime,
     config: Config,
     loaded: LoadedRun,
-    split: str,
+    split: str | None,
     metrics: Mapping[str, Metric],
     known: KnownRows | None = None,
     *,
@@ -56,7 +57,8 @@ def measure_split(
 ) -> Evaluation:
     """Place a model, and measure it on every row of a split that it was not trained on. Collective: every rank.
 
-    Of the split train, all rows are measured. `select` chooses among the rows that are left.
+    Of the split train, all rows are measured. `choose_split` chooses a split if none is given. `select` chooses
+    among the rows that are left.
 
     Raises:
         ConfigError: the run has no such split, metrics are asked for and its rows have no answers, or rows have changed
@@ -68,10 +70,8 @@ def measure_split(
     forward = agree_on_forward(runtime, config.training, model)
     place_finished_run(runtime, model)
     splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
+    split = choose_split(split, named_splits(splits))
     examples = getattr(splits, split)
-    if examples is None:
-        others = "" if split == "validation" or splits.validation is None else " Or measure --split validation."
-        raise ConfigError(f"this run has no {split} split. Give one with data.{split}=FILE_OR_SPLIT.{others}")
     if metrics and examples.row_type == "text":
         raise ConfigError(
             f"the {split} split is plain text, in which there are no answers to measure by {', '.join(metrics)}. Drop "
@@ -97,6 +97,7 @@ def measure_split(
     evaluation = evaluate_model(runtime, model, tokenizer, loader, config.testing, metrics=metrics)
     return replace(
         evaluation,
+        split=split,
         num_trained=num_trained,
         changes=changes,
         row_digests=examples.raw_digests(),
@@ -117,7 +118,8 @@ def _take_changes(runtime: Runtime, splits: EncodedSplits, known: KnownRows) -> 
 
 def _warn_of_other_rows(runtime: Runtime, examples: EncodedExamples, split: str, known: KnownRows) -> None:
     """Take a fallback if a run that recorded no rows had another fingerprint of the split."""
-    if known.recorded is None and known.has_same_data and known.fingerprint not in (None, examples.fingerprint):
+    before = known.fingerprints.get(f"data.{split}", examples.fingerprint)
+    if known.recorded is None and known.has_same_data and before != examples.fingerprint:
         why = "the data files or the tokenizer have changed, or this folder has other files of the same name"
         fallback = Fallback(what="the data", wanted=f"the {split} rows of the run", used="other rows", why=why)
         warning = f"the {split} rows are not those of the run, so training rows may be among them: {why}"

@@ -282,6 +282,8 @@ def test_a_metric_of_ones_own_package_is_measured(figures, measured, adapter_run
     assert f"{sum(lengths) / NUM_ROWS:.4f}" in measured(
         adapter_run, words, metric=["own_scores.length"], metrics_from=["own_scores"]
     )
+    of_file = figures(adapter_run, *words, metric=[f"{tmp_path / 'own_scores.py'}:length"])
+    assert of_file["tuned"] == found["tuned"]
 
 
 def test_another_split_and_a_checkpoint_are_measured(figures, adapter_run):

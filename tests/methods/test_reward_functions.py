@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from finetune import load_config
+from finetune.config.compose import config_from_dict
 from finetune.config.schema import RewardSection
 from finetune.errors import ConfigError, DataError
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards, built_in_functions
@@ -255,3 +256,95 @@ def test_functions_with_one_last_name_have_metrics_of_their_own(own, tmp_path):
         f"{other}.shorter": f"reward_{other}.shorter",
         "length": "reward_length",
     }
+
+
+# --- functions in one file ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """The file reward.py in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "reward.py"
+    path.write_text("LIMIT = 2\ndef solves(completions, **columns): return [LIMIT] * len(completions)\n")
+    return path
+
+
+def test_the_command_line_names_a_function_in_a_file(file, tmp_path, monkeypatch):
+    config = config_of("reward.functions=length,./reward.py:solves", "reward.weights=[0,1]")
+    assert (config.reward.functions, config.reward.functions_from) == (["length", "reward.solves"], [str(file)])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    rewards = Rewards.of(config)
+    assert rewards.metrics == {"length": "reward_length", "reward.solves": "reward_solves"}
+    assert rewards([answer("a")])[0][1] == 2
+    file.write_text(file.read_text().replace("2", "3"))
+    assert Rewards.of(config)([answer("a")])[0][1] == 3, "the file is read again, not a compiled copy of it"
+    assert not (tmp_path / "__pycache__").exists()
+    assert "reward" not in sys.modules
+
+
+def test_a_file_beside_a_package_and_a_recipes_own_code(own, file):
+    words = [f"reward.functions=reward.py:solves,{own}.shorter", f"reward.functions_from={own}"]
+    config = config_of(*words)
+    assert config.reward.functions_from == [own, str(file)]
+    Rewards.of(config).check()
+    values = {"model": "phi_tiny", "data.path": "rows.jsonl", "training.objective": "grpo"}
+    recipe = config_from_dict({**values, "reward.functions": ["./reward.py:solves"]}, "the recipe")
+    assert recipe.reward.functions_from == [str(file)]
+
+
+@pytest.mark.parametrize("key", ["functions", "functions_from"])
+def test_no_file_allows_the_code_of_a_file(file, tmp_path, key):
+    run = tmp_path / "run.yaml"
+    texts = {
+        "functions": "{functions: ['./reward.py:solves']}",
+        "functions_from": f"{{functions: [reward.solves], functions_from: [{file}]}}",
+    }
+    run.write_text(f"reward: {texts[key]}\n")
+    with pytest.raises(
+        ConfigError, match=rf"reward.{key} is .*\(.*run.yaml:\d\): reward functions would run"
+    ) as caught:
+        config_of(f"run={run}")
+    advised = str(caught.value).partition("add ")[2].removesuffix(" to the command.")
+    config = config_of(f"run={run}", advised)
+    assert Rewards.of(config)([answer("a")]) == [[2.0]]
+    assert config.reward.functions_from == [str(file)]
+
+
+def test_a_file_that_another_file_allows_is_not_allowed_beside_one_on_the_command_line(file, tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text("reward: {functions_from: [os]}\n")
+    config = config_of(f"run={run}", "reward.functions=os.getpid,./reward.py:solves")
+    with pytest.raises(ConfigError, match="os is not allowed"):
+        Rewards.of(config).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "why"),
+    [
+        ("gone.py:solves", "", r"is ./gone.py:solves, but there is no Python file .*/gone.py. Correct the path."),
+        ("reward.py", "", r"names no function of the file. Write ./reward.py:FUNCTION."),
+        ("reward.py:solve", "def solves(): 1", r"/reward.py has no function solve. Did you mean solves\?"),
+        ("reward.py:LIMIT", "LIMIT = 1", r"/reward.py has no function LIMIT."),
+        (
+            "reward.py:solves",
+            "\nimport not_here",
+            r"/reward.py:2: .*: ModuleNotFoundError: No module named 'not_here'.",
+        ),
+        ("reward.py:solves", "def f():\n  1 / 0\nf()", r"/reward.py:2: .*: ZeroDivisionError: division by zero. C"),
+        ("reward.py:solves", "\n\ndef solves(:", r"/reward.py:3: the file fails when it is imported: SyntaxError"),
+        ("reward.py:solves", "raise SystemExit('no')", r"/reward.py:1: the file fails .*: SystemExit: no. Correct it."),
+        (
+            "reward.py:a,./old/reward.py:b",
+            "",
+            r"functions of .*/reward.py and of .*/old/reward.py. Give one file anoth",
+        ),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(file, tmp_path, name, source, why):
+    (tmp_path / "old").mkdir()
+    for each in (file, tmp_path / "old" / "reward.py"):
+        each.write_text(source)
+    with pytest.raises(ConfigError, match=why):
+        Rewards.of(config_of(f"reward.functions=./{name}")).check()

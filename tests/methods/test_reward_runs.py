@@ -20,6 +20,7 @@ from finetune.runs.folder import RunFolder
 from finetune.training import training_run
 from finetune.training.rewards.groups import METRICS
 from finetune.training.step import StepTooLargeError
+from tests.in_process import run_finetune
 from tests.launches import run_command, run_launched
 from tests.methods import tiny_training
 from tests.methods.tiny_training import (
@@ -244,6 +245,25 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
     again = replay_losses(run, 2)
     assert (again.mismatches, again.bound) == ([], LOSS_BOUNDS["fp32"])
     assert "rewards_of_a_test" not in sys.modules
+
+
+def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_afterwards(inputs, tmp_path, monkeypatch):
+    file, run = tmp_path / "mine.py", tmp_path / "run"
+    file.write_text(
+        "def even(completion_ids, **columns): return [float(len(ids) % 2 == 0) for ids in completion_ids]\n"
+    )
+    (tmp_path / "elsewhere").mkdir()
+    own = ["reward.pattern=null", "optim.schedule=constant"]
+    for folder, path, steps in ((tmp_path, "mine.py", 2), (tmp_path / "elsewhere", "../mine.py", 4)):
+        monkeypatch.chdir(folder)
+        more = [f"reward.functions={path}:even", f"training.max_steps={steps}", "resume=auto"]
+        train_from_overrides(words(inputs, run, *own, *more))
+    assert [step["step"] for step in curve(run)] == [1, 2, 3, 4]
+    assert {"reward", "reward_even"} <= curve(run)[-1].keys()
+    assert f"functions_from: [{file}]" in (run / "config.yaml").read_text()
+    file.unlink()
+    assert replay_losses(run, 2).mismatches == []
+    run_finetune("generate", run, "Hello", "--max-new-tokens", "1", code=0)
 
 
 @pytest.mark.slow

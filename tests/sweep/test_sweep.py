@@ -60,6 +60,17 @@ def test_it_survives_a_failure_ends_a_weak_trial_and_finds_the_best(swept):
     }
 
 
+def test_trials_find_a_metric_in_a_file(tmp_path, monkeypatch):
+    (tmp_path / "scores.py").write_text("def length(answer, expected): return float(len(answer))\n")
+    monkeypatch.chdir(tmp_path)
+    more = ["optim.learning_rate=0.04,1e-3", "validation.metrics=./scores.py:length", "validation.num_samples=1"]
+    more += ["validation.max_new_tokens=2", "--metric", "scores.length"]
+    ended = run_finetune("sweep", *words_of(tmp_path / "sweep", *more, steps=2))
+    assert ended.returncode == 0, ended.stdout
+    assert f"metrics_from: [{tmp_path / 'scores.py'}]" in (tmp_path / "sweep/trial-002/config.yaml").read_text()
+    assert re.search("best: .*sweep/trial-00[12]", ended.stdout)
+
+
 def test_a_trial_that_is_judged_by_a_step_without_a_checkpoint_is_named(tmp_path):
     more = ["optim.learning_rate=0.04,1e-3", "optim.schedule=constant", "validation.validate_every=1"]
     more += ["checkpoint.save_every=4", "--halving", "0"]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,11 +56,37 @@ def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_p
     assert "<th>validation split</th>" in page
     assert left_out in page
     assert "test split" not in page
-    refused = run_finetune("evaluate", str(folder))
-    assert refused.returncode == 2
-    assert "this run has no test split. Give one with data.test=FILE_OR_SPLIT. Or measure --split validation." in (
-        refused.errors
+    measured = run_finetune("evaluate", folder, "testing.general_prompts=none", "--json", code=0)
+    assert "this run has no test split, so its validation split is measured" in measured.errors
+    found = json.loads(measured.answer)
+    assert (found["split"], found["num_rows"]) == ("validation", 8)
+    assert found["tuned"]["loss"] == pytest.approx(result["test_tuned"]["loss"], rel=1e-6)
+    asked = ["evaluate", str(folder), "--json", "testing.general_prompts=none"]
+    with_test = [f"data.test={rows}", "data.on_overlap=warn"]
+    other = json.loads(run_finetune(*asked, "data.max_rows=44", code=0).answer)
+    assert (other["split"], other["num_rows"]) == ("validation", 8), "the rows are not those of the run"
+    assert json.loads(run_finetune(*asked, *with_test, code=0).answer)["split"] == "test"
+
+
+@pytest.mark.process
+def test_evaluate_refuses_before_it_imports_torch(rows, tmp_path):
+    folder, data = tmp_path / "run", Path(shutil.copy(rows, tmp_path / "rows.jsonl"))
+    train_from_overrides(words(data, folder, "data.validation=null", "training.max_steps=1"))
+    data.unlink()
+    instead = "Or measure the training rows with --split train."
+    script = (
+        "import sys\nfrom finetune.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
     )
+    for options, reason in (
+        ([], f"this run has no test split. Give one with data.test=FILE_OR_SPLIT. {instead}"),
+        (["--split=validation"], f"no validation split. Give one with data.validation=FILE_OR_SPLIT. {instead}"),
+        (["--split=train"], f"data.path is {data}, but there is no such file or folder. Correct the path."),
+        (["data=orders", "testing.general_prompts=gone"], "testing.general_prompts is gone, but that file does not"),
+    ):
+        command = [sys.executable, "-c", script, "evaluate", str(folder), *options]
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert (ended.returncode, ended.stdout) == (2, "False\n"), ended.stderr
+        assert reason in ended.stderr
 
 
 @pytest.mark.parametrize("objective", ["dpo", "kto"])

@@ -125,6 +125,15 @@ def test_only_the_command_line_allows_a_module(tmp_path):
     assert list(check_metrics(config_of(*words), ())) == ["math.dist"]
 
 
+def test_a_metric_in_a_file_is_a_criterion(tmp_path, monkeypatch):
+    (tmp_path / "scores.py").write_text("def bleu(answer, expected): return float(len(answer))\n")
+    monkeypatch.chdir(tmp_path)
+    config = config_of("validation.metrics=./scores.py:bleu,exact_match", "checkpoint.best_metric=scores.bleu")
+    metrics = check_metrics(config, ())
+    assert list(metrics) == ["scores.bleu", "exact_match"]
+    assert metrics["scores.bleu"]("four", "") == 4
+
+
 # --- whole runs -----------------------------------------------------------------------------------------------------
 
 
