@@ -195,7 +195,8 @@ def _answered(prompt: str | Dialogue, answer: str | Dialogue, cells: Cells, colu
     """Join a prompt and its answer."""
     if isinstance(prompt, str) and isinstance(answer, str):
         return Example("prompt_completion", prompt=prompt, completion=answer, is_of_texts=True)
-    is_of_texts = isinstance(answer, str) and any(isinstance(cells.get(name), str) for name in ("prompt", "input"))
+    asked = cells.get("prompt") if "prompt" in cells or "instruction" in cells else cells.get("input")
+    is_of_texts = isinstance(answer, str) and isinstance(asked, str)
     if isinstance(prompt, str):
         prompt = dialogue_of([text_turn("user", refuse_blank(prompt, cells.name("prompt")))])
     if isinstance(answer, str):

@@ -273,6 +273,9 @@ KNOWN = {
     "alpaca with its text": Rows(
         [{"instruction": Q, "input": "", "output": A, "text": f"Below is an instruction.\n{Q}\n### Response:\n{A}"}]
     ),
+    "alpaca with and without input": Rows(
+        [{"instruction": Q, "input": "A shop.", "output": A}, {"instruction": Q, "output": A}]
+    ),
     "ultrafeedback": Rows(
         [
             {

@@ -250,16 +250,16 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
 def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_afterwards(inputs, tmp_path, monkeypatch):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text(
-        "def even(completion_ids, **columns): return [float(len(ids) % 2 == 0) for ids in completion_ids]\n"
+        "def sums(completion_ids, **columns): return [float(sum(ids) % 7) for ids in completion_ids]\n"
     )
     (tmp_path / "elsewhere").mkdir()
     own = ["reward.pattern=null", "optim.schedule=constant"]
     for folder, path, steps in ((tmp_path, "mine.py", 2), (tmp_path / "elsewhere", "../mine.py", 4)):
         monkeypatch.chdir(folder)
-        more = [f"reward.functions={path}:even", f"training.max_steps={steps}", "resume=auto"]
+        more = [f"reward.functions={path}:sums", f"training.max_steps={steps}", "resume=auto"]
         train_from_overrides(words(inputs, run, *own, *more))
     assert [step["step"] for step in curve(run)] == [1, 2, 3, 4]
-    assert {"reward", "reward_even"} <= curve(run)[-1].keys()
+    assert {"reward", "reward_sums"} <= curve(run)[-1].keys()
     assert f"functions_from: [{file}]" in (run / "config.yaml").read_text()
     file.unlink()
     assert replay_losses(run, 2).mismatches == []
