@@ -96,6 +96,7 @@ def find_run(
     """
     recorded = RecordedRun(path)
     folder = recorded.folder
+    folder.refuse_irregular_files()
     if not folder.config_file.is_file():
         raise CheckpointError(
             f"{path} is not the folder of a run: it has no {folder.config_file.name}. "

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.errors import CheckpointError, RunFailedError
-from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run, read_manifest, remove_folder
+from finetune.limits import open_regular
+from finetune.runs.durable import (
+    Chunks,
+    committed_folder,
+    describe_os_error,
+    disk_failures_end_the_run,
+    read_manifest,
+    remove_folder,
+)
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
@@ -274,8 +282,10 @@ def _commit(
 
 
 def _read_chunks(path: Path) -> Iterator[bytes]:
-    if path.is_symlink():
-        raise CheckpointError(f"{path} is a symbolic link; a checkpoint holds regular files only.")
-    with path.open("rb") as file:
+    try:
+        file = open_regular(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {describe_os_error(error)}.") from error
+    with file:
         while chunk := file.read(_COPY_BYTES):
             yield chunk

@@ -14,9 +14,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.values import quote
-from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import exact_match, json_equal, json_valid, resolve_functions, token_f1
+from finetune.limits import DeadlineExceededError, call_within
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, RewardSection

@@ -1,0 +1,144 @@
+"""Limits for what may never end: a call of a server, a library or a user's function; and a file that others made."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import BinaryIO, TypeVar
+
+MOST_BYTES = 16 << 20
+"""The largest file of a run that is read whole, unless it has a limit of its own."""
+_MOST_BYTES_OF_MODEL = 256 << 20
+_READ_WHOLE = (".json", ".jinja", ".model", ".txt")
+"""What libraries read whole of a model's folder."""
+_LOOK_SECONDS = 0.1
+_TYPES = {
+    stat.S_IFREG: "a regular file",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+_log = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
+
+
+class DeadlineExceededError(Exception):
+    """A call has not returned in time."""
+
+
+class StopRequestedError(Exception):
+    """The run was asked to stop during a call."""
+
+
+def call_within(
+    seconds: float, call: Callable[[], _Value], *, name: str, is_to_stop: Callable[[], bool] = lambda: False
+) -> _Value:
+    """Return what a call returns, and raise what it raises. A daemon thread runs it, even after the deadline.
+
+    `is_to_stop` is asked ten times a second; True ends the waiting. Many libraries limit only the time of each read, so
+    a slow sender has no limit there.
+
+    Raises:
+        DeadlineExceededError: the call has not returned after so many seconds.
+        StopRequestedError: `is_to_stop` returned True.
+    """
+    outcome: Future[_Value] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # the caller gets it, SystemExit too
+            outcome.set_exception(error)
+
+    ends = time.monotonic() + seconds
+    Thread(target=run, name=name, daemon=True).start()
+    while not wait([outcome], timeout=min(_LOOK_SECONDS, max(0.0, ends - time.monotonic()))).done:
+        if is_to_stop():
+            raise StopRequestedError
+        if time.monotonic() >= ends:
+            raise DeadlineExceededError
+    return outcome.result()
+
+
+def open_regular(path: Path, *, most: int | None = None, follows_links: bool = False) -> BinaryIO:
+    """Open a regular file to read. Opening never waits, as it would for a FIFO, and reads nothing.
+
+    Files of a run are no links. Files of a model may be, because the hub's cache holds links.
+
+    Raises:
+        OSError: there is no such file, it is not a regular one, or it has more than `most` bytes.
+    """
+    _refuse_irregular(path, path.stat() if follows_links else path.lstat(), most)
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    file = os.fdopen(os.open(path, flags | (0 if follows_links else getattr(os, "O_NOFOLLOW", 0))), "rb")
+    try:
+        _refuse_irregular(path, os.fstat(file.fileno()), most)  # it may have been replaced in between
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_regular(path: Path, *, most: int = MOST_BYTES, follows_links: bool = False) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. Raises the errors of `open_regular`."""
+    with open_regular(path, most=most, follows_links=follows_links) as file:
+        return file.read(most)
+
+
+def irregular_files(folder: Path, known: Collection[str] = (), *, follows_links: bool = False) -> list[str]:
+    """Return a line for each file of a model's folder that no library may open: an irregular or a too large one.
+
+    The files in `known` are left out. Weights may have any size, because they are mapped into memory.
+    """
+    problems = []
+    for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
+        most = _MOST_BYTES_OF_MODEL if path.suffix in _READ_WHOLE else None
+        with suppress(FileNotFoundError):  # a link that leads nowhere
+            status = path.stat() if follows_links else path.lstat()
+            try:
+                if path.name not in known and not stat.S_ISDIR(status.st_mode):
+                    _refuse_irregular(path, status, most)
+            except OSError as error:
+                problems.append(f"{path.name}: {error}")
+    return problems
+
+
+def is_own_file(path: Path, instead: str) -> bool:
+    """Return whether a file exists and only this user or root could change it.
+
+    Warn if it is another user's. `instead` ends the warning: what is done instead of reading the file.
+    """
+    if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a folder is locked)
+        return False
+    owner = os.lstat(path).st_uid
+    if is_own := not hasattr(os, "geteuid") or owner in (os.geteuid(), 0):
+        return is_own
+    _log.warning("%s belongs to another user (uid %d), who could change it; %s", path, owner, instead)
+    return False
+
+
+def type_of_file(status: os.stat_result) -> str:
+    """Name the type of what is at a path: `a FIFO`."""
+    return _TYPES.get(stat.S_IFMT(status.st_mode), "a file of an unknown type")
+
+
+def _refuse_irregular(path: Path, status: os.stat_result, most: int | None) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        error = OSError(f"it is {type_of_file(status)}, and only regular files are read")
+    elif most is not None and status.st_size > most:
+        error = OSError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
+    else:
+        return
+    error.filename = str(path)
+    raise error
