@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -9,9 +10,10 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
 from threading import Thread
-from typing import BinaryIO, TypeVar
+from typing import TypeVar
 
 MOST_BYTES = 16 << 20
 """The largest file of a run that is read whole, unless it has a limit of its own."""
@@ -71,7 +73,7 @@ def call_within(
     return outcome.result()
 
 
-def open_regular(path: Path, *, most: int | None = None, follows_links: bool = False) -> BinaryIO:
+def open_regular(path: Path, *, most: int | None = None, follows_links: bool = False) -> BufferedReader:
     """Open a regular file to read. Opening never waits, as it would for a FIFO, and reads nothing.
 
     Files of a run are no links. Files of a model may be, because the hub's cache holds links.
@@ -81,7 +83,7 @@ def open_regular(path: Path, *, most: int | None = None, follows_links: bool = F
     """
     _refuse_irregular(path, path.stat() if follows_links else path.lstat(), most)
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-    file = os.fdopen(os.open(path, flags | (0 if follows_links else getattr(os, "O_NOFOLLOW", 0))), "rb")
+    file = open(os.open(path, flags | (0 if follows_links else getattr(os, "O_NOFOLLOW", 0))), "rb")  # noqa: PTH123, SIM115
     try:
         _refuse_irregular(path, os.fstat(file.fileno()), most)  # it may have been replaced in between
     except OSError:
@@ -99,18 +101,20 @@ def read_regular(path: Path, *, most: int = MOST_BYTES, follows_links: bool = Fa
 def irregular_files(folder: Path, known: Collection[str] = (), *, follows_links: bool = False) -> list[str]:
     """Return a line for each file of a model's folder that no library may open: an irregular or a too large one.
 
-    The files in `known` are left out. Weights may have any size, because they are mapped into memory.
+    The files in `known` are left out. Weights may have any size, because they are mapped into memory. Without
+    `follows_links`, only the types of files that libraries look for count.
     """
     problems = []
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
-        most = _MOST_BYTES_OF_MODEL if path.suffix in _READ_WHOLE else None
+        is_looked_for = follows_links or path.suffix in (*_READ_WHOLE, ".safetensors")
         with suppress(FileNotFoundError):  # a link that leads nowhere
             status = path.stat() if follows_links else path.lstat()
+            if path.name in known or stat.S_ISDIR(status.st_mode) or not is_looked_for:
+                continue
             try:
-                if path.name not in known and not stat.S_ISDIR(status.st_mode):
-                    _refuse_irregular(path, status, most)
+                _refuse_irregular(path, status, _MOST_BYTES_OF_MODEL if path.suffix in _READ_WHOLE else None)
             except OSError as error:
-                problems.append(f"{path.name}: {error}")
+                problems.append(f"{path.name}: {error.strerror}")
     return problems
 
 
@@ -135,10 +139,6 @@ def type_of_file(status: os.stat_result) -> str:
 
 def _refuse_irregular(path: Path, status: os.stat_result, most: int | None) -> None:
     if not stat.S_ISREG(status.st_mode):
-        error = OSError(f"it is {type_of_file(status)}, and only regular files are read")
-    elif most is not None and status.st_size > most:
-        error = OSError(f"it has {status.st_size:,} bytes, and at most {most:,} are read")
-    else:
-        return
-    error.filename = str(path)
-    raise error
+        raise OSError(errno.EINVAL, f"it is {type_of_file(status)}, and only regular files are read", str(path))
+    if most is not None and status.st_size > most:
+        raise OSError(errno.EFBIG, f"it has {status.st_size:,} bytes, and at most {most:,} are read", str(path))

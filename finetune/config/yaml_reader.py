@@ -93,7 +93,7 @@ def read_settings(path: Path, shown: str, problems: list[str]) -> list[Setting]:
     try:
         data = read_regular(path, most=MAX_FILE_BYTES, follows_links=True)
     except OSError as error:
-        problems.append(f"{shown}: cannot be read ({error.strerror or error}). Expected a YAML file.")
+        problems.append(f"{shown}: cannot be read ({error.strerror}). Expected a YAML file.")
         return []
     try:
         text = data.decode("utf-8-sig")

@@ -179,5 +179,5 @@ def _read_template(template: str) -> str:
     try:
         return read_template_file(Path(template).expanduser())
     except (OSError, UnicodeDecodeError) as error:
-        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror or error
+        reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ModelError(f"model.chat_template is {template}, which cannot be read: {reason}.") from error

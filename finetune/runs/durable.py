@@ -176,7 +176,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST}: missing, so the folder was never finished") from None
     except OSError as error:
-        raise ValueError(f"{MANIFEST}: cannot be read ({describe_os_error(error)})") from None
+        raise ValueError(f"{MANIFEST}: cannot be read: {describe_os_error(error)}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{MANIFEST}: not a manifest (empty, cut short or changed)") from None
     if not is_canonical:
@@ -219,9 +219,9 @@ def disk_failures_end_the_run(doing: str, path: Path, *, then: str = "go on with
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an error with its symbol, if it has one: `No space left on device (ENOSPC)`."""
-    symbol = errno.errorcode.get(error.errno or 0)
-    return f"{error.strerror or error} ({symbol})" if symbol else str(error)
+    """Describe an error with its symbol: `No space left on device (ENOSPC)`."""
+    symbol = errno.errorcode.get(error.errno or 0, "no errno")
+    return f"{error.strerror or error} ({symbol})"
 
 
 def remove(path: Path) -> None:
@@ -299,7 +299,7 @@ def _compare(path: Path, entry: dict[str, Any]) -> str | None:
     except FileNotFoundError:
         return f"{path.name}: missing"
     except OSError as error:
-        return f"{path.name}: cannot be read ({describe_os_error(error)})"
+        return f"{path.name}: cannot be read: {describe_os_error(error)}"
     return None if digest == entry["sha256"] else f"{path.name}: its bytes have changed (SHA-256 differs)"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -267,7 +268,7 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     for line in iter(partial(file.readline, _LONGEST_LINE), b""):
         unfinished = 0 if line.endswith(b"\n") else unfinished + len(line)
         if unfinished > _MOST_UNFINISHED:
-            raise OSError(f"it has a line of more than {_MOST_UNFINISHED >> 20} MiB")
+            raise OSError(errno.EFBIG, f"it has a line of more than {_MOST_UNFINISHED >> 20} MiB")
         yield line
 
 
