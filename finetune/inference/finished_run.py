@@ -181,6 +181,8 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
     try:
         model = load_adapter(base, run.weights)
         load_model(model, run.weights)  # strict, while peft only warns of missing tensors
+    except (ConfigError, ModelError):
+        raise
     except Exception as error:  # from several libraries, for other shapes or names
         raise ModelError(
             f"the adapter in {run.weights} does not fit the base {path}: {first_line(error)} "
