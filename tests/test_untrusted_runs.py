@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import signal
+import socket
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +18,7 @@ import yaml
 from finetune import load_config
 from finetune.config.compose import config_from_dict, load_run_config
 from finetune.config.keys import code_keys, fields
+from finetune.data import rendering
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
 from finetune.export.converters import files_of_model
@@ -345,3 +350,152 @@ def test_what_only_describes_runs_leaves_such_a_record_out(untrusted, tmp_path):
     run_finetune("report", run, "--no-data", "--output", tmp_path / "page.html", code=0)
     assert "opening.system is 1, which no run writes" in (tmp_path / "page.html").read_text()
     assert read_run_record(untrusted.run / "run.json") is not None
+
+
+FILES = [
+    *("config.yaml", "run.json", "metrics.jsonl", "rows.safetensors", "log.txt", ".lock", "../run.ended.json"),
+    *("adapter", "checkpoints", "rollouts/step-000001.json.gz", "base/manifest.json", "base/config.json"),
+    *(f"adapter/{name}" for name in ("manifest.json", "adapter_config.json", "adapter_model.safetensors")),
+    *(
+        f"adapter/{name}"
+        for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja")
+    ),
+    *("adapter/certificate.json", "adapter/README.md", "adapter/additional_chat_templates/tool.jinja"),
+    *(f"checkpoints/step-000002/{name}" for name in ("manifest.json", "state.json", "optimizer.safetensors")),
+    *(f"checkpoints/step-000002/{name}" for name in ("adapter_config.json", "adapter_model.safetensors")),
+]
+READ_FIRST = FILES[:3]
+"""The files that every command on a run reads."""
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_device_link(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_socket(path):
+    (path.parent / "s").unlink(missing_ok=True)
+    here = Path.cwd()
+    os.chdir(path.parent)  # the address of a socket has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def make_sparse(path):
+    with path.open("wb") as file:
+        file.truncate(3 << 30)
+
+
+MAKE = {
+    "FIFO": make_fifo,
+    "device": make_device_link,
+    "socket": make_socket,
+    "folder": Path.mkdir,
+    "empty": Path.touch,
+    "3 GB": make_sparse,
+}
+IRREGULAR = ("FIFO", "device", "socket", "folder")
+QUICK = {
+    **{name: ONLY_READ[name] for name in ("diff", "runs", "checkpoints", "push", "show")},
+    "report": ["report", "{run}", "--no-data", "--output", "{out}.html"],
+    "watch": ["watch", "{run}", "--once"],
+    "lists": ["runs", "{run}/.."],
+}
+WITH_MODEL = {
+    **{name: ON_FOLDER[name] for name in ("generate", "evaluate", "verify", "verify a replay", "merge", "bisect")},
+    "generate from a checkpoint": [*ON_FOLDER["generate"], "--checkpoint", "latest"],
+    "resume": ["train", "{run}/config.yaml", "output_dir={run}", "resume=auto"],
+    "plan": ON_FILE["plan"],
+}
+
+
+@contextmanager
+def within(seconds):
+    """Fail what waits or computes for longer, also inside of the kernel or of a regular expression."""
+
+    def end(*_):
+        raise AssertionError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def put_in(run, file, make):
+    """Put something of another type in the place of a run's file."""
+    place = run / file
+    shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    make(place)
+
+
+def run_each(forms, run, out):
+    """Run commands on a run. Each ends within a minute, with a code and without a traceback."""
+    ended = {}
+    for name, form in forms.items():
+        with within(60):
+            ended[name] = run_finetune(*[word.format(run=run, out=out) for word in form])
+        assert "Traceback" not in ended[name].stdout, (name, ended[name].stdout)
+        assert ended[name].returncode in (0, 1, 2, 3), name
+    return ended
+
+
+@pytest.mark.few(16)
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("file", FILES)
+def test_a_command_that_reads_runs_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):
+    run = copy_of(untrusted, tmp_path)
+    Path(shutil.copytree(run, tmp_path / "sound"))
+    put_in(run, file, MAKE[kind])
+    ended = run_each(QUICK, run, tmp_path / "out")
+    listed = ended["lists"].answer
+    assert "sound" in listed
+    if file in READ_FIRST and kind in IRREGULAR:
+        assert re.search(r"run\s.*unreadable", listed)
+        for name in set(QUICK) - {"lists", "runs", "show"}:
+            assert ended[name].returncode == 2
+            assert re.search(rf"{file}.*(only regular files are read|is a )", ended[name].errors.replace("\n", " "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["FIFO", "device"])
+def test_a_command_that_loads_a_run_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):
+    run = copy_of(untrusted, tmp_path)
+    put_in(run, file, MAKE[kind])
+    ended = run_each(WITH_MODEL, run, tmp_path / "out")
+    if file in READ_FIRST or file in ("adapter/tokenizer.json", "adapter/added_tokens.json"):
+        assert {ended[name].returncode for name in ("generate", "evaluate", "merge")} == {2}
+
+
+def test_nobody_else_opens_the_files_of_a_run():
+    """`finetune.limits` opens them. What else opens a path here creates a file, or has asked `open_regular` before."""
+    package = Path(rendering.__file__).parents[1]
+    opens = re.compile(r"\b(read_bytes|read_text|(?<!def )open|safe_open)\(")
+    others = (
+        '"x+b")',
+        '"xb")',
+        "os.O_CREAT",
+        "os.O_DIRECTORY",
+        "Path(scratch)",
+        "safe_open(path,",
+        "RunFolder(",
+        "packed",
+    )
+    files = [
+        *(package / "runs").glob("*.py"),
+        *(package / "config" / name for name in ("run_paths.py", "yaml_reader.py")),
+    ]
+    lines = [(file.name, line.strip()) for file in files for line in file.read_text().splitlines()]
+    assert [line for line in lines if opens.search(line[1]) and not any(each in line[1] for each in others)] == []
+    assert len(files) > 15

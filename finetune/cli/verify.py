@@ -82,7 +82,7 @@ def verify(
     """Compare a run or a model, in the runtime that serves it, with what was trained, and write a certificate."""
     refuse_several_processes("verify")
     configure_logs(rank=0)
-    is_run = (source.expanduser() / "config.yaml").is_file()
+    is_run = (source.expanduser() / "config.yaml").exists()  # find_run says what else than a file it is
     run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
     rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
     rules.need("--served-as", "--server")

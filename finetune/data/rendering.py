@@ -135,7 +135,7 @@ def match_patterns(
     if failure is not None:
         shown = name_first([pattern[:_MOST_SHOWN] for pattern in patterns], 3)
         raise ConfigError(
-            f"{name} is {shown}, which takes longer than {MATCH_SECONDS} s to match. Write a regular expression without "
+            f"{name} is {shown}, which takes longer than {MATCH_SECONDS} s to match. Write an expression without "
             "a repetition inside of another, such as (a+)+."
         )
     matches: list[list[bool]] = json.loads(answer[0][1])

@@ -282,7 +282,8 @@ def _matching(
     try:
         hits = match_patterns(patterns, names, form=form, name=f"{source}{key}")
     except (re.error, RecursionError, OverflowError) as error:
-        pattern = getattr(error, "pattern", None) or ", ".join(patterns)
+        formed = getattr(error, "pattern", "")
+        pattern = next((pattern for pattern in patterns if form.replace("{}", pattern) == formed), patterns[0])
         raise ModelError(
             f"{source}{key}: {pattern[:_MOST_SHOWN]} is neither a layer's name nor a regular expression ({error})."
         ) from error
