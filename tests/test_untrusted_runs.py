@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from finetune.model.base import build_base_model
 from finetune.replay.steps import replay_config
 from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
+from finetune.training.rewards.functions import built_in_functions
 from tests.in_process import run_finetune
 from tests.tiny_runs import write_base, write_rows
 
@@ -448,10 +450,10 @@ def put_in(run, file, make):
 
 
 def run_each(forms, run, out):
-    """Run commands on a run. Each ends within a minute, with a code and without a traceback."""
+    """Run commands on a run. Each ends in time, with a code and without a traceback."""
     ended = {}
     for name, form in forms.items():
-        with within(60):
+        with within(120):
             ended[name] = run_finetune(*[word.format(run=run, out=out) for word in form])
         assert "Traceback" not in ended[name].stdout, (name, ended[name].stdout)
         assert ended[name].returncode in (0, 1, 2, 3), name
@@ -495,3 +497,85 @@ def test_nobody_else_opens_the_files_of_a_run():
     lines = [(file.name, line.strip()) for file in files for line in file.read_text().splitlines()]
     assert [line for line in lines if opens.search(line[1]) and not any(each in line[1] for each in others)] == []
     assert len(files) > 15
+
+
+NEVER_ENDS = r"(\w+\.?)+!"
+"""For a name of some thirty characters, `re` would try more ways than it can before the sun burns out."""
+ADAPTERS = {
+    "rank": ({"r": 10**9}, r"describes [\d,]+ parameters \(rank 1,000,000,000\), but adapter_model.safetensors holds"),
+    "rank of a layer": ({"rank_pattern": {"qkv_proj": 10**9}}, r"describes [\d,]+ parameters \(rank 1,000,000,000\)"),
+    "token": ({"trainable_token_indices": {"embed_tokens": [10**9]}}, "trains row 1,000,000,000 of the embedding"),
+    "layers": ({"layer_replication": [[0, 10**9]]}, r"has layer_replication=\[\[0, 1000000000\]\]"),
+    "start": ({"init_lora_weights": "pissa_niter_1000000000"}, "init_lora_weights.*='pissa_niter_1000000000'"),
+    "type": ({"target_modules": 3}, "has target_modules.*=3"),
+    "kind": ({"peft_type": "VERA"}, "has peft_type='VERA'"),
+    "text": ({"target_modules": NEVER_ENDS}, "target_modules is .* which takes longer than 1 s to match"),
+    "modules": ({"modules_to_save": [NEVER_ENDS]}, "modules_to_save is .* which takes longer"),
+    "excluded": ({"exclude_modules": NEVER_ENDS}, "exclude_modules is .* which takes longer"),
+    "place of layers": (
+        {"layers_pattern": [NEVER_ENDS], "layers_to_transform": [0]},
+        "layers_pattern is .* which takes",
+    ),
+    "ranks": ({"rank_pattern": {NEVER_ENDS: 8}}, "rank_pattern is .* which takes longer"),
+    "scales": ({"alpha_pattern": {NEVER_ENDS: 8}}, "alpha_pattern is .* which takes longer"),
+}
+
+
+def change_adapter(run, **values):
+    """Change the adapter's configuration, and its digest with it, as whoever made the folder can."""
+    file, manifest = run / "adapter/adapter_config.json", run / "adapter/manifest.json"
+    change_json(file, **values)
+    content, record = file.read_bytes(), json.loads(manifest.read_text())
+    record["files"][file.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+@pytest.fixture(scope="module")
+def merged(untrusted):
+    out = untrusted.folder / "merged"
+    run_finetune("merge", untrusted.run, out, "--set", "model.trust_remote_code=false", code=0)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    values, said = ADAPTERS[name]
+    run = copy_of(untrusted, tmp_path)
+    change_adapter(run, **values)
+    names = ("generate", "evaluate", "merge", "verify") if NEVER_ENDS not in repr(values).replace("\\\\", "\\") else ()
+    names = ("generate",) if name == "text" else names
+    forms = {"verify adapter": ["verify", "{run}/adapter", "--vectors", str(merged)]}
+    for form, done in run_each(forms | {name: ON_FOLDER[name] for name in names}, run, tmp_path / "out").items():
+        assert done.returncode == 2 or (form, done.returncode) == ("verify", 3), form
+        assert re.search(said, " ".join(done.errors.split())) or form == "verify", (form, done.errors)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("key", ["target_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_a_run_that_never_ends_is_stopped(untrusted, tmp_path, monkeypatch, key):
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    run = copy_of(untrusted, tmp_path, lora={key: [NEVER_ENDS] if key == "target_modules" else {NEVER_ENDS: 8}})
+    forms = {name: {**ON_FILE, **ON_FOLDER}[name] for name in ("plan", "verify a replay")}
+    for done in run_each(forms, run, tmp_path / "out").values():
+        assert done.returncode == 2
+        assert f"lora.{key} is {NEVER_ENDS}, which takes longer than 1 s to match" in done.errors
+
+
+def test_a_pattern_of_rewards_that_never_ends_is_stopped(monkeypatch):
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    section = load_config(["model=phi_tiny", "data=orders", f"reward.pattern={NEVER_ENDS}"]).reward
+    answer = SimpleNamespace(text="a" * 40)
+    with within(120), pytest.raises(ConfigError, match=r"reward\.pattern is .*, which takes longer than 1 s to match"):
+        built_in_functions(section, longest=1)["regex"](answer)
+    assert built_in_functions(section, longest=1)["regex"](SimpleNamespace(text="a.b!")) == 1.0
+
+
+def test_a_password_in_the_address_of_a_server_is_refused_before_anything_is_computed(untrusted, tmp_path):
+    run = copy_of(untrusted, tmp_path)
+    shutil.rmtree(untrusted.folder / "nothing", ignore_errors=True)
+    change_config(run, model={"path": str(untrusted.folder / "nothing")})  # whose base could not be loaded
+    done = run_finetune("verify", run, "--server", "http://me:s3cret@localhost:1", code=2)
+    assert "--server: not the address of a vLLM server" in done.errors
+    assert "s3cret" not in done.stdout
