@@ -7,9 +7,8 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from threading import Thread
@@ -19,17 +18,9 @@ MOST_BYTES = 16 << 20
 """The largest file of a run that is read whole, unless it has a limit of its own."""
 _MOST_BYTES_OF_MODEL = 256 << 20
 _READ_WHOLE = (".json", ".jinja", ".model", ".txt")
-"""What libraries read whole of a model's folder."""
+_READ_BY_LIBRARIES = (*_READ_WHOLE, ".safetensors", ".bin")
 _LOOK_SECONDS = 0.1
-_TYPES = {
-    stat.S_IFREG: "a regular file",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFDIR: "a folder",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_TYPES = {"-": "a regular file", "d": "a folder", "l": "a symbolic link", "p": "a FIFO", "s": "a socket"}
 _log = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
@@ -98,21 +89,14 @@ def read_regular(path: Path, *, most: int = MOST_BYTES, follows_links: bool = Fa
         return file.read(most)
 
 
-def irregular_files(folder: Path, known: Collection[str] = (), *, follows_links: bool = False) -> list[str]:
-    """Return a line for each file of a model's folder that no library may open: an irregular or a too large one.
-
-    The files in `known` are left out. Weights may have any size, because they are mapped into memory. Without
-    `follows_links`, only the types of files that libraries look for count.
-    """
+def irregular_files(folder: Path, *, follows_links: bool = False) -> list[str]:
+    """Return a line for each file in the folder of a model that no library may open: it is irregular or too large."""
     problems = []
     for path in sorted([*folder.iterdir(), *folder.glob("additional_chat_templates/*")]):
-        is_looked_for = follows_links or path.suffix in (*_READ_WHOLE, ".safetensors")
-        with suppress(FileNotFoundError):  # a link that leads nowhere
-            status = path.stat() if follows_links else path.lstat()
-            if path.name in known or stat.S_ISDIR(status.st_mode) or not is_looked_for:
-                continue
+        if path.suffix in _READ_BY_LIBRARIES and not path.is_dir():
+            most = _MOST_BYTES_OF_MODEL if path.suffix in _READ_WHOLE else None
             try:
-                _refuse_irregular(path, status, _MOST_BYTES_OF_MODEL if path.suffix in _READ_WHOLE else None)
+                open_regular(path, most=most, follows_links=follows_links).close()
             except OSError as error:
                 problems.append(f"{path.name}: {error.strerror}")
     return problems
@@ -134,7 +118,7 @@ def is_own_file(path: Path, instead: str) -> bool:
 
 def type_of_file(status: os.stat_result) -> str:
     """Name the type of what is at a path: `a FIFO`."""
-    return _TYPES.get(stat.S_IFMT(status.st_mode), "a file of an unknown type")
+    return _TYPES.get(stat.filemode(status.st_mode)[0], "a device")
 
 
 def _refuse_irregular(path: Path, status: os.stat_result, most: int | None) -> None:

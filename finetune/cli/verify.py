@@ -100,10 +100,10 @@ def verify(
         from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE
         from finetune.export.verifying import refuse_differences, verify_folder, verify_run
         from finetune.export.vllm_served import InVllm
-        from finetune.inference.vllm_server import check_server_address
+        from finetune.inference.vllm_server import VllmServer
 
     if server is not None:
-        check_server_address(server)  # before anything is computed, or a log could repeat it
+        VllmServer(server, patience_seconds=0)  # refuses an address with a password before anything is computed
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):
         if is_run:

@@ -20,7 +20,6 @@ from pathlib import Path
 from socket import SHUT_RDWR, socket
 from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import SplitResult
 
 from finetune.config.schema import split_server_address
 from finetune.errors import ConfigError, ServerError, ServerLostError
@@ -51,18 +50,6 @@ _BYTES_OF_A_BYTE = 16
 _MOST_SHOWN = 500
 
 
-def check_server_address(url: str) -> SplitResult:
-    """Split the address of a server that the command line names; `rollout.server` is checked with its section.
-
-    Raises:
-        ConfigError: the address is not one of http or https, or has more than a host, a port and a path.
-    """
-    try:
-        return split_server_address(url)
-    except ValueError as error:
-        raise ConfigError(f"--server: {error}") from None
-
-
 class VllmServer:
     """A vLLM server that answers prompts for a run. `VLLM_API_KEY` in the environment is its key, if it asks for one.
 
@@ -70,12 +57,15 @@ class VllmServer:
     `is_to_stop` is called while a request waits; True ends the waiting.
 
     Raises:
-        ConfigError: see `check_server_address`.
+        ConfigError: the address is not one of http or https, or has more than a host, a port and a path.
     """
 
     def __init__(self, url: str, *, patience_seconds: float, is_to_stop: Callable[[], bool] = lambda: False) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._address = check_server_address(self.url)
+        try:
+            self._address = split_server_address(self.url)
+        except ValueError as error:
+            raise ConfigError(f"--server: {error}") from None  # rollout.server was checked before
         self._patience = patience_seconds
         self._is_to_stop = is_to_stop
         prefix = f"finetune-{secrets.token_hex(4)}"

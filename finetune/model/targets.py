@@ -27,27 +27,18 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST_SHOWN = 60
-_FORM_OF_A_KEY = r"(.*\.)?({})$"
-_FORMS = {
-    **dict.fromkeys(("target_modules", "exclude_modules"), "{}"),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), _FORM_OF_A_KEY),
-    **{"modules_to_save": r"(^|.*\.){}($|\..*)", "layers_pattern": r"(?:^|.*?\.){}\.(?P<idx>\d+)\..*"},
-}
-"""The regular expressions that PEFT makes of the patterns in an adapter's configuration (peft.tuners.tuners_utils)."""
+_FORM = r"(.*\.)?({})$"
+"""The regular expression that PEFT makes of a key in `rank_pattern` and `alpha_pattern`."""
+_PATTERNS = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""The keys of an adapter whose values, or names of values, PEFT may match as regular expressions."""
 _log = logging.getLogger(__name__)
 
 
 class _AdapterConfig(BaseModel, strict=True):
     peft_type: Literal["LORA"]
     r: PositiveInt
-    lora_alpha: float
-    target_modules: list[str] | str | None = None
-    exclude_modules: list[str] | str | None = None
-    modules_to_save: list[str] | None = None
-    layers_pattern: list[str] | str | None = None
-    layers_to_transform: list[int] | int | None = None
     rank_pattern: dict[str, PositiveInt] | None = None
-    alpha_pattern: dict[str, float] | None = None
+    target_modules: list[str] | str | None = None
     trainable_token_indices: list[NonNegativeInt] | dict[str, list[NonNegativeInt]] | None = None
     init_lora_weights: bool | Annotated[str, Field(pattern=r"^[a-z_]*\d{0,3}$")] = True
     """PiSSA may name a number of iterations, which takes time."""
@@ -72,7 +63,7 @@ def resolve_targets(
         chosen = set(linear)
         _log_experts(model)
     else:
-        matches = _matching("target_modules", wish, linear)
+        matches = _matching("lora.target_modules", wish, linear)
         useless = [pattern for pattern, names in matches.items() if not names]
         if useless or not matches:
             raise _no_match("target_modules", ", ".join(useless) or "the empty list", "linear layer", model, linear)
@@ -110,7 +101,7 @@ def refuse_useless_patterns(model: PreTrainedModel, targets: Sequence[str], sect
     """
     adapted = sorted(_names_of(targets, linear_layers(model)))
     for key, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
-        for pattern, names in _matching(key, list(patterns), adapted, _FORM_OF_A_KEY).items():
+        for pattern, names in _matching(f"lora.{key}", list(patterns), adapted, _FORM).items():
             if not names:
                 raise _no_match(key, pattern, "adapted layer", model, adapted)
 
@@ -199,11 +190,9 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> dict[str, An
     """
     record = read_adapter_config(folder)
     names = [name for name, _ in model.named_modules()]
-    for key, form in _FORMS.items():
-        patterns = [record[key]] if isinstance(record.get(key), str) else list(record.get(key) or ())
-        if isinstance(record.get(key), list) and key in ("target_modules", "exclude_modules"):
-            continue  # PEFT compares names in a list
-        _matching(key, patterns, names, form, source=f"{ADAPTER_CONFIG} in {folder}: ")
+    values = [value for key in _PATTERNS if isinstance(value := record.get(key), (str, list, dict))]
+    patterns = [str(each) for value in values for each in ([value] if isinstance(value, str) else value)]
+    _matching(f"{ADAPTER_CONFIG} in {folder}", patterns, names, _FORM)
     if isinstance(targets := record.get("target_modules"), list):
         there = linear_layers(model)
         missing = sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in there))
@@ -267,12 +256,10 @@ def _log_experts(model: PreTrainedModel) -> None:
 
 def _names_of(targets: Sequence[str], names: Collection[str]) -> set[str]:
     """Return the names that one of these targets matches."""
-    return set[str]().union(*_matching("target_modules", targets, list(names)).values())
+    return set[str]().union(*_matching("lora.target_modules", targets, list(names)).values())
 
 
-def _matching(
-    key: str, patterns: Sequence[str], names: Sequence[str], form: str = "{}", source: str = "lora."
-) -> dict[str, set[str]]:
+def _matching(source: str, patterns: Sequence[str], names: Sequence[str], form: str = "{}") -> dict[str, set[str]]:
     """Return the names that each pattern matches: as a regular expression in this form, or as their last components.
 
     Raises:
@@ -280,12 +267,12 @@ def _matching(
         ConfigError: they take too long.
     """
     try:
-        hits = match_patterns(patterns, names, form=form, name=f"{source}{key}")
+        hits = match_patterns(patterns, names, form=form, name=source)
     except (re.error, RecursionError, OverflowError) as error:
         formed = getattr(error, "pattern", "")
         pattern = next((pattern for pattern in patterns if form.replace("{}", pattern) == formed), patterns[0])
         raise ModelError(
-            f"{source}{key}: {pattern[:_MOST_SHOWN]} is neither a layer's name nor a regular expression ({error})."
+            f"{source}: {pattern[:_MOST_SHOWN]} is neither a layer's name nor a regular expression ({error})."
         ) from error
     return {
         pattern: {name for name, is_hit in zip(names, row, strict=True) if is_hit or f".{name}".endswith(f".{pattern}")}

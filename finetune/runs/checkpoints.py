@@ -15,14 +15,7 @@ import torch
 
 from finetune.errors import CheckpointError, RunFailedError
 from finetune.limits import open_regular
-from finetune.runs.durable import (
-    Chunks,
-    committed_folder,
-    describe_os_error,
-    disk_failures_end_the_run,
-    read_manifest,
-    remove_folder,
-)
+from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run, read_manifest, remove_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
@@ -282,10 +275,6 @@ def _commit(
 
 
 def _read_chunks(path: Path) -> Iterator[bytes]:
-    try:
-        file = open_regular(path)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {describe_os_error(error)}.") from error
-    with file:
+    with open_regular(path) as file:
         while chunk := file.read(_COPY_BYTES):
             yield chunk

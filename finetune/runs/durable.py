@@ -199,7 +199,7 @@ def find_damage(folder: Path) -> list[str]:
     except ValueError as error:
         return [str(error)]
     problems = (_compare(folder / name, entry) for name, entry in entries.items())
-    return [problem for problem in problems if problem] + irregular_files(folder, entries)
+    return irregular_files(folder) or [problem for problem in problems if problem]
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -70,21 +71,14 @@ class RunFolder:
         return _steps_in(self.rollouts, _ROLLOUT_FILE)
 
     def refuse_irregular_files(self) -> None:
-        """Refuse a run of which a file cannot be read, without reading any. Missing files do not count.
-
-        Raises:
-            CheckpointError: a file is a link, a FIFO, a device or the like, is too large, or may not be read.
-        """
+        """Raise a CheckpointError if a file of the run is not a regular one, is too large or may not be read."""
         for file, most in ((self.config_file, MOST_BYTES), (self.record_file, MOST_BYTES), (self.metrics_file, None)):
             try:
-                open_regular(file, most=most).close()
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    open_regular(file, most=most).close()
             except OSError as error:
-                raise CheckpointError(
-                    f"{file} cannot be read: {describe_os_error(error)}. Put the file of the run there, or use another "
-                    "run."
-                ) from None
+                reason = describe_os_error(error)
+                raise CheckpointError(f"{file} cannot be read: {reason}. Restore it, or use another run.") from None
 
     def holds_run(self) -> bool:
         """Whether the folder has files that only a run writes; the lock does not count."""

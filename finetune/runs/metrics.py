@@ -36,6 +36,8 @@ _RECENT_BYTES = 1 << 20
 """Some thousand steps. The live view shows the last 400."""
 _MOST_BYTES = 6 << 20
 """The most bytes of lines that are kept, about 25,000 steps. As Python objects they take up to 20 times as much."""
+_LARGEST_STEP = 2**53
+"""The largest integer that JavaScript, on the page of a report, represents exactly."""
 _log = logging.getLogger(__name__)
 
 
@@ -199,6 +201,12 @@ def iterate_events(path: Path) -> Iterator[Event]:
         OSError: the file exists and cannot be read.
     """
     return (event for line in _lines_of(path) if (event := _parse(line)) is not None)
+
+
+def step_of(event: Event) -> int | None:
+    """Return the step that an event belongs to; None if it has no valid step."""
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
 
 
 def number_in(event: Mapping[str, Any], name: str) -> float | None:

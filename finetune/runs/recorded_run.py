@@ -18,7 +18,7 @@ from finetune.limits import read_regular
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of
+from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of, step_of
 from finetune.runs.record import Status, read_run_record
 from finetune.runs.state import read_state
 from finetune.runs.verification import SavedFolder, examine_folder, newest_valid, verify_checkpoint, verify_published
@@ -35,8 +35,6 @@ LATEST = "latest"
 """Names the newest intact checkpoint."""
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
-_LARGEST_STEP = 2**53
-"""The largest integer that JavaScript, on the page of a report, represents exactly."""
 _SCORES = ("exact_match", "json_valid", "loss")
 
 
@@ -410,12 +408,6 @@ def finite(points: Points) -> Points:
 def best_point(points: Points, metric: str) -> tuple[int, float] | None:
     """Return the step and the value of the best validation by a metric; None without one."""
     return max(finite(points), key=lambda point: sign_of(metric) * point[1], default=None)
-
-
-def step_of(event: Event) -> int | None:
-    """Return the step that an event belongs to; None if it has no valid step."""
-    step = whole(event.get("step"))
-    return step if step is not None and 0 <= step < _LARGEST_STEP else None
 
 
 def mapping(value: object) -> dict[str, Any]:
