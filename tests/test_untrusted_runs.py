@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
+import signal
+import socket
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +19,7 @@ import yaml
 from finetune import load_config
 from finetune.config.compose import config_from_dict, load_run_config
 from finetune.config.keys import code_keys, fields
+from finetune.data import rendering
 from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError
 from finetune.export.converters import files_of_model
@@ -24,6 +30,7 @@ from finetune.model.base import build_base_model
 from finetune.replay.steps import replay_config
 from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
+from finetune.training.rewards.functions import built_in_functions
 from tests.in_process import run_finetune
 from tests.tiny_runs import write_base, write_rows
 
@@ -345,3 +352,231 @@ def test_what_only_describes_runs_leaves_such_a_record_out(untrusted, tmp_path):
     run_finetune("report", run, "--no-data", "--output", tmp_path / "page.html", code=0)
     assert "opening.system is 1, which no run writes" in (tmp_path / "page.html").read_text()
     assert read_run_record(untrusted.run / "run.json") is not None
+
+
+FILES = [
+    *("config.yaml", "run.json", "metrics.jsonl", "rows.safetensors", "log.txt", ".lock", "../run.ended.json"),
+    *("adapter", "checkpoints", "rollouts/step-000001.json.gz", "base/manifest.json", "base/config.json"),
+    *(f"adapter/{name}" for name in ("manifest.json", "adapter_config.json", "adapter_model.safetensors")),
+    *(
+        f"adapter/{name}"
+        for name in ("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "chat_template.jinja")
+    ),
+    *("adapter/certificate.json", "adapter/README.md", "adapter/additional_chat_templates/tool.jinja"),
+    *(f"checkpoints/step-000002/{name}" for name in ("manifest.json", "state.json", "optimizer.safetensors")),
+    *(f"checkpoints/step-000002/{name}" for name in ("adapter_config.json", "adapter_model.safetensors")),
+]
+READ_FIRST = FILES[:3]
+"""The files that every command on a run reads."""
+
+
+def make_fifo(path):
+    os.mkfifo(path)
+
+
+def make_device_link(path):
+    path.symlink_to("/dev/zero")
+
+
+def make_socket(path):
+    (path.parent / "s").unlink(missing_ok=True)
+    here = Path.cwd()
+    os.chdir(path.parent)  # the address of a socket has at most 107 bytes
+    try:
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+def make_sparse(path):
+    with path.open("wb") as file:
+        file.truncate(3 << 30)
+
+
+MAKE = {
+    "FIFO": make_fifo,
+    "device": make_device_link,
+    "socket": make_socket,
+    "folder": Path.mkdir,
+    "empty": Path.touch,
+    "3 GB": make_sparse,
+}
+IRREGULAR = ("FIFO", "device", "socket", "folder")
+QUICK = {
+    **{name: ONLY_READ[name] for name in ("diff", "runs", "checkpoints", "push", "show")},
+    "report": ["report", "{run}", "--no-data", "--output", "{out}.html"],
+    "watch": ["watch", "{run}", "--once"],
+    "lists": ["runs", "{run}/.."],
+}
+LOADS = {
+    **{name: ON_FOLDER[name] for name in ("generate", "evaluate", "verify", "verify a replay", "merge", "bisect")},
+    "generate from a checkpoint": [*ON_FOLDER["generate"], "--checkpoint", "latest"],
+    "resume": ["train", "{run}/config.yaml", "output_dir={run}", "resume=auto"],
+    "plan": ON_FILE["plan"],
+}
+LOADED = [
+    *(([file], LOADS) for file in READ_FIRST),
+    *(([file], ["resume"]) for file in (".lock", "log.txt", "checkpoints")),
+    *(([file], ["generate", "verify", "merge"]) for file in FILES if file.startswith("adapter/")),
+    *(([file], ["generate from a checkpoint"]) for file in FILES if file.startswith("checkpoints/")),
+    ([file for file in FILES if file.startswith(("rows", "..", "rollouts", "base", "adapter/cert"))], LOADS),
+]
+"""Files, each set of them put in place at once, and the commands that read them or could."""
+
+
+@contextmanager
+def within(seconds):
+    """Fail what waits or computes for longer, also inside of the kernel or of a regular expression."""
+
+    def end(*_):
+        raise AssertionError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def put_in(run, file, make):
+    """Put something of another type in the place of a run's file."""
+    place = run / file
+    shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    make(place)
+
+
+def run_each(forms, run, out):
+    """Run commands on a run. Each ends in time, with a code and without a traceback."""
+    ended = {}
+    for name, form in forms.items():
+        with within(120):
+            ended[name] = run_finetune(*[word.format(run=run, out=out) for word in form])
+        assert "Traceback" not in ended[name].stdout, (name, ended[name].stdout)
+        assert ended[name].returncode in (0, 1, 2, 3), name
+    return ended
+
+
+@pytest.mark.few(10)
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("file", FILES)
+def test_a_command_that_reads_runs_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):
+    run = copy_of(untrusted, tmp_path)
+    Path(shutil.copytree(run, tmp_path / "sound"))
+    put_in(run, file, MAKE[kind])
+    ended = run_each(QUICK, run, tmp_path / "out")
+    listed = ended["lists"].answer
+    assert "sound" in listed
+    if file in READ_FIRST and kind in IRREGULAR:
+        assert re.search(r"run\s.*unreadable", listed)
+        for name in set(QUICK) - {"lists", "runs", "show"}:
+            assert ended[name].returncode == 2
+            assert re.search(rf"{file}.*(only regular files are read|is a )", ended[name].errors.replace("\n", " "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("files", "names"), LOADED, ids=lambda value: next(iter(value)))
+def test_a_command_that_loads_a_run_waits_for_no_fifo(untrusted, tmp_path, files, names):
+    run = copy_of(untrusted, tmp_path)
+    for file in files:
+        put_in(run, file, make_fifo)
+    ended = run_each({name: LOADS[name] for name in names}, run, tmp_path / "out")
+    if not files[0].startswith(("checkpoints/", "adapter/certificate", "adapter/README")) and len(names) < len(LOADS):
+        assert {each.returncode for each in ended.values()} <= {2, 3}
+
+
+def test_nobody_else_opens_the_files_of_a_run():
+    """`finetune.limits` opens them. What else opens a path here creates a file, or has asked `open_regular` before."""
+    package = Path(rendering.__file__).parents[1]
+    opens = re.compile(r"\b(read_bytes|read_text|(?<!def )open|safe_open)\(")
+    others = ('"x+b")', '"xb")', "os.O_", "Path(scratch)", "safe_open(path,", "RunFolder(", "packed")
+    files = [*(package / "runs").glob("*.py"), package / "config/run_paths.py", package / "config/yaml_reader.py"]
+    lines = [(file.name, line.strip()) for file in files for line in file.read_text().splitlines()]
+    assert [line for line in lines if opens.search(line[1]) and not any(each in line[1] for each in others)] == []
+    assert len(files) > 15
+
+
+NEVER_ENDS = r"(\w+\.?)+!"
+"""For a name of some thirty characters, `re` would try more ways than it can before the sun burns out."""
+SLOW = r"adapter_config\.json in .* is .* which takes longer than 1 s to match"
+ADAPTERS = {
+    "rank": ({"r": 10**9}, r"describes [\d,]+ parameters \(rank 1,000,000,000\), but adapter_model.safetensors holds"),
+    "rank of a layer": ({"rank_pattern": {"qkv_proj": 10**9}}, r"describes [\d,]+ parameters \(rank 1,000,000,000\)"),
+    "token": ({"trainable_token_indices": {"embed_tokens": [10**9]}}, "trains row 1,000,000,000 of the embedding"),
+    "layers": ({"layer_replication": [[0, 10**9]]}, r"has layer_replication=\[\[0, 1000000000\]\]"),
+    "start": ({"init_lora_weights": "pissa_niter_1000000000"}, "init_lora_weights.*='pissa_niter_1000000000'"),
+    "type": ({"target_modules": 3}, "has target_modules.*=3"),
+    "kind": ({"peft_type": "VERA"}, "has peft_type='VERA'"),
+    "text": ({"target_modules": NEVER_ENDS}, SLOW),
+    "modules": ({"modules_to_save": [NEVER_ENDS]}, SLOW),
+    "excluded": ({"exclude_modules": NEVER_ENDS}, SLOW),
+    "place of layers": (
+        {"layers_pattern": [NEVER_ENDS], "layers_to_transform": [0]},
+        "layers_pattern is .* which takes",
+    ),
+    "ranks": ({"rank_pattern": {NEVER_ENDS: 8}}, SLOW),
+    "scales": ({"alpha_pattern": {NEVER_ENDS: 8}}, SLOW),
+}
+
+
+def change_adapter(run, **values):
+    """Change the adapter's configuration, and its digest with it, as whoever made the folder can."""
+    file, manifest = run / "adapter/adapter_config.json", run / "adapter/manifest.json"
+    change_json(file, **values)
+    content, record = file.read_bytes(), json.loads(manifest.read_text())
+    record["files"][file.name] = {"size": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+
+
+@pytest.fixture(scope="module")
+def merged(untrusted):
+    out = untrusted.folder / "merged"
+    run_finetune("merge", untrusted.run, out, "--set", "model.trust_remote_code=false", code=0)
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    values, said = ADAPTERS[name]
+    run = copy_of(untrusted, tmp_path)
+    change_adapter(run, **values)
+    names = ("generate", "evaluate", "merge", "verify") if NEVER_ENDS not in repr(values).replace("\\\\", "\\") else ()
+    names = ("generate",) if name == "text" else names
+    forms = {"verify adapter": ["verify", "{run}/adapter", "--vectors", str(merged)]}
+    for form, done in run_each(forms | {name: ON_FOLDER[name] for name in names}, run, tmp_path / "out").items():
+        assert done.returncode == 2 or (form, done.returncode) == ("verify", 3), form
+        assert re.search(said, " ".join(done.errors.split())) or form == "verify", (form, done.errors)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("key", ["target_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_of_a_run_that_never_ends_is_stopped(untrusted, tmp_path, monkeypatch, key):
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    run = copy_of(untrusted, tmp_path, lora={key: [NEVER_ENDS] if key == "target_modules" else {NEVER_ENDS: 8}})
+    forms = {name: {**ON_FILE, **ON_FOLDER}[name] for name in ("plan", "verify a replay")}
+    for done in run_each(forms, run, tmp_path / "out").values():
+        assert done.returncode == 2
+        assert f"lora.{key} is {NEVER_ENDS}, which takes longer than 1 s to match" in done.errors
+
+
+def test_a_pattern_of_rewards_that_never_ends_is_stopped(monkeypatch):
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    section = load_config(["model=phi_tiny", "data=orders", f"reward.pattern={NEVER_ENDS}"]).reward
+    answer = SimpleNamespace(text="a" * 40)
+    with within(120), pytest.raises(ConfigError, match=r"reward\.pattern is .*, which takes longer than 1 s to match"):
+        built_in_functions(section, longest=1)["regex"](answer)
+    assert built_in_functions(section, longest=1)["regex"](SimpleNamespace(text="a.b!")) == 1.0
+
+
+def test_a_password_in_the_address_of_a_server_is_refused_before_anything_is_computed(untrusted, tmp_path):
+    run = copy_of(untrusted, tmp_path)
+    shutil.rmtree(untrusted.folder / "nothing", ignore_errors=True)
+    change_config(run, model={"path": str(untrusted.folder / "nothing")})  # whose base could not be loaded
+    done = run_finetune("verify", run, "--server", "http://me:s3cret@localhost:1", code=2)
+    assert "--server: not the address of a vLLM server" in done.errors
+    assert "s3cret" not in done.stdout

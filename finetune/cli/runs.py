@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 STYLES = {
-    **{"running": "cyan", "completed": "green", "failed": "red"},
+    **{"running": "cyan", "completed": "green", "failed": "red", "unreadable": "red"},
     **dict.fromkeys(("stopped", "preempted", "ended early"), "magenta"),
 }
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}

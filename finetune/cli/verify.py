@@ -85,7 +85,7 @@ def verify(
     """Compare a run or a model, in the runtime that serves it, with what was trained, and write a certificate."""
     refuse_several_processes("verify")
     configure_logs(rank=0)
-    is_run = (source.expanduser() / "config.yaml").is_file()
+    is_run = (source.expanduser() / "config.yaml").exists()  # find_run says what else than a file it is
     run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
     rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
     rules.need("--served-as", "--server")
@@ -103,7 +103,10 @@ def verify(
         from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE
         from finetune.export.verifying import refuse_differences, verify_folder, verify_run
         from finetune.export.vllm_served import InVllm
+        from finetune.inference.vllm_server import VllmServer
 
+    if server is not None:
+        VllmServer(server, patience_seconds=0)  # refuses an address with a password before anything is computed
     vllm = None if runtime is None and server is None else InVllm(server, served_as)
     with waiting("comparing with what was trained"):
         if is_run:

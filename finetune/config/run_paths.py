@@ -13,6 +13,7 @@ from finetune.config.config_files import absolute, path_exists
 from finetune.config.keys import values
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting
+from finetune.limits import read_regular
 from finetune.logs import warn_once
 
 _KEYS = (
@@ -56,7 +57,7 @@ def named_paths(config: Config) -> list[tuple[str, str]]:
 def recorded_paths(folder: Path) -> dict[str, str]:
     """Return the result of `resolved_paths` in a run's folder; empty if it has none that can be read."""
     try:
-        record = json.loads((folder / "run.json").read_bytes())
+        record = json.loads(read_regular(folder / "run.json"))
     except (OSError, ValueError, RecursionError):
         return {}
     paths = record.get("resolved_paths") if isinstance(record, dict) else None

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import yaml
 
+from finetune.limits import read_regular
+
 MAX_FILE_BYTES = 1_000_000
 
 COMMAND_LINE = "command line"
@@ -92,13 +94,9 @@ def read_settings(path: Path, shown: str, problems: list[str]) -> list[Setting]:
     `problems` receives one line per problem, beginning with ``file:line``.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+        data = read_regular(path, most=MAX_FILE_BYTES, follows_links=True)
     except OSError as error:
         problems.append(f"{shown}: cannot be read ({error.strerror}). Expected a YAML file.")
-        return []
-    if len(data) > MAX_FILE_BYTES:
-        problems.append(f"{shown}: larger than {MAX_FILE_BYTES:,} bytes, which no config is.")
         return []
     try:
         text = data.decode("utf-8-sig")

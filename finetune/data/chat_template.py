@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
+from io import TextIOWrapper
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from finetune.data.rendering import render_conversations
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
 from finetune.data.values import BadRowError
 from finetune.errors import ConfigError
+from finetune.limits import MOST_BYTES, open_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -140,13 +142,19 @@ def _read_template(setting: str) -> str:
     shipped = {path.stem: path for path in _TEMPLATES.glob("*.jinja")}
     path = shipped.get(setting, Path(setting).expanduser())
     try:
-        return path.read_text(encoding="utf-8")
+        return read_template_file(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"data.chat_template is {setting}, which is neither a shipped template ({', '.join(sorted(shipped))}) nor "
             f"a file that can be read ({getattr(error, 'strerror', None) or error}). Name one of these, or the path of "
             "a .jinja file."
         ) from error
+
+
+def read_template_file(path: Path) -> str:
+    """Read the file of a template. Raises an OSError, also for a device, and UnicodeDecodeError."""
+    with TextIOWrapper(open_regular(path, most=MOST_BYTES, follows_links=True), encoding="utf-8") as file:
+        return file.read()
 
 
 def describe_key(key: RowKey) -> str:

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow, suffix_of, suffixes_of
-from finetune.deadlines import DeadlineExceededError, StopRequestedError, call_within
 from finetune.errors import DataError, PreemptedError, extra_command, first_line
+from finetune.limits import DeadlineExceededError, StopRequestedError, call_within, is_own_file
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error, replacing
 from finetune.runs.file_lock import file_lock
@@ -103,7 +103,7 @@ class RemoteRows:
         folder = Path(self.cache_dir).expanduser()
         file = folder / f"fetched-{hashlib.sha256(known.encode()).hexdigest()[:32]}{suffixes_of(name_of(self.address))}"
         with in_cache(file.with_suffix(".lock"), f"the copy of {self.label}"):
-            if version and file.exists():
+            if version and is_own_file(file, "the rows are copied again"):
                 _log.info("%s: copied before, to %s", self.label, file)
             else:
                 self._fetch(file, info.get("size"))

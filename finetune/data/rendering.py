@@ -1,7 +1,8 @@
-"""Render chat templates in a process of its own, with limits of time, memory and output. Imports no torch.
+"""Render chat templates and match regular expressions in a process of its own, with limits. Imports no torch.
 
 A chat template is a program from whoever wrote the model folder. Jinja's sandbox keeps it from files and modules, but
-not from endless loops or texts without limit. The process starts with the first text and ends when it has been idle.
+not from endless loops or texts without limit. A regular expression may take exponential time. The process starts with
+the first text and ends when it has been idle.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -24,19 +26,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from finetune.errors import DataError
+from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
+from finetune.units import name_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROW_SECONDS = 5
-"""Seconds of processor time that a template may take for a row."""
+ROW_SECONDS, MATCH_SECONDS = 5, 2
+"""Seconds of processor time that a template may take for a row, and regular expressions for all their texts."""
+_TAKES_NO_TIME = re.compile(r"[\w\s.,:;=<>/@'\"!&%#~-]*")
+"""Expressions that neither repeat nor choose, such as the name of a layer."""
 _ANSWER_SECONDS = 120.0
 """Seconds until the process must have started, or answered, on the busiest machine."""
 _IDLE_SECONDS, _ENDING_SECONDS, _ANSWER_EVERY_SECONDS = 10.0, 5.0, 0.25
 _MEMORY, _MEMORY_PER_BYTE = 1 << 30, 24
 """Bytes that the process may take, and more for each byte of the rows."""
+_MOST_SHOWN = 60
 _ROW_CHARACTERS, _CHARACTERS_PER_BYTE = 1 << 16, 16
 """Characters that a template may make of a row, and more for each byte of the rows."""
 
@@ -104,6 +110,36 @@ def render_template(
         f"GiB of memory and {_CHARACTERS_PER_BYTE} times its own length, beside a fixed part. Set another template: "
         "data.chat_template."
     )
+
+
+def match_patterns(
+    patterns: Sequence[str], texts: Sequence[str], *, name: str, form: str = "{}", flags: int = 0
+) -> list[list[bool]]:
+    """Return for each regular expression whether it matches each whole text. `form` has `{}` where it is put.
+
+    Names of layers are matched here, and what repeats or chooses in the process with limits.
+
+    Raises:
+        re.error: one is no regular expression.
+        ConfigError: they take too long. `name` names them.
+    """
+    expressions = [form.replace("{}", pattern) for pattern in patterns]
+    for expression in expressions:
+        re.compile(expression, flags)
+    request = {"patterns": expressions, "texts": list(texts), "flags": flags, "seconds": MATCH_SECONDS}
+    if all(map(_TAKES_NO_TIME.fullmatch, patterns)):
+        return _match(request)
+    answer: list[Rendered] = []
+    with _Renderer.lock:
+        failure = _Renderer.render(json.dumps(request).encode(), answer, 1)
+    if failure is not None:
+        shown = name_first([pattern[:_MOST_SHOWN] for pattern in patterns], 3)
+        raise ConfigError(
+            f"{name} is {shown}, which takes longer than {MATCH_SECONDS} s to match. Write an expression without "
+            "a repetition inside of another, such as (a+)+."
+        )
+    matches: list[list[bool]] = json.loads(answer[0][1])
+    return matches
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
@@ -236,10 +272,19 @@ def _render_until_it_ends(connection: Connection[Any, Any]) -> None:
             _answer(connection, connection.recv_bytes(), render)
 
 
+def _match(request: Mapping[str, Any]) -> list[list[bool]]:
+    compiled = [re.compile(pattern, request["flags"]) for pattern in request["patterns"]]
+    return [[pattern.fullmatch(text) is not None for text in request["texts"]] for pattern in compiled]
+
+
 def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[..., str]) -> None:
     """Render the conversations of a request. Slow ones are answered one by one, so that the parent need not wait."""
     _limit_memory(_MEMORY + _MEMORY_PER_BYTE * len(content))
     request = json.loads(content)
+    if "patterns" in request:
+        _limit_seconds(ceil(time.process_time()) + request["seconds"])
+        connection.send_bytes(json.dumps([[[True, json.dumps(_match(request))]], None]).encode())
+        return
     conversations, template = request["conversations"], request["template"]
     left = len(conversations) * (_ROW_CHARACTERS + 2 * len(template)) + _CHARACTERS_PER_BYTE * len(content)
     settings = {**request["tokens"], "tools": request["tools"], "add_generation_prompt": request["with_prompt"]}

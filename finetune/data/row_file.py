@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import mmap
-import os
 import tempfile
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.data.splits import digest_row
 from finetune.data.templates import TokenisedRow
 from finetune.fallbacks import Fallback, Fallbacks
+from finetune.limits import is_own_file, open_regular
 from finetune.runs.durable import describe_os_error, replacing
 from finetune.runs.file_lock import file_lock
 from finetune.runs.tensors import TensorFile, digest_tensor
@@ -179,6 +179,7 @@ def map_rows(path: Path) -> EncodedRows:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open_regular(path).close()  # the library opens the path itself
         with safe_open(path, framework="pt") as file:
             about = json.loads(file.metadata()[_METADATA_KEY])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -292,13 +293,7 @@ def _fall_back(fallbacks: Fallbacks, what: str, wanted: str, used: str, error: O
 
 def _read(path: Path, rows_name: str) -> EncodedRows | None:
     """Map a file. Return None if it does not exist, may not be read, is damaged, or is another user's."""
-    if not os.path.exists(path):  # noqa: PTH110 (Path.exists raises where a folder is locked)
-        return None
-    owner = os.lstat(path).st_uid
-    if hasattr(os, "geteuid") and owner not in (os.geteuid(), 0):
-        _log.warning(
-            "%s belongs to another user (uid %d), who could change it; %s is encoded again", path, owner, rows_name
-        )
+    if not is_own_file(path, f"{rows_name} is encoded again"):
         return None
     try:
         rows = map_rows(path)

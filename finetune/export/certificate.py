@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import CheckpointError
 from finetune.export.served_comparison import ServedComparison, rows_of_checks
 from finetune.export.vectors import CERTIFICATE, VLLM_CERTIFICATE, Vectors
+from finetune.limits import read_regular
 from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
 
@@ -88,7 +89,7 @@ def _read_as_table(file: Path) -> str:
     folder = file.parent
     again = f"Make it again with finetune verify {folder}."
     try:
-        content = json.loads(file.read_bytes())
+        content = json.loads(read_regular(file))
         if content["verdict"] != "same":
             raise CheckpointError(
                 f"{file} says that this model is not the trained one: {content['mismatches'][0]}. Write the "
@@ -124,4 +125,4 @@ def _as_table(content: dict[str, Any]) -> str:
 
 def _digest_manifest(folder: Path) -> str | None:
     file = folder / MANIFEST
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+    return hashlib.sha256(read_regular(file)).hexdigest() if file.is_file() else None

@@ -88,7 +88,7 @@ def build_package(source: Path, *, base: str | None = None) -> Package:
         ConfigError: the adapter's base is not on the hub, so nobody else could load it.
     """
     source = source.expanduser().absolute()
-    return _pack_adapter(source, base) if (source / "config.yaml").is_file() else _pack_model(source)
+    return _pack_adapter(source, base) if (source / "config.yaml").exists() else _pack_model(source)
 
 
 def plan_upload(package: Package, repository: str, *, private: bool = True, replace: bool = False) -> Upload:

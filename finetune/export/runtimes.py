@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from finetune.data.rendering import render_prompt
-from finetune.errors import CheckpointError, ModelError, RunFailedError, first_line
+from finetune.errors import CheckpointError, ConfigError, ModelError, RunFailedError, first_line
 from finetune.export.compressed_folder import load_compressed, refuse_no_compressed_tensors, scheme_of
 from finetune.export.gguf_served import MODEL_FILE, gguf_bound, load_gguf
 from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
@@ -18,9 +18,8 @@ from finetune.export.plain_reload import load_plain_model, logits_in_fp32
 from finetune.export.served_comparison import Rendered, ServedModel, Turns
 from finetune.export.vectors import MOST_DIFFERENCE, Digests, Vectors, answer_in_fp32
 from finetune.model.lora import quiet_peft
+from finetune.model.targets import ADAPTER_CONFIG, read_adapter_config, refuse_foreign_adapter
 from finetune.model.unsupported import refuse_oversized_folder
-
-ADAPTER_CONFIG = "adapter_config.json"
 
 
 class ServingRuntime(NamedTuple):
@@ -107,17 +106,18 @@ def load_peft(folder: Path, base: str | None = None, revision: str | None = None
     import transformers
 
     with _failing_as_one_error(folder):
-        config = peft.PeftConfig.from_pretrained(str(folder))
+        config = read_adapter_config(folder)
         if base is None:
-            base, revision = config.base_model_name_or_path, config.revision
+            base, revision = str(config.get("base_model_name_or_path")), config.get("revision")
         revision = revision or "main"
         model, tokenizer = _load(base, folder, revision)
+        refuse_foreign_adapter(model, folder)
         if len(tokenizer) > len(model.get_input_embeddings().weight):
             model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         read: Any = transformers.GenerationConfig.from_pretrained
         has_own = (folder / "generation_config.json").is_file()
         stops = _stop_ids(read(folder if has_own else base, revision=revision, local_files_only=True))
-        if getattr(config, "modules_to_save", None):  # PEFT rounds these layers to the type of the base
+        if config.get("modules_to_save"):  # PEFT rounds these layers to the type of the base
             model = model.float()
         with quiet_peft():
             model = peft.PeftModel.from_pretrained(model, str(folder))
@@ -178,7 +178,7 @@ def _load(model_folder: Path | str, tokenizer_folder: Path, revision: str = "mai
 def _failing_as_one_error(folder: Path) -> Iterator[None]:
     try:
         yield
-    except ModelError:
+    except (ConfigError, ModelError):
         raise
     except Exception as error:  # of several libraries, for files that were changed in any way
         raise RunFailedError(f"{folder} cannot be loaded by the runtime that serves it: {first_line(error)}") from error

@@ -26,6 +26,7 @@ from finetune.data.rendering import render_prompt
 from finetune.errors import CheckpointError, DataError
 from finetune.export.plain_reload import weights_in_fp32
 from finetune.inference.decoding import Decoding, generate_answers
+from finetune.limits import read_regular
 from finetune.model.base import max_context
 from finetune.runs.durable import MANIFEST, FolderWriter, describe_os_error
 from finetune.runs.tensors import digest_tensor, each_tensor
@@ -35,6 +36,7 @@ MOST_DIFFERENCE = {"float64": 1e-4, "float32": 1e-4, "float16": 2e-2, "bfloat16"
 """The largest relative difference for each type of the stored weights. For 16-bit types it is 16 steps of the type at 1
 (2^-10 and 2^-7); for wider types it is what the order of additions can make of many layers."""
 _SMALLEST_NORM = 1e-30
+_MOST_BYTES_OF_LOGITS = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,12 +316,12 @@ def read_vectors(place: Path) -> Vectors:
             "Write the model again with finetune merge RUN OUT, and export that, or name vectors with --vectors FILE."
         )
     try:
-        raw = file.read_bytes()
+        raw = read_regular(file, follows_links=True)
         record = json.loads(raw)
         if record.pop("schema_version") != _SCHEMA:
             raise CheckpointError(f"{file} has another schema_version than {_SCHEMA}. Read it with a newer finetune.")
         logits, vectors = record.pop("logits"), tuple(Vector(**values) for values in record.pop("vectors"))
-        values = (file.parent / LOGITS_FILE).read_bytes()
+        values = read_regular(file.parent / LOGITS_FILE, most=_MOST_BYTES_OF_LOGITS, follows_links=True)
         if hashlib.sha256(values).hexdigest() != logits["sha256"]:
             raise CheckpointError(
                 f"{file.parent / LOGITS_FILE} is not the file that {file.name} names (SHA-256 differs)."

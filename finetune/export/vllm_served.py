@@ -5,7 +5,6 @@ Endpoints: vLLM 0.32, see `finetune.inference.vllm_server`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from finetune.export.served_comparison import Rendered, Turns
 from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
 from finetune.inference.vllm_server import ServerGoneError, ServerRefusalError, VllmServer
+from finetune.model.targets import read_adapter_config
 
 PYTHON = "FINETUNE_VLLM"
 """Names the Python of an environment that has vLLM. Without it, vLLM must be installed beside finetune."""
@@ -156,7 +156,7 @@ def limits_of_adapter(folder: Path) -> list[str]:
 
     Source: vLLM 0.32, `validate_legal` in vllm/lora/peft_helper.py.
     """
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    config = read_adapter_config(folder)
     limits = []
     if refused := [part for key, part in _REFUSED.items() if config.get(key)]:
         limits.append(
@@ -189,7 +189,7 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     command += ["--model", str(model), "--dtype", "float32" if scheme is None else scheme.vllm_dtype]
     command += ["--enforce-eager", "--max-logprobs", "-1"]
     if adapter is not None:
-        config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+        config = read_adapter_config(adapter)
         command += ["--enable-lora", "--max-lora-rank", str(_rank_to_allow(_rank_of(config)))]
     settings = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
     settings |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}

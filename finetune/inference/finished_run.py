@@ -96,6 +96,7 @@ def find_run(
     """
     recorded = RecordedRun(path)
     folder = recorded.folder
+    folder.refuse_irregular_files()
     if not folder.config_file.is_file():
         raise CheckpointError(
             f"{path} is not the folder of a run: it has no {folder.config_file.name}. "
@@ -198,6 +199,8 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
     try:
         model = load_adapter(base, run.weights)
         load_model(model, run.weights)  # strict, while peft only warns of missing tensors
+    except (ConfigError, ModelError):
+        raise
     except Exception as error:  # from several libraries, for other shapes or names
         raise ModelError(
             f"the adapter in {run.weights} does not fit the base {path}: {first_line(error)} "

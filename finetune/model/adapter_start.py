@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from finetune.errors import CheckpointError, ModelError
+from finetune.limits import read_regular
 from finetune.runs.model_files import load_model
 from finetune.units import name_first
 
@@ -70,7 +71,7 @@ def start_from_adapter(model: Any, section: LoraSection) -> None:
     """
     folder = _locate_adapter(str(section.start_from))
     try:
-        record = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
+        record = json.loads(read_regular(folder / _CONFIG, follows_links=True))
     except (OSError, ValueError) as error:
         raise ModelError(f"lora.start_from: {folder / _CONFIG} cannot be read: {error}") from error
     _refuse_other_base(folder, record, model, section)

@@ -16,6 +16,7 @@ from finetune.config.config_files import resolve_shipped
 from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, fault_of, find_fault
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting, warn_once
+from finetune.model.unsupported import refuse_irregular_folder
 from finetune.units import name_first
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ def locate(path: str, key: str) -> str:
     """Return the folder of `shipped:NAME` or of a path. A hub id is returned unchanged.
 
     Raises:
-        ModelError: the folder does not exist or holds no model.
+        ModelError: the folder does not exist or holds no model, or see `refuse_irregular_folder`.
     """
     if path.startswith("shipped:"):
         return str(resolve_shipped(path))
@@ -89,6 +90,7 @@ def locate(path: str, key: str) -> str:
             f"{key} is {path}, but there is no such folder.{notice} Give a folder that holds a model, or a hub id "
             "like microsoft/phi-4."
         )
+    refuse_irregular_folder(folder)
     if key == "model.path" and not (folder / "config.json").is_file():
         names = name_first(sorted(entry.name for entry in folder.iterdir()), 8) or "nothing"
         is_adapter = (folder / "adapter_config.json").is_file()

@@ -104,11 +104,13 @@ def attach_adapter(
 
 
 def load_adapter(base: PreTrainedModel, folder: Path) -> PeftModel:
-    """Put a saved adapter on its base. The adapter is trainable, so that `Placement.place` keeps it in fp32."""
-    from peft import PeftConfig, PeftModel
+    """Put a saved adapter on its base. The adapter is trainable, so that `Placement.place` keeps it in fp32.
 
-    refuse_foreign_adapter(base, folder)
-    tokens = getattr(PeftConfig.from_pretrained(str(folder)), "trainable_token_indices", None) or {}
+    Raises the errors of `refuse_foreign_adapter`.
+    """
+    from peft import PeftModel
+
+    tokens = refuse_foreign_adapter(base, folder).get("trainable_token_indices") or {}
     rows = tokens.values() if isinstance(tokens, dict) else [tokens]
     grow_embeddings(base, max((max(ids) + 1 for ids in rows), default=0))
     with quiet_peft():

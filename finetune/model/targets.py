@@ -4,23 +4,47 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from finetune.data.rendering import match_patterns
 from finetune.errors import ModelError
+from finetune.limits import read_regular
+from finetune.model.unsupported import refuse_irregular_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from finetune.config.schema import LoraSection
 
+ADAPTER_CONFIG = "adapter_config.json"
+_MOST_SHOWN = 60
+_FORM = r"(.*\.)?({})$"
+"""The regular expression that PEFT makes of a key in `rank_pattern` and `alpha_pattern`."""
+_PATTERNS = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""The keys of an adapter whose values, or names of values, PEFT may match as regular expressions."""
 _log = logging.getLogger(__name__)
+
+
+class _AdapterConfig(BaseModel, strict=True):
+    peft_type: Literal["LORA"]
+    r: PositiveInt
+    rank_pattern: dict[str, PositiveInt] | None = None
+    target_modules: list[str] | str | None = None
+    trainable_token_indices: list[NonNegativeInt] | dict[str, list[NonNegativeInt]] | None = None
+    init_lora_weights: bool | Annotated[str, Field(pattern=r"^[a-z_]*\d{0,3}$")] = True
+    """PiSSA may name a number of iterations, which takes time."""
+    layer_replication: None = None
+    megatron_config: None = None
+    target_parameters: Annotated[list[str], Field(max_length=0)] | None = None
 
 
 def resolve_targets(
@@ -39,7 +63,7 @@ def resolve_targets(
         chosen = set(linear)
         _log_experts(model)
     else:
-        matches = {pattern: {name for name in linear if _is_match(name, pattern)} for pattern in wish}
+        matches = _matching("lora.target_modules", wish, linear)
         useless = [pattern for pattern, names in matches.items() if not names]
         if useless or not matches:
             raise _no_match("target_modules", ", ".join(useless) or "the empty list", "linear layer", model, linear)
@@ -75,17 +99,10 @@ def refuse_useless_patterns(model: PreTrainedModel, targets: Sequence[str], sect
     Raises:
         ModelError: names the pattern and the layers that there are.
     """
-    adapted = [name for name in linear_layers(model) if any(_is_match(name, target) for target in targets)]
+    adapted = sorted(_names_of(targets, linear_layers(model)))
     for key, patterns in (("rank_pattern", section.rank_pattern), ("alpha_pattern", section.alpha_pattern)):
-        for pattern in patterns:
-            try:
-                # As PEFT matches them (peft.utils.get_pattern_key).
-                is_used = any(re.match(rf"(.*\.)?({pattern})$", name) for name in adapted)
-            except re.error as error:
-                raise ModelError(
-                    f"lora.{key}: {pattern} is neither a layer's name nor a regular expression ({error})."
-                ) from error
-            if not is_used:
+        for pattern, names in _matching(f"lora.{key}", list(patterns), adapted, _FORM).items():
+            if not names:
                 raise _no_match(key, pattern, "adapted layer", model, adapted)
 
 
@@ -96,7 +113,7 @@ def refuse_modules_to_save(model: PreTrainedModel, targets: Sequence[str], names
         ModelError: names the layers that there are.
     """
     layers = {name for name, layer in model.named_modules() if not [*layer.children()] and [*layer.parameters()]}
-    free = [name for name in layers if not any(_is_match(name, target) for target in targets)]
+    free = layers - _names_of(targets, layers)
     for name in names:
         if name not in {layer.rpartition(".")[2] for layer in free}:
             raise _no_match("modules_to_save", name, "layer that LoRA leaves as it is", model, free)
@@ -133,50 +150,95 @@ def has_transposed_targets(model: PreTrainedModel, targets: list[str]) -> bool:
     """Return whether the layers store their weights transposed, like GPT-2's. PEFT's configuration must say so."""
     from transformers.pytorch_utils import Conv1D
 
-    adapted = [layer for name, layer in model.named_modules() if any(_is_match(name, target) for target in targets)]
+    layers = dict(model.named_modules())
+    adapted = [layers[name] for name in _names_of(targets, layers)]
     return bool(adapted) and all(isinstance(layer, Conv1D) for layer in adapted)
 
 
-def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse an adapter with layers that the model lacks. PEFT's own error would name no cause.
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Read what PEFT builds an adapter from. No file of the folder is opened that might never end.
 
     Raises:
-        ModelError: names the layers of both.
+        ModelError: a file of the folder is irregular, the configuration cannot be read, or it asks for something that
+            neither finetune nor PEFT's plain LoRA writes.
     """
+    refuse_irregular_folder(folder)
+    file = folder / ADAPTER_CONFIG
     try:
-        record = json.loads((folder / "adapter_config.json").read_bytes())
-    except (OSError, ValueError):
-        return  # PEFT says what is wrong with the file
-    if not isinstance(record, dict):
-        return
-    _refuse_unstored_rank(record, folder)
-    targets = record.get("target_modules")
-    if not isinstance(targets, list):
-        return
-    there = linear_layers(model)
-    missing = sorted(target for target in targets if not any(_is_match(name, target) for name in there))
-    if missing:
-        short = sorted({name.rpartition(".")[2] for name in there})
+        record: dict[str, Any] = json.loads(read_regular(file, follows_links=True))
+        _AdapterConfig.model_validate(record)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        key, value = ".".join(map(str, first["loc"])), repr(first["input"])[:_MOST_SHOWN]
         raise ModelError(
-            f"the adapter in {folder} has layers that this {model.config.model_type} model lacks: "
-            f"{', '.join(missing)}. The model has: {', '.join(short)}. Give the model that the adapter was trained on."
-        )
+            f"the adapter in {folder} cannot be loaded: {ADAPTER_CONFIG} has {key}={value} ({first['msg']}). Use an "
+            "undamaged copy."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{file} cannot be read: {error}. Use an undamaged copy.") from error
+    return record
 
 
-def _refuse_unstored_rank(record: Mapping[str, Any], folder: Path) -> None:
-    """Refuse a rank that no tensor of the adapter has: PEFT would first allocate layers of that rank."""
-    pattern = record.get("rank_pattern")
-    ranks = [record.get("r"), *(pattern.values() if isinstance(pattern, dict) else ())]
-    rank = max((rank for rank in ranks if isinstance(rank, int)), default=0)
+def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> dict[str, Any]:
+    """Refuse an adapter that does not fit the model, before PEFT builds it. Return its configuration.
+
+    PEFT would first allocate layers of any rank, and match patterns without a limit of time.
+
+    Raises:
+        ModelError: the adapter is damaged, or has layers, parameters or tokens that the model or its file lacks.
+        ConfigError: a pattern takes too long to match.
+    """
+    record = read_adapter_config(folder)
+    names = [name for name, _ in model.named_modules()]
+    values = [value for key in _PATTERNS if isinstance(value := record.get(key), (str, list, dict))]
+    patterns = [str(each) for value in values for each in ([value] if isinstance(value, str) else value)]
+    _matching(f"{ADAPTER_CONFIG} in {folder}", patterns, names, _FORM)
+    if isinstance(targets := record.get("target_modules"), list):
+        there = linear_layers(model)
+        missing = sorted(target for target in targets if not any(f".{name}".endswith(f".{target}") for name in there))
+        if missing:
+            short = sorted({name.rpartition(".")[2] for name in there})
+            raise ModelError(
+                f"the adapter in {folder} has layers that this {model.config.model_type} model lacks: "
+                f"{', '.join(missing)}. The model has: {', '.join(short)}. Give the model that the adapter was trained "
+                "on."
+            )
+    _refuse_unstored_parameters(model, folder)
+    embedding: Any = model.get_input_embeddings()
+    rows, tokens = len(embedding.weight), record.get("trainable_token_indices") or {}
+    for ids in tokens.values() if isinstance(tokens, dict) else [tokens]:
+        if ids and max(ids) >= rows + len(ids):
+            raise ModelError(
+                f"the adapter in {folder} trains row {max(ids):,} of the embedding, but the base has {rows:,} rows and "
+                f"the adapter {len(ids):,} tokens. Use an undamaged copy, or the base that it was trained on."
+            )
+    return record
+
+
+def _refuse_unstored_parameters(model: PreTrainedModel, folder: Path) -> None:
+    """Refuse an adapter whose configuration describes more parameters than its file holds."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    config: Any = LoraConfig.from_pretrained(str(folder))
+    ranks, described = config.rank_pattern or {}, 0
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim > 1 and check_target_module_exists(config, name):
+            rows = getattr(layer, "out_features", len(weight))  # weights in 4 bits are packed
+            columns = getattr(layer, "in_features", weight[0].numel())
+            described += ranks.get(get_pattern_key(list(ranks), name), config.r) * (rows + columns)
+    file = folder / "adapter_model.safetensors"
     try:
-        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
-            largest = max((size for name in file.keys() for size in file.get_slice(name).get_shape()), default=0)  # noqa: SIM118
-    except (OSError, SafetensorError):
-        return  # PEFT says what is wrong with the file
-    if rank > largest:
+        with safe_open(file, framework="pt") as tensors:
+            stored = sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file} cannot be read: {error}. Use an undamaged copy.") from error
+    if described > stored:
         raise ModelError(
-            f"the adapter in {folder} is damaged: adapter_config.json says rank {rank:,}, but the largest dimension "
-            f"of its tensors is {largest:,}. Use an undamaged copy."
+            f"the adapter in {folder} is damaged: {ADAPTER_CONFIG} describes {described:,} parameters (rank "
+            f"{max([config.r, *ranks.values()]):,}), but {file.name} holds {stored:,}. Use an undamaged copy."
         )
 
 
@@ -192,12 +254,27 @@ def _log_experts(model: PreTrainedModel) -> None:
         _log.info("lora.target_modules=auto leaves the experts as they are: %s parameters", f"{sum(inside):,}")
 
 
-def _is_match(name: str, pattern: str) -> bool:
-    if name == pattern or name.endswith(f".{pattern}"):
-        return True
+def _names_of(targets: Sequence[str], names: Collection[str]) -> set[str]:
+    """Return the names that one of these targets matches."""
+    return set[str]().union(*_matching("lora.target_modules", targets, list(names)).values())
+
+
+def _matching(source: str, patterns: Sequence[str], names: Sequence[str], form: str = "{}") -> dict[str, set[str]]:
+    """Return the names that each pattern matches: as a regular expression in this form, or as their last components.
+
+    Raises:
+        ModelError: a pattern is no regular expression.
+        ConfigError: they take too long.
+    """
     try:
-        return re.fullmatch(pattern, name) is not None
-    except re.error as error:
+        hits = match_patterns(patterns, names, form=form, name=source)
+    except (re.error, RecursionError, OverflowError) as error:
+        formed = getattr(error, "pattern", "")
+        pattern = next((pattern for pattern in patterns if form.replace("{}", pattern) == formed), patterns[0])
         raise ModelError(
-            f"lora.target_modules: {pattern} is neither a layer's name nor a regular expression ({error})."
+            f"{source}: {pattern[:_MOST_SHOWN]} is neither a layer's name nor a regular expression ({error})."
         ) from error
+    return {
+        pattern: {name for name, is_hit in zip(names, row, strict=True) if is_hit or f".{name}".endswith(f".{pattern}")}
+        for pattern, row in zip(patterns, hits, strict=True)
+    }

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.data.chat_template import use_chat_template
+from finetune.data.chat_template import read_template_file, use_chat_template
 from finetune.data.templates import stop_ids
 from finetune.errors import ConfigError, DataError, ModelError
 from finetune.model.base import read_config_json
@@ -176,9 +176,8 @@ def _read_template(template: str) -> str:
                 "file. The names of shipped templates are values of data.chat_template."
             )
         return template
-    path = Path(template).expanduser()
     try:
-        return path.read_text(encoding="utf-8")
+        return read_template_file(Path(template).expanduser())
     except (OSError, UnicodeDecodeError) as error:
         reason = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
         raise ModelError(f"model.chat_template is {template}, which cannot be read: {reason}.") from error

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import ModelError
+from finetune.limits import irregular_files, read_regular
+from finetune.units import name_first
 
 _REFUSED = {
     ("phi4mm", "phi4_multimodal"): "Phi-4-multimodal is not supported: it takes images and sound through encoders and "
@@ -94,10 +96,27 @@ def refuse_oversized(keys: Mapping[str, Any], name: str) -> None:
 
 
 def refuse_oversized_folder(folder: Path | str) -> None:
-    """Refuse a folder by its config.json, see `refuse_oversized`. A file that cannot be read is left to its reader."""
-    with suppress(OSError, ValueError):
-        keys = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    """Refuse a folder by the types of its files, and by its config.json, see `refuse_oversized`.
+
+    A file that cannot be read is left to its reader. Raises the errors of `refuse_irregular_folder`.
+    """
+    refuse_irregular_folder(Path(folder))
+    with suppress(OSError, ValueError, RecursionError):
+        keys = json.loads(read_regular(Path(folder) / "config.json", follows_links=True))
         refuse_oversized(keys if isinstance(keys, dict) else {}, str(folder))
+
+
+def refuse_irregular_folder(folder: Path) -> None:
+    """Refuse the folder of a model, a tokenizer or an adapter if a library that reads it might never return.
+
+    Raises:
+        ModelError: names each FIFO, device, socket or too large file. Links to regular files are accepted.
+    """
+    if folder.is_dir() and (problems := irregular_files(folder, follows_links=True)):
+        raise ModelError(
+            f"{folder} is refused before anything in it is read: {name_first(problems, 3, separator='; ')}. Put the "
+            "files of the model there, or give another folder."
+        )
 
 
 def estimate_parameters(keys: Mapping[str, Any]) -> float:

@@ -207,6 +207,7 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         ConfigError: the overrides are wrong.
     """
     path = run.folder.path
+    run.folder.refuse_irregular_files()
     if not run.folder.config_file.is_file():
         raise CheckpointError(
             f"{path} is not the folder of a run: it has no config.yaml. Name one, like runs/quickstart."

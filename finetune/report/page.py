@@ -25,8 +25,8 @@ from finetune.report.curves import COLOURS, build_charts, compile_charts
 from finetune.report.data_preview import PreviewedData
 from finetune.report.parallel import parallel_charts
 from finetune.runs.comparison import compare_runs, format_value
-from finetune.runs.metrics import number_in
-from finetune.runs.recorded_run import RecordedRun, mapping, step_of
+from finetune.runs.metrics import number_in, step_of
+from finetune.runs.recorded_run import RecordedRun, mapping
 from finetune.runs.rollouts import read_rollout
 from finetune.terminal import visible
 from finetune.units import format_bytes

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from finetune.errors import CheckpointError, RunFailedError
+from finetune.limits import open_regular
 from finetune.runs.durable import Chunks, committed_folder, disk_failures_end_the_run, read_manifest, remove_folder
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import encode_full_model, encode_model, encode_tokenizer, load_model
@@ -274,8 +275,6 @@ def _commit(
 
 
 def _read_chunks(path: Path) -> Iterator[bytes]:
-    if path.is_symlink():
-        raise CheckpointError(f"{path} is a symbolic link; a checkpoint holds regular files only.")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_COPY_BYTES):
             yield chunk

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from finetune.errors import RunFailedError
+from finetune.limits import irregular_files, open_regular, read_regular
 
 MANIFEST = "manifest.json"
 _TEMPORARY = ".tmp-"
@@ -164,11 +165,10 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: the manifest is missing, unreadable or not exactly as `FolderWriter` writes it.
     """
-    path = folder / MANIFEST
-    if folder.is_symlink() or path.is_symlink():
+    if folder.is_symlink():
         raise ValueError(f"{MANIFEST}: reached through a symbolic link")
     try:
-        raw = path.read_bytes()
+        raw = read_regular(folder / MANIFEST)
         record = json.loads(raw)
         entries: dict[str, dict[str, Any]] = record["files"]
         # Only one spelling is valid, so that a flipped byte is found even in white space.
@@ -176,7 +176,7 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
     except FileNotFoundError:
         raise ValueError(f"{MANIFEST}: missing, so the folder was never finished") from None
     except OSError as error:
-        raise ValueError(f"{MANIFEST}: cannot be read ({error.strerror})") from None
+        raise ValueError(f"{MANIFEST}: cannot be read: {describe_os_error(error)}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(f"{MANIFEST}: not a manifest (empty, cut short or changed)") from None
     if not is_canonical:
@@ -192,14 +192,14 @@ def read_manifest(folder: Path) -> dict[str, dict[str, Any]]:
 def find_damage(folder: Path) -> list[str]:
     """Compare a folder with its manifest. Returns one line per damaged file; empty if it is intact.
 
-    Files that the manifest does not name are never read.
+    Files that the manifest does not name are not read, but libraries may read them, so they must be regular files too.
     """
     try:
         entries = read_manifest(folder)
     except ValueError as error:
         return [str(error)]
     problems = (_compare(folder / name, entry) for name, entry in entries.items())
-    return [problem for problem in problems if problem]
+    return irregular_files(folder) or [problem for problem in problems if problem]
 
 
 @contextlib.contextmanager
@@ -291,15 +291,15 @@ def _manifest_bytes(entries: dict[str, dict[str, Any]]) -> bytes:
 
 def _compare(path: Path, entry: dict[str, Any]) -> str | None:
     try:
-        if path.is_symlink() or not path.is_file():
-            return f"{path.name}: {'missing' if not os.path.lexists(path) else 'not a regular file'}"
-        size = path.stat().st_size
-        if size != entry["size"]:
-            return f"{path.name}: has {size} bytes, {entry['size']} were written"
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["size"]:
+                return f"{path.name}: has {size} bytes, {entry['size']} were written"
             digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except FileNotFoundError:
+        return f"{path.name}: missing"
     except OSError as error:
-        return f"{path.name}: cannot be read ({describe_os_error(error)})"
+        return f"{path.name}: cannot be read: {describe_os_error(error)}"
     return None if digest == entry["sha256"] else f"{path.name}: its bytes have changed (SHA-256 differs)"
 
 

@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
+from finetune.limits import open_regular, read_regular
 from finetune.signals import after_fork_in_child
 
 try:
@@ -28,6 +29,7 @@ except ImportError:  # Windows
 
 _FIRST_PAUSE_SECONDS = 0.02
 _LONGEST_PAUSE_SECONDS = 0.5
+_NEITHER_LINK_NOR_WAIT = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _LOCKED_BYTE = 1 << 30
 """Windows locks bytes, which then cannot be read. This one is far behind the description of the holder."""
 _log = logging.getLogger(__name__)
@@ -107,7 +109,8 @@ def try_file_lock(path: Path) -> FileLock | None:
         OSError: the file cannot be created, or its file system has no locks.
     """
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o666)
+        # Whoever may read the file can lock it, and so keep its holder waiting.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | _NEITHER_LINK_NOR_WAIT, 0o600)
         try:
             is_free = _try_lock(descriptor)
             if is_free and _is_still_at(path, descriptor):
@@ -126,23 +129,23 @@ def try_file_lock(path: Path) -> FileLock | None:
 
 
 def is_held(path: Path) -> bool:
-    """Whether a living process holds a lock. Writes nothing, and blocks nobody."""
+    """Whether a living process holds a lock. Writes nothing, and blocks nobody.
+
+    A lock that only another user may read counts as held.
+    """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
+        with open_regular(path) as file:
+            return not _try_lock(file.fileno(), is_shared=True)
+    except PermissionError:
+        return True
+    except OSError:  # no such file, or a file system without locks
         return False
-    try:
-        return not _try_lock(descriptor, is_shared=True)
-    except OSError:  # a file system without locks
-        return False
-    finally:
-        os.close(descriptor)
 
 
 def describe_holder(path: Path) -> str:
     """Describe the process that holds a lock, from what it wrote into the file."""
     try:
-        holder = json.loads(path.read_text(encoding="utf-8"))
+        holder = json.loads(read_regular(path))
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return "another process"

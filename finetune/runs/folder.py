@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
 from finetune.config.render import SCHEMA_FILE
 from finetune.errors import CheckpointError
+from finetune.limits import MOST_BYTES, open_regular, type_of_file
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
 from finetune.runs.file_lock import FileLock, file_lock
 from finetune.units import name_first
@@ -21,7 +23,8 @@ _PROFILE_FILE = re.compile(r"(trace|memory)-steps-\d+-\d+-rank\d+\.json(\.gz)?")
 _ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.json\.gz")
 _MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
 """Names that only a run writes."""
-_NAMES = {*_MARKS, "config.yaml", "rows.safetensors", "log.txt", "adapter", "base", "profile", "rollouts"}
+_FOLDERS = {"checkpoints", "adapter", "base", "profile", "rollouts"}
+_NAMES = {*_MARKS, *_FOLDERS, "config.yaml", "rows.safetensors", "log.txt"}
 """All that a run writes, except its lock."""
 _LEFT_BY_OTHERS = {SCHEMA_FILE, ".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
 
@@ -67,6 +70,16 @@ class RunFolder:
         """Return the steps that have a rollout, in ascending order."""
         return _steps_in(self.rollouts, _ROLLOUT_FILE)
 
+    def refuse_irregular_files(self) -> None:
+        """Raise a CheckpointError if a file of the run is not a regular one, is too large or may not be read."""
+        for file, most in ((self.config_file, MOST_BYTES), (self.record_file, MOST_BYTES), (self.metrics_file, None)):
+            try:
+                with suppress(FileNotFoundError, NotADirectoryError):
+                    open_regular(file, most=most).close()
+            except OSError as error:
+                reason = describe_os_error(error)
+                raise CheckpointError(f"{file} cannot be read: {reason}. Restore it, or use another run.") from None
+
     def holds_run(self) -> bool:
         """Whether the folder has files that only a run writes; the lock does not count."""
         return any((self.path / name).exists() for name in _MARKS)
@@ -98,13 +111,14 @@ class RunFolder:
                 f"Go on with it by resume=auto, or start another in a new folder with output_dir=. "
                 f"Nothing was changed."
             )
-        # Writing or deleting through a link would reach outside of the folder.
-        links = sorted(name for name in present.keys() & {*_NAMES, self.lock_file.name} if present[name].is_symlink())
-        if links:
-            raise CheckpointError(
-                f"output_dir={self.path}: {', '.join(links)} is a symbolic link, but finetune writes "
-                f"only inside of a run's folder. Put the file or folder itself there, or name another with output_dir=."
-            )
+        # Writing or deleting through a link would reach outside of the folder, and a FIFO would wait for ever.
+        for name in sorted(present.keys() & {*_NAMES, self.lock_file.name}):
+            actual = type_of_file(present[name].lstat())
+            if actual != ("a folder" if name in _FOLDERS else "a regular file"):
+                raise CheckpointError(
+                    f"output_dir={self.path}: {name} is {actual}, but finetune reads and writes only files and folders "
+                    "inside of a run's folder. Put the file or folder itself there, or name another with output_dir=."
+                )
         unknown = sorted(name for name in present if name not in _LEFT_BY_OTHERS and not is_leftover(name))
         if unknown and not present.keys() & {*_MARKS, self.lock_file.name}:
             raise CheckpointError(

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
+from finetune.limits import open_regular
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replacing
 
 Event = dict[str, Any]
@@ -27,10 +30,14 @@ _FREQUENT = (b'{"event": "step"', b'{"event": "resources"')
 """The first bytes of the lines of steps and resources, as `MetricsWriter` writes them."""
 _EVENT_TYPES = frozenset(("step", "resources", "validation", "checkpoint", "warning", "test"))
 _LONGEST_LINE = 1 << 20
+_MOST_UNFINISHED = 64 << 20
+"""The bytes without the end of a line after which reading ends: a sparse file may have no line at all."""
 _RECENT_BYTES = 1 << 20
 """Some thousand steps. The live view shows the last 400."""
 _MOST_BYTES = 6 << 20
 """The most bytes of lines that are kept, about 25,000 steps. As Python objects they take up to 20 times as much."""
+_LARGEST_STEP = 2**53
+"""The largest integer that JavaScript, on the page of a report, represents exactly."""
 _log = logging.getLogger(__name__)
 
 
@@ -94,9 +101,9 @@ class MetricsWriter:
         """
         self.close()
         with disk_failures_end_the_run("Cutting", self.path):
-            if removed := sum(not _is_event_up_to(step, line) for line in _lines(self.path)):
+            if removed := sum(not _is_event_up_to(step, line) for line in _lines_of(self.path)):
                 with replacing(self.path) as file:
-                    file.writelines(line for line in _lines(self.path) if _is_event_up_to(step, line))
+                    file.writelines(line for line in _lines_of(self.path) if _is_event_up_to(step, line))
         if removed:
             _log.info("%s: removed %d lines after step %d", self.path.name, removed, step)
         return removed
@@ -147,7 +154,7 @@ class MetricsReader:
     def read(self) -> tuple[bool, list[Event]]:
         """Return whether the file was replaced, which discards all events read before, and the new events."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path) as file:
                 status = os.fstat(file.fileno())
                 identity = (status.st_dev, status.st_ino)
                 is_new = self._identity is not None and (identity != self._identity or status.st_size < self._offset)
@@ -181,7 +188,7 @@ def read_events(path: Path, detail: Detail = "all") -> EventsRead:
         OSError: the file exists and cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _read(file, detail)
     except FileNotFoundError:
         return EventsRead([])
@@ -193,7 +200,13 @@ def iterate_events(path: Path) -> Iterator[Event]:
     Raises:
         OSError: the file exists and cannot be read.
     """
-    return (event for line in _lines(path) if (event := _parse(line)) is not None)
+    return (event for line in _lines_of(path) if (event := _parse(line)) is not None)
+
+
+def step_of(event: Event) -> int | None:
+    """Return the step that an event belongs to; None if it has no valid step."""
+    step = event.get("step")
+    return step if type(step) is int and 0 <= step < _LARGEST_STEP else None
 
 
 def number_in(event: Mapping[str, Any], name: str) -> float | None:
@@ -248,11 +261,23 @@ def as_json(value: object) -> object:
     return value
 
 
-def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file. A longer line than MetricsWriter writes comes in parts, which are no events."""
-    if path.is_file():
-        with path.open("rb") as file:
-            yield from iter(partial(file.readline, _LONGEST_LINE), b"")
+def _lines_of(path: Path) -> Iterator[bytes]:
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        yield from _lines(file)
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines from a file's position on. A longer line than MetricsWriter writes comes in parts, no events.
+
+    Raises:
+        OSError: the file cannot be read, or has no end of a line for a long way.
+    """
+    unfinished = 0
+    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+        unfinished = 0 if line.endswith(b"\n") else unfinished + len(line)
+        if unfinished > _MOST_UNFINISHED:
+            raise OSError(errno.EFBIG, f"it has a line of more than {_MOST_UNFINISHED >> 20} MiB")
+        yield line
 
 
 def _read(file: BinaryIO, detail: Detail) -> EventsRead:
@@ -267,7 +292,7 @@ def _read(file: BinaryIO, detail: Detail) -> EventsRead:
     events_with_sizes: list[tuple[int, Event]] = []
     num_left_out = num_thinned = kept_bytes = unfinished = 0
     num_tokens = 0.0
-    for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+    for line in _lines(file):
         is_passed = position < recent_from and line.startswith(_FREQUENT)
         position += len(line)
         unfinished = 0 if line.endswith(b"\n") else unfinished + len(line)

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 import finetune
 from finetune.errors import CheckpointError
-from finetune.runs.durable import disk_failures_end_the_run, replace_file
+from finetune.limits import read_regular
+from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
 
 Status = Literal["running", "completed", "failed", "stopped", "preempted"]
@@ -159,12 +160,15 @@ def read_run_record(path: Path) -> dict[str, Any] | None:
     """Read run.json; None if it is missing, empty or half-written. Fields that are not known are not checked.
 
     Raises:
-        CheckpointError: a field is of another type than the one that a run writes.
+        CheckpointError: the file cannot be read, or a field is of another type than the one that a run writes.
     """
     try:
-        record = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        record = json.loads(read_regular(path))
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
+    except OSError as error:
+        reason = describe_os_error(error)
+        raise CheckpointError(f"{path} cannot be read: {reason}. Restore the file, or use another run.") from None
     if not isinstance(record, dict):
         return None
     try:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, get_args
 from finetune.config.compose import compose
 from finetune.config.objectives import OBJECTIVES, Objective
 from finetune.errors import CheckpointError, ConfigError
+from finetune.limits import read_regular
 from finetune.runs.durable import describe_os_error
 from finetune.runs.file_lock import is_held
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of
+from finetune.runs.metrics import Detail, Event, EventsRead, number_in, read_events, sign_of, step_of
 from finetune.runs.record import Status, read_run_record
 from finetune.runs.state import read_state
 from finetune.runs.verification import SavedFolder, examine_folder, newest_valid, verify_checkpoint, verify_published
@@ -32,12 +33,8 @@ ENDED_EARLY = "ended early"
 """The state of a trial that its sweep ended."""
 LATEST = "latest"
 """Names the newest intact checkpoint."""
-_LONGEST_NOTE = 2**20
-"""Bytes of the note of a sweep that are read."""
 _DEEPEST = 4
 """The levels of folders to search. The limit prevents a search of a whole disk by mistake."""
-_LARGEST_STEP = 2**53
-"""The largest integer that JavaScript, on the page of a report, represents exactly."""
 _SCORES = ("exact_match", "json_valid", "loss")
 
 
@@ -63,7 +60,7 @@ class RecordedRun:
         file = self.folder.config_file
         try:
             # Each line is a key. A line that was cut must not be read as a shorter value.
-            if file.read_bytes().endswith(b"\n"):
+            if read_regular(file).endswith(b"\n"):
                 return compose([], run=str(file), complete=False)
             problem = "is empty or cut short"
         except FileNotFoundError:
@@ -148,17 +145,28 @@ class RecordedRun:
     def note(self) -> dict[str, Any]:
         """What is in the note of a sweep; empty if there is none."""
         try:
-            with self.note_file.open("rb") as file:
-                return mapping(json.loads(file.read(_LONGEST_NOTE)))
+            return mapping(json.loads(read_regular(self.note_file)))
         except (OSError, ValueError, RecursionError):
             return {}
 
+    @cached_property
+    def why_unreadable(self) -> str:
+        """The error of `RunFolder.refuse_irregular_files`; empty if all files of the run can be read."""
+        try:
+            self.folder.refuse_irregular_files()
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
     @property
     def state(self) -> str:
-        """`running`, `completed`, `failed`, `stopped`, `preempted`, `unknown`, or for a trial of a sweep `ended early`.
+        """`running`, `completed`, `failed`, `stopped`, `preempted`, `unreadable`, `unknown`, or `ended early`.
 
-        A killed run leaves run.json unchanged. Only the kernel's lock shows whether a run is still in progress.
+        A sweep ends trials early. A killed run leaves run.json unchanged. Only the kernel's lock shows whether a run is
+        still in progress.
         """
+        if self.why_unreadable:
+            return "unreadable"
         if is_held(self.folder.lock_file):
             return "running"
         noted = self.note.get("state")
@@ -175,8 +183,8 @@ class RecordedRun:
 
     @property
     def why(self) -> str | None:
-        """The reason that the run failed or stopped, if it is recorded."""
-        return text(self.note.get("why") or self.result.get("why") or self.result.get("error"))
+        """The reason that the run failed, stopped or cannot be read, if it is known."""
+        return text(self.why_unreadable or self.note.get("why") or self.result.get("why") or self.result.get("error"))
 
     @property
     def num_steps(self) -> int | None:
@@ -333,10 +341,11 @@ def open_run(path: Path, name: str | None = None, *, detail: Detail = "all") -> 
     """Open the run in a folder, see `RecordedRun`. A run that has just started may have only its lock.
 
     Raises:
-        CheckpointError: the folder holds no run.
+        CheckpointError: the folder holds no run, or a file of it cannot be read.
     """
     run = RecordedRun(path, name, detail=detail)
     folder = run.folder
+    folder.refuse_irregular_files()
     if not (folder.holds_run() or folder.config_file.is_file() or is_held(folder.lock_file)):
         raise CheckpointError(
             f"{path} is not the folder of a run: it has none of config.yaml, run.json, metrics.jsonl and checkpoints/. "
@@ -399,12 +408,6 @@ def finite(points: Points) -> Points:
 def best_point(points: Points, metric: str) -> tuple[int, float] | None:
     """Return the step and the value of the best validation by a metric; None without one."""
     return max(finite(points), key=lambda point: sign_of(metric) * point[1], default=None)
-
-
-def step_of(event: Event) -> int | None:
-    """Return the step that an event belongs to; None if it has no valid step."""
-    step = whole(event.get("step"))
-    return step if step is not None and 0 <= step < _LARGEST_STEP else None
 
 
 def mapping(value: object) -> dict[str, Any]:

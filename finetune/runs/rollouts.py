@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import CheckpointError
+from finetune.limits import open_regular
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
 from finetune.units import format_bytes
@@ -45,7 +46,7 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
     """
     path = folder.rollout(step)
     try:
-        with gzip.open(path) as file:
+        with open_regular(path) as packed, gzip.open(packed) as file:
             text = file.read(_MOST_BYTES + 1)
         if len(text) > _MOST_BYTES:
             raise ValueError(f"it unpacks to more than {format_bytes(_MOST_BYTES)}")

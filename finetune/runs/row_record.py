@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, NamedTuple
 
+from finetune.limits import read_regular
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _SPLITS = ("train", "validation", "test")
 _TOKENS, _EARLIER = "train.tokens", "train.earlier"
 _BYTES = 16
+_MOST_BYTES = 1 << 31
+"""Of a file that is read: more than 60 million training rows."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +81,7 @@ def read_row_record(folder: RunFolder) -> RowRecord | None:
     from safetensors.numpy import load
 
     try:
-        arrays = load(folder.row_file.read_bytes())
+        arrays = load(read_regular(folder.row_file, most=_MOST_BYTES))
         digests = {name: {row.tobytes().hex() for row in array} for name, array in arrays.items()}
         trained = digests["train"] | digests[_TOKENS] | digests[_EARLIER]
     except FileNotFoundError:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from finetune.errors import CheckpointError
+from finetune.limits import read_regular
 from finetune.runs.durable import describe_os_error
 
 STATE_FILE = "state.json"
@@ -121,7 +122,7 @@ def read_state(checkpoint: Path) -> TrainerState:
     """
     file = checkpoint / STATE_FILE
     try:
-        record = json.loads(file.read_bytes())
+        record = json.loads(read_regular(file))
         if not isinstance(record, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError, RecursionError) as error:

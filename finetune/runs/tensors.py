@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from finetune.errors import CheckpointError
+from finetune.limits import open_regular
 from finetune.runs.durable import describe_os_error
 
 _DTYPE_NAMES = {
@@ -148,6 +149,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        open_regular(path, follows_links=True).close()  # the library opens the path itself, and would wait for a FIFO
         with safe_open(path, framework="pt", device="cpu") as file:
             yield file
     except OSError as error:

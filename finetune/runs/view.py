@@ -16,8 +16,16 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from finetune.runs.folder import RunFolder
-from finetune.runs.metrics import Event, MetricsReader, measured_beside_loss, number_in, sign_of, subset_metrics_in
-from finetune.runs.recorded_run import RecordedRun, step_of
+from finetune.runs.metrics import (
+    Event,
+    MetricsReader,
+    measured_beside_loss,
+    number_in,
+    sign_of,
+    step_of,
+    subset_metrics_in,
+)
+from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
 from finetune.units import format_bytes, format_duration
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import CheckpointError
+from finetune.limits import read_regular
 from finetune.runs.comparison import differing, format_value
 from finetune.runs.durable import describe_os_error, is_leftover, replace_file
 from finetune.runs.file_lock import file_lock
@@ -131,7 +132,7 @@ def _is_extended(folder: Path, sweep: Sweep, recorded: Sweep) -> bool:
 
 def _read(file: Path) -> Sweep:
     try:
-        return Sweep(**json.loads(file.read_bytes()))
+        return Sweep(**json.loads(read_regular(file)))
     except (ValueError, TypeError) as error:
         raise CheckpointError(
             f"{file} is damaged or from another version of finetune. Name another folder with output_dir=."

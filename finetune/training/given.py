@@ -17,6 +17,7 @@ from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
 from finetune.engine.decoder import bare_model
 from finetune.errors import DataError, ModelError
+from finetune.limits import is_own_file
 from finetune.model.base import prepare_base
 from finetune.model.lora import add_lora, trained_in_fp32
 from finetune.runs.durable import replacing
@@ -171,7 +172,7 @@ def _write(name: str, rows: object, folder: Path) -> str:
         raise DataError(f"{name} has no rows.")
     file = folder / f"{digest.hexdigest()[:32]}.jsonl"
     with in_cache(file.with_suffix(".lock"), f"the rows of {name}"):
-        if not file.exists():
+        if not is_own_file(file, "the rows are written again"):
             with replacing(file) as stream:
                 stream.writelines(_lines(name, repeatable))
     return str(file)

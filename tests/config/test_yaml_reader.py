@@ -90,7 +90,7 @@ def test_pyobject_reads_as_a_dotted_name(tmp_path):
         ("a: 1\nb: \x07\n", "c.yaml:2", "YAML forbids"),
         (b"a: 1\nb: \xff\n", "c.yaml:2", "not UTF-8"),
         ("a: " + "[" * 1200, "c.yaml", "nested too deeply"),
-        ("a: " + "x" * 1_000_001, "c.yaml", "larger than"),
+        ("a: " + "x" * 1_000_001, "c.yaml", "at most 1,000,000 are read"),
     ],
 )
 def test_broken_and_untrusted_text(tmp_path, text, where, what):
@@ -103,7 +103,7 @@ def test_what_is_no_file(tmp_path):
     problems: list[str] = []
     assert read_settings(tmp_path, "folder", problems) == []
     assert read_settings(tmp_path / "none.yaml", "none.yaml", problems) == []
-    assert "folder: cannot be read (Is a directory)" in problems[0]
+    assert "folder: cannot be read (it is a folder, and only regular files are read)" in problems[0]
     assert "none.yaml: cannot be read (No such file or directory)" in problems[1]
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,14 @@ def encode(
     """The encoded rows of a section, with a tokenizer or the tiny one of a style."""
     used = tiny_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
     return encode_examples(load_examples(section, reads), used, section, **options)
+
+
+def give_away(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make another user the owner of a file, as far as this process can tell."""
+    if os.geteuid() == 0:
+        os.chown(file, 54321, -1)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 54321)
 
 
 def encode_train(section: DataSection, tokenizer: Any = "phi4_mini", **options: Any) -> EncodedExamples:

@@ -18,7 +18,7 @@ from finetune.data.encode import encode_examples
 from finetune.data.examples import check_local_rows, load_examples
 from finetune.data.remote import RemoteRows
 from finetune.errors import DataError
-from tests.data.conftest import encode_train
+from tests.data.conftest import encode_train, give_away
 from tests.launches import start_command, wait_until
 from tests.raw_server import drip, http, raw_server
 from tests.tiny import tiny_tokenizer
@@ -54,6 +54,16 @@ def test_rows_of_a_server_are_copied_once_until_they_change(server, make_section
     assert any(f"{section.path}: copied before" in line for line in logged())
     server.answers["/rows.jsonl"] = http(lines(3), headers='ETag: "3"\r\n')
     assert len(encode_train(section)) == 3
+
+
+def test_a_copy_of_another_user_is_copied_again(server, make_section, monkeypatch):
+    server.answers["/rows.jsonl"] = http(lines(2), headers='ETag: "2"\r\n')
+    section = make_section(path=f"{server.url}/rows.jsonl")
+    first = encode_train(section).fingerprint
+    (copy,) = Path(section.cache_dir).expanduser().glob("fetched-*.jsonl")
+    copy.write_bytes(lines(3))
+    give_away(copy, monkeypatch)
+    assert encode_train(section).fingerprint == first
 
 
 def test_a_compressed_file_and_a_validation_file_at_addresses(server, make_section):

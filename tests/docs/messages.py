@@ -26,6 +26,7 @@ from huggingface_hub import constants
 from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_config
 from finetune.config import hub
 from finetune.config.schema import Config, ModelSection
+from finetune.data import rendering
 from finetune.distributed import accelerate_settings, ddp_init, device, rendezvous
 from finetune.distributed.accelerate_library import AccelerateCommand, forget_accelerate
 from finetune.distributed.ddp_init import ProcessContext
@@ -40,6 +41,7 @@ from finetune.fallbacks import Fallbacks
 from finetune.logs import configure_logs
 from finetune.runs import folder as run_folder
 from finetune.runs.folder import RunFolder
+from finetune.runs.recorded_run import open_run
 from finetune.runs.state import TrainerState
 from finetune.training.checks import UpdateWatch, refuse_no_update
 from finetune.training.rewards.objective import GRPO
@@ -291,6 +293,20 @@ def holds_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     (folder / "adapter").mkdir()
     (folder / "run.json").write_text("{}")
     return put(printed_by(lambda: RunFolder(folder).check("never")), **{str(folder): "/data/runs/chats"})
+
+
+@maker
+def irregular_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    os.mkfifo(folder / "run.json")
+    return put(printed_by(lambda: open_run(folder)), **{str(folder): "/data/runs/chats"})
+
+
+@maker
+def slow_pattern(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    names, pattern = [f"model.layers.{number}.self_attn.qkv_proj" for number in range(4)], r"(\w+\.?)+!"
+    printed = printed_by(lambda: rendering.match_patterns([pattern], names, name="lora.target_modules"))
+    return put(printed, **{"longer than 1 s": "longer than 2 s"})
 
 
 @maker

@@ -379,7 +379,7 @@ def test_an_adapter_that_vllm_has_is_compared_as_it_is_and_not_loaded_anew(monke
     ],
 )
 def test_what_vllm_does_not_serve_of_an_adapter_is_named(tmp_path, config, said):
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "lora_alpha": 8, **config}))
     found = limits_of_adapter(tmp_path)
     assert len(found) == len(said)
     assert all(part in line for part, line in zip(said, found, strict=True))

@@ -249,9 +249,7 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
 
 def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_afterwards(inputs, tmp_path, monkeypatch):
     file, run = tmp_path / "mine.py", tmp_path / "run"
-    file.write_text(
-        "def sums(completion_ids, **columns): return [float(sum(ids) % 7) for ids in completion_ids]\n"
-    )
+    file.write_text("def sums(completion_ids, **columns): return [float(sum(ids) % 7) for ids in completion_ids]\n")
     (tmp_path / "elsewhere").mkdir()
     own = ["reward.pattern=null", "optim.schedule=constant"]
     for folder, path, steps in ((tmp_path, "mine.py", 2), (tmp_path / "elsewhere", "../mine.py", 4)):

@@ -90,7 +90,7 @@ def test_a_rank_that_no_tensor_of_an_adapter_has_is_refused(tmp_path: Path) -> N
     written = json.loads(file.read_text())
     for keys in ({"r": 10**9}, {"rank_pattern": {"qkv_proj": 10**9}}):
         file.write_text(json.dumps({**written, **keys}))
-        with pytest.raises(ModelError, match=r"adapter_config\.json says rank 1,000,000,000, but the largest"):
+        with pytest.raises(ModelError, match=r"describes .* parameters \(rank 1,000,000,000\), but .* holds"):
             load_adapter(build_tiny(tiny_phi3_config()), tmp_path)
 
 

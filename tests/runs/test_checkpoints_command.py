@@ -155,8 +155,8 @@ def test_torn_metrics_leave_the_losses_out(folder, content, capsys):
 def test_it_changes_nothing_and_follows_no_link(folder, tmp_path, capsys):
     outside = tmp_path / "outside"
     outside.mkdir()
-    (outside / "large.bin").write_bytes(b"x" * 10_000)
-    (folder.checkpoint(30) / "large.bin").symlink_to(outside / "large.bin")
+    (outside / "large.dat").write_bytes(b"x" * 10_000)
+    (folder.checkpoint(30) / "large.dat").symlink_to(outside / "large.dat")
     folder.checkpoint(40).symlink_to(outside)
     before = {str(path): path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
     run = examined(folder.path, capsys)

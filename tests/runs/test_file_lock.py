@@ -85,6 +85,23 @@ def test_one_holder_at_a_time(tmp_path: Path, way: str) -> None:
     assert not is_held(path)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+def test_no_other_user_may_lock_it_and_one_who_may_not_look_takes_it_for_held(tmp_path: Path) -> None:
+    path, mask, user = tmp_path / "a.lock", os.umask(0), os.geteuid()
+    try:
+        lock = file_lock(path, waiting_for="it")
+        assert path.stat().st_mode & 0o777 == 0o600
+        lock.forget()
+        assert not is_held(path)
+        path.chmod(0)
+        if user == 0:
+            os.seteuid(65534)
+        assert is_held(path)
+    finally:
+        os.seteuid(user)
+        os.umask(mask)
+
+
 @pytest.mark.process
 def test_time_over_names_the_holder(
     tmp_path: Path, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

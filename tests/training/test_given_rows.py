@@ -11,6 +11,7 @@ import pytest
 
 from finetune.errors import DataError
 from finetune.training.given import write_given_rows
+from tests.data.conftest import give_away
 
 ROWS = [{"prompt": f"naïve {n}", "completion": str(n)} for n in range(3)]
 
@@ -58,3 +59,11 @@ def test_a_full_cache_is_named(tmp_path):
     (tmp_path / "given").write_text("in the way")
     with pytest.raises(DataError, match=r"cannot be written to .* Set data\.cache_dir to another folder"):
         write_given_rows(ROWS, str(tmp_path))
+
+
+def test_rows_in_a_file_of_another_user_are_written_again(tmp_path, monkeypatch):
+    file = Path(write_given_rows(ROWS, str(tmp_path))["data.path"])
+    file.write_text('{"prompt": "theirs", "completion": "theirs"}\n')
+    give_away(file, monkeypatch)
+    assert write_given_rows(ROWS, str(tmp_path)) == {"data.path": str(file)}
+    assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == ROWS

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.rendering import match_patterns
 from finetune.data.values import quote
-from finetune.deadlines import DeadlineExceededError, call_within
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import exact_match, json_equal, json_valid, resolve_functions, token_f1
+from finetune.limits import DeadlineExceededError, call_within
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, RewardSection
@@ -56,10 +57,12 @@ _THINKS_FIRST = re.compile(r"\s*<think>(?!.*<think>).*?</think>\s*\S.*", flags=r
 
 def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Score]:
     """Return the built-in functions, by name. `length` compares with `longest`, a number of tokens."""
-    pattern = None if section.pattern is None else re.compile(section.pattern, flags=re.DOTALL)
 
     def regex(answer: GeneratedAnswer) -> float:
-        return float(pattern is not None and pattern.fullmatch(answer.text.strip()) is not None)
+        ((is_match,),) = match_patterns(
+            [section.pattern or ""], [answer.text.strip()], flags=re.DOTALL, name="reward.pattern"
+        )
+        return float(section.pattern is not None and is_match)
 
     return {
         "exact_match": lambda answer: exact_match(answer.text, answer.expected),
