@@ -11,9 +11,10 @@ import pytest
 
 from finetune.config import load_config
 from finetune.config.compose import compose
-from finetune.config.config_files import resolve_shipped
+from finetune.config.config_files import list_configs, resolve_shipped
 from finetune.config.keys import fields
 from finetune.config.schema import Config
+from finetune.training.train import checked_objective
 from tests.in_process import run_finetune
 from tests.runs.screens import FINETUNE, Screen
 from tests.tiny_runs import write_rows
@@ -102,6 +103,35 @@ def test_a_file_is_written_where_it_is_named_and_never_over_another():
     nowhere = run_finetune("init", "--file", "no/folder/mine.yaml")
     assert nowhere.returncode == 2
     assert "no/folder/mine.yaml cannot be written: No such file or directory." in nowhere.errors
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["training.objective=kto", "preference.gamma=1"], "preference.gamma is 1"),
+        (["task=finetune_grpo"], "reward.functions is empty"),
+        (["optim.optimizer=sgd", "optim.args={betas: [0.9, 0.9]}"], "cannot be built"),
+        (["training.objective=dpo", "data.train_on=each_turn"], "data.train_on is each_turn"),
+        (["model.frozen_precision=fp8", "task=finetune_full"], "model.frozen_precision=fp8"),
+        (["parallel.sharding=fsdp2", "task=finetune_full", "optim.optimizer=muon"], "optim.optimizer is"),
+    ],
+)
+def test_a_file_that_train_refuses_is_not_written(words, said):
+    assert said in run_finetune("init", *words, "--file", "mine.yaml", code=2).errors
+    assert not Path("mine.yaml").exists()
+
+
+@pytest.mark.parametrize("task", [name for name, _ in dict(list_configs())["task"]])
+def test_train_accepts_the_file_of_each_task(task):
+    words = ["reward.functions=length"] if "grpo" in task else []
+    checked_objective(loaded(printed(f"task={task}", *words)))
+
+
+def test_no_file_lets_code_run_and_the_command_does():
+    done = run_finetune("init", "model.trust_remote_code=true", "--file", "mine.yaml", code=0)
+    assert "then finetune train mine.yaml model.trust_remote_code=true\n" in done.stdout
+    assert not load_config(run="mine.yaml").model.trust_remote_code
+    assert load_config(["model.trust_remote_code=true"], run="mine.yaml").model.trust_remote_code
 
 
 @pytest.mark.process

@@ -7,10 +7,11 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -28,13 +29,18 @@ from finetune.config.config_files import (
     resolve_shipped,
     shipped_folder,
 )
-from finetune.config.render import SCHEMA_FILE, commented_run_file, schema_text
+from finetune.config.objectives import OBJECTIVES
+from finetune.config.render import SCHEMA_FILE, TRAIN_WITH, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, Config, name_files
 from finetune.data.examples import holds_out_by_default
 from finetune.data.readers import SUFFIXES, suffix_of
 from finetune.errors import ConfigError
+from finetune.logs import importing
 from finetune.runs.default_folder import with_chosen_folder
 from finetune.terminal import say
+
+if TYPE_CHECKING:
+    from finetune.config.translation import Translation
 
 _DEFAULTS = {"model": "phi_tiny", "data": "orders"}
 """They train at once, on any machine and without a network."""
@@ -43,6 +49,8 @@ _REPLACED = {
     "data": ("path", "mixture", "name", "revision", "train", "columns"),
 }
 """The keys that belong to the model or the rows of another tool's file. They go when an override chooses others."""
+_STAND_INS = {"model.path": "shipped:phi_tiny", "data.path": "shipped:orders", "reward.functions": "length"}
+"""What takes the place of keys that a translation leaves open, while it is checked."""
 _ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40), null, a number, a share or a file"
 
 
@@ -63,6 +71,7 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
     else:
         overrides = [*overrides, *_answers(overrides, file, is_asking=is_asking)]
         config = config_from_overrides(overrides, command="init")
+        _refuse_as_train(config)
         if is_asking and file is None:
             file = _file_of(config.output_dir)
             _refuse_existing(file)
@@ -80,28 +89,66 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
         schema.write(schema_text())
     if number := text.count("\n# DECIDE: "):
         say(f"decisions to make: {number}. Look for DECIDE in {file}.")
-    say(f"wrote {file}\nnext: finetune plan {file}, then finetune train {file}")
+    run = text.partition("\n")[0].removeprefix(TRAIN_WITH)
+    say(f"wrote {file}\nnext: finetune plan {run}, then finetune train {run}")
 
 
 def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | None) -> str:
     """Return the text of a run file for a file of another tool. Overrides win over what the file says."""
     from finetune.config.translation import translate_file
 
-    translation = translate_file(source)
+    typed = compose(overrides, complete=False)
+    is_chosen = typed.origin("training.objective") != "default"
+    translation = translate_file(source, objective=typed.training.objective if is_chosen else None)
     chosen = {override.partition("=")[0].strip() if "=" in override else "data" for override in overrides}
     replaced = {f"{section}.{key}" for section, keys in _REPLACED.items() if section in chosen for key in keys}
     if chosen & {"data.path", "data.mixture"}:
         replaced |= {"data.path", "data.mixture"}
-    settings = [setting for setting in translation.settings.values() if ".".join(setting.key[:2]) not in replaced]
-    config = config_from_overrides(overrides, command="init", complete=False, translated=settings)
-    came_from = {key: lines for key, lines in translation.came_from.items() if key not in replaced}
+    for key in replaced:
+        translation.leave_out(key)
+    config = _accepted(overrides, translation, chosen)
     decide, settled = translation.comments(chosen | replaced)
-    is_open = {"model.path": not (config.model.path or config.model.config), "data.path": not config.data.label}
-    is_open["data.path"] &= not any(line.startswith("# DECIDE: Set data.path") for line in decide)
-    decide += [f"# DECIDE: Set {key}, or add it to the command." for key, is_missing in is_open.items() if is_missing]
+    missing = {f"# DECIDE: Set {key}": ", or add it to the command." for key in _open_keys(config)}
+    decide += [start + end for start, end in missing.items() if not any(line.startswith(start) for line in decide)]
     decide += _template_to_choose(config)
     groups = {group: name for group, name in _group_files(overrides).items() if group in chosen}
-    return commented_run_file(config, groups, file or "FILE.yaml", came_from, (decide, settled))
+    return commented_run_file(config, groups, file or "FILE.yaml", translation.came_from, (decide, settled))
+
+
+def _accepted(overrides: Sequence[str], translation: Translation, chosen: Collection[str]) -> Config:
+    """Compose the configuration of a translation, and change what `finetune train` would refuse of the translation.
+
+    Raises:
+        ConfigError: no change of the translation makes the configuration acceptable.
+    """
+    while True:
+        compose_with = partial(config_from_overrides, command="init", translated=[*translation.settings.values()])
+        try:
+            config = compose_with(overrides, complete=False)
+            _refuse_as_train(compose_with([*overrides, *(f"{key}={_STAND_INS[key]}" for key in _open_keys(config))]))
+        except ConfigError as error:
+            if not translation.change(str(error), chosen):
+                raise
+        else:
+            return config
+
+
+def _open_keys(config: Config) -> list[str]:
+    """Return the keys that a run needs and that this configuration leaves open."""
+    is_set = {
+        "model.path": config.model.path or config.model.config,
+        "data.path": config.data.label,
+        "reward.functions": OBJECTIVES[config.training.objective].rows != "prompts" or config.reward.functions,
+    }
+    return [key for key in _STAND_INS if not is_set[key]]
+
+
+def _refuse_as_train(config: Config) -> None:
+    """Raise the errors of `finetune train` that do not depend on the model, the rows and this machine."""
+    with importing():
+        from finetune.training.train import checked_objective
+
+    checked_objective(config)
 
 
 def _template_to_choose(config: Config) -> list[str]:

@@ -80,6 +80,11 @@ KEYS = {
     "preference.gamma": "simpo_gamma",
     "preference.desirable_weight": "desirable_weight kto_desirable_weight kto_chosen_weight",
     "preference.undesirable_weight": "undesirable_weight kto_undesirable_weight kto_rejected_weight",
+    "rollout.server": "vllm_server_base_url",
+    **{f"rollout.{name}": name for name in ("num_generations", "max_completion_length", "temperature")},
+    **{f"rollout.{name}": name for name in ("top_p", "top_k")},
+    **{f"grpo.{name}": name for name in ("epsilon", "epsilon_high", "num_iterations", "scale_rewards")},
+    **{f"grpo.{name}": name for name in ("importance_sampling_level", "mask_truncated_completions")},
     "validation.validate_every": "eval_strategy evaluation_strategy eval_steps evals_per_epoch",
     "validation.batch_size": "per_device_eval_batch_size eval_batch_size",
     "early_stopping.patience": "early_stopping_patience early_stopping_steps",
@@ -108,6 +113,7 @@ VALUES = {
     "training.precision": "true=bf16 auto false=",
     "training.fused": "true false=",
     "training.report_to": "none= tensorboard wandb trackio mlflow",
+    "grpo.scale_rewards": "group batch none true=group false=none",
     "lora.init": "true=default default pissa pissa_niter_4=pissa_fast pissa_niter_16=pissa_fast",
     "lora.quantize": "4=nf4",
     "data.on_long_row": "drop truncate=warn raise=refuse",
@@ -130,6 +136,12 @@ Only answers carry loss. data.train_on=last leaves out all but the last of a con
     train_on_inputs train_on_prompt
 Set training.batch_size: it counts rows. A packed batch elsewhere is filled up. Here, no row sees another one.
     packing sample_packing neat_packing
+Set reward.functions and reward.weights: a run file does not import functions of other tools.
+    reward_funcs reward_weights reward_model_name_or_path
+Set rollout.server to the address of a vLLM server. Without it, the run generates the answers itself.
+    use_vllm vllm_mode vllm_server_host vllm_server_port
+Set data.max_length, which counts a prompt and its answer together.
+    max_prompt_length
 Set optim.min_learning_rate or optim.decay_steps.
     lr_scheduler_kwargs
 Set optim.args for the optimizer of optim.optimizer.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import filterfalse, groupby
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from finetune.config.config_files import GROUPS, PATH_INSTEAD, list_configs
-from finetune.config.keys import fields, section_class, values
+from finetune.config.keys import code_keys, fields, section_class, values
 from finetune.config.older_spelling import ALIASES
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import COMMAND_LINE, PLAIN_VALUES, DottedName
@@ -20,6 +21,8 @@ from finetune.config.yaml_reader import COMMAND_LINE, PLAIN_VALUES, DottedName
 SCHEMA_FILE = "config.schema.json"
 """The JSON Schema that is written beside each config. Editors find it by `SCHEMA_LINE`."""
 SCHEMA_LINE = f"# yaml-language-server: $schema={SCHEMA_FILE}"
+TRAIN_WITH = "# Train it with: finetune train "
+"""Begins the first line of a run file. The path of the file follows, and the overrides that a file may not have."""
 _MAX_ALIGNED = 60
 """The comments of lines up to this length are aligned; a longer line is followed by its comment at once."""
 
@@ -62,15 +65,18 @@ def commented_run_file(
 ) -> str:
     """Write a run file that gives this configuration: every key with its meaning, most of them commented out.
 
-    The file sets the keys that the overrides set, and chooses the group files that they choose. It also sets the keys
+    The file sets the keys that the overrides set, and chooses the group files that they choose. No file may set the
+    keys that let code run, so the command in the first line has them. The file also sets the keys
     of `came_from`, which has the settings of another tool that they were translated from. The first of the `notes` are
     written before the keys, the second after them.
     """
     came_from = came_from or {}
     given = values(config)
-    is_set = {key: key in came_from or config.origin(key).startswith(COMMAND_LINE) for key in given}
+    is_typed = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
+    for_code = [f"{key}={json.dumps(given[key])}" for key in code_keys() if is_typed[key] and given[key]]
+    is_set = {key: key in came_from or (is_typed[key] and key not in code_keys()) for key in given}
     lines = [
-        f"# Train it with: finetune train {file}",
+        f"{TRAIN_WITH}{shlex.join([str(file), *for_code])}",
         "# Overrides after it win over this file: optim.learning_rate=1e-4",
         f"# Editors complete and check its keys with the schema: finetune config schema > {SCHEMA_FILE}",
         SCHEMA_LINE,

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from finetune.config.config_files import path_exists, shown_path
 from finetune.config.keys import did_you_mean, expected, fields, section_class, takes
+from finetune.config.objectives import OBJECTIVES
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml
 from finetune.config.schema import Config
@@ -50,6 +51,8 @@ _DEFAULTS: dict[str, dict[str, object]] = {
 }
 """What a tool does if its file does not say, where finetune would do something else."""
 
+_SAY_OBJECTIVE = ("rl", "stage", "num_generations")
+"""Names that tell the objective. They are translated first."""
 UNKNOWN = "UNKNOWN: finetune does not know these names and did nothing with them."
 OFF = f"{NOTHING}: these are off, or ask for what finetune does anyway."
 _EMPTY = f"{NOTHING}: these have no value."
@@ -78,16 +81,20 @@ class Translation:
         tool: the name of the tool.
         values: the values of the file and the defaults of the tool, by the tool's names.
         settings: our settings. Their origin is a line of the file.
+        objective: the value of `training.objective`; None if neither the file nor an override says it.
         came_from: for each of our keys, what it was translated from.
         notes: the names without a key of ours, for each sentence about them.
+        changed: the keys that were changed because `finetune train` refuses their values.
     """
 
     path: Path
     tool: str
     values: dict[str, Any]
+    objective: str | None = None
     settings: dict[tuple[str, ...], Setting] = field(default_factory=dict)
     came_from: dict[str, list[str]] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
 
     def first(self, *names: str) -> Any:
         """Return the first value that these names have, or None."""
@@ -102,6 +109,36 @@ class Translation:
         if method or self.first("use_peft") is not None:
             return bool(method == "full" or self.first("use_peft") is False)
         return False if self.first("r", "lora_r", "peft_type") else None
+
+    def leave_out(self, key: str) -> list[str]:
+        """Remove what was translated into one of our keys. Return what that was."""
+        self.settings = {path: each for path, each in self.settings.items() if ".".join(path[:2]) != key}
+        return self.came_from.pop(key, [])
+
+    def change(self, refusal: str, chosen: Collection[str]) -> bool:
+        """Change a setting because `finetune train` refuses the configuration, and note the change.
+
+        If the message says `Set KEY=VALUE`, the key gets this value. Otherwise the first translated key in the message
+        gets its default. Keys in `chosen` stay. Return False if there is nothing to change.
+        """
+        translated = {".".join(path[:2]) for path in self.settings} - {*chosen, "training.objective"}
+        for line in map(str.strip, refusal.splitlines()):
+            advice = re.search(r"Set ([\w.]+)=([^\s;]+?)[.,;]?(?:\s|$)", line)
+            named = [key for key in re.findall(r"(?<![\w.])[a-z_]+(?:\.[a-z_]+)?", line) if key in translated]
+            if advice and advice[1] in fields().keys() - {*chosen, *self.changed}:
+                key, text = advice.groups()
+                source, line, path = self.leave_out(key), line[: advice.start()].strip(), tuple(key.split("."))
+                self.settings[path] = Setting(key=path, value=yaml.safe_load(text), origin=self.path.name, text=text)
+                self.came_from[key] = []
+            elif named:
+                key, text = named[0], inline_yaml(fields()[named[0]].get_default(call_default_factory=True))
+                source = self.leave_out(key)
+            else:
+                continue
+            self.changed.add(key)
+            self.notes[f"{key} is {text} here, not as in the file. Otherwise a run is refused: {line}"] = source
+            return True
+        return False
 
     def find(self, name: str) -> Path | None:
         """Find a file that the file names, from the current folder or from the file's own."""
@@ -125,8 +162,8 @@ class Translation:
         return decide, settled
 
 
-def translate_file(path: Path) -> Translation:
-    """Read a file of another tool, and translate each of its names.
+def translate_file(path: Path, objective: str | None = None) -> Translation:
+    """Read a file of another tool, and translate each of its names. An `objective` wins over the one in the file.
 
     Raises:
         ConfigError: the file cannot be read, or holds no name of such a tool.
@@ -146,11 +183,12 @@ def translate_file(path: Path) -> Translation:
             f"{shown_path(path)}: most of its settings ({', '.join(unknown[:3])}, …) belong to none of the tools that "
             "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
         )
-    translation = Translation(path, tool, _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings})
+    values = _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings}
+    translation = Translation(path, tool, values, objective)
     found = translation.find(str(translation.first("deepspeed") or ""))
     settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []
-    translation.values |= {each.dotted.removeprefix("deepspeed."): each.value for each in settings if len(each.key) > 1}
-    for setting in settings:
+    translation.values |= {".".join(_without_section(each.key)): each.value for each in settings if len(each.key) > 1}
+    for setting in sorted(settings, key=lambda each: _without_section(each.key)[0] not in _SAY_OBJECTIVE):
         _translate(setting, translation)
     for name, value in _DEFAULTS[tool].items():
         if name not in given and tuple(OUR_NAME[name].split(".")) not in translation.settings:
@@ -159,6 +197,11 @@ def translate_file(path: Path) -> Translation:
         setting = next(setting for setting in settings if setting.dotted == "bf16")
         _add(("training", "precision"), "fp32", setting, translation)
     return translation
+
+
+def _without_section(key: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a name without the section of axolotl's file that it is in, for what other tools name so, too."""
+    return key[1:] if key[0] in ("deepspeed", "trl") and len(key) > 1 else key
 
 
 def _read(path: Path) -> list[Setting]:
@@ -172,8 +215,7 @@ def _read(path: Path) -> list[Setting]:
 
 def _translate(setting: Setting, translation: Translation) -> None:
     """Add the values of one setting, or a note."""
-    path, value = setting.key, setting.value
-    path = path[1:] if path[0] == "deepspeed" and len(path) > 1 else path
+    path, value = _without_section(setting.key), setting.value
     depth = next((depth for depth in range(len(path), 0, -1) if ".".join(path[:depth]) in OUR_NAME), 0)
     name, rest = ".".join(path[:depth]), path[depth:]
     meaning = OUR_NAME.get(name, "")
@@ -187,7 +229,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
         sentence = f"{NOTHING}: auto."
     elif rest and " " not in meaning:
         values, sentence = ({meaning: value}, "") if takes(meaning, dict) else ({}, f"Set {meaning}.")
-    elif " " in meaning and name != "gradient_accumulation_steps":
+    elif " " in meaning and name not in ("gradient_accumulation_steps", "beta", "loss_type"):
         is_off = value in (False, 0, "", "no", "none", [], {}) and not meaning.startswith(NOTHING)
         sentence = OFF if is_off else meaning
     else:
@@ -195,6 +237,8 @@ def _translate(setting: Setting, translation: Translation) -> None:
             values, sentence = _answer(name, meaning, value, translation)
         except (TypeError, ValueError, AttributeError, KeyError):  # a value of another type than the tool's own
             sentence = f"Set {meaning}. finetune cannot read this value."
+    if (objective := translation.objective) and not all(map(OBJECTIVES[objective].reads_key, values)):
+        values, sentence = {}, f"{NOTHING}: training.objective is {objective}, which does not read this."
     for key, ours in values.items():
         parts = (*meaning.split("."), *rest) if rest else tuple(key.split("."))
         sentence = _add(parts, ours, setting, translation) or sentence
@@ -245,6 +289,8 @@ def _add(key: tuple[str, ...], value: Any, setting: Setting, translation: Transl
     place = setting.origin.rpartition(":")[2].strip()
     line = f"{inline_yaml(setting.dotted)}: {_shown(setting)} ({f'line {place}' if place.isdecimal() else place})"
     name = setting.dotted
+    if dotted == "training.objective":
+        translation.objective = translation.objective or value
     translation.settings[key] = Setting(key=key, value=value, origin=setting.origin, text=text, older_key=name)
     translation.came_from.setdefault(dotted, []).append(line)
     return ""
@@ -309,6 +355,15 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
             return {}, OFF
         case "lora_alpha" if value is None:  # the default of LLaMA-Factory
             return {"lora.alpha": 2 * source.values["lora_rank"]}, ""
+        case "num_generations":
+            note = f"training.batch_size and training.global_batch_size count prompts here: divide them by {value}."
+            return {"rollout.num_generations": value, "training.objective": "grpo"}, note
+        case "beta" | "loss_type" if source.objective == "grpo":
+            return {f"grpo.{name}": value}, ""
+        case "beta" if source.objective not in (None, "sft"):
+            return {"preference.beta": value}, ""
+        case "beta" | "loss_type":
+            return {}, OUR_NAME[name]
         case "stage" if value == "pt":
             return {"data.format": "text"}, ""
         case "stage" if value == "dpo" and source.first("pref_loss"):
@@ -378,7 +433,7 @@ def _convert_cadence(name: str, value: Any, source: Translation) -> Answer | Non
     return None
 
 
-def _convert_rows(name: str, value: Any, _: Translation) -> Answer | None:
+def _convert_rows(name: str, value: Any, source: Translation) -> Answer | None:
     """Convert names of rows and templates."""
     match name:
         case "chat_template" | "chat_template_jinja" | "chat_template_path" | "template":
@@ -392,6 +447,9 @@ def _convert_rows(name: str, value: Any, _: Translation) -> Answer | None:
             return {}, f"Set {key} to the files of these rows: dataset_info.json says which they are."
         case "test_datasets" if all(isinstance(entry, Mapping) and entry.get("path") for entry in value):
             return {"data.validation": [entry["path"] for entry in value]}, ""
+        case "excess_length_strategy" if value == "drop" and source.objective in ("dpo", "orpo", "simpo"):
+            note = f"{NOTHING}: a pair is dropped if one of its two sides is longer than data.max_length."
+            return {"data.on_long_row": "drop"}, note
         case "datasets":
             return _data_sets(value if isinstance(value, list) else [value])
     return None

@@ -88,7 +88,6 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
             f"lora.quantize={config.lora.quantize} needs a CUDA device, and this plan is for {device.name}. Name the "
             "GPU, for example --device 'RTX 4090', or set lora.quantize=none."
         )
-    refuse_what_is_not_sharded(config, trains=True)
     device = device.limited_to(config.training.memory_fraction)
     device = device.shared_by(config.parallel.num_processes or read_environment(os.environ).local_world_size)
     planner = Planner(config, device)

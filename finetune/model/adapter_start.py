@@ -54,8 +54,8 @@ def start_from_principal_values(model: Any, r: int, init: Literal["pissa", "piss
         with torch.no_grad():
             layer.lora_A[adapter].weight.copy_(torch.cat([a, a]))
             layer.lora_B[adapter].weight.copy_(torch.cat([b, -b], dim=1))
-        _train_first_half(layer.lora_A[adapter].weight, r, dim=0)
-        _train_first_half(layer.lora_B[adapter].weight, r, dim=1)
+        train_first_half(layer.lora_A[adapter].weight, r, dim=0)
+        train_first_half(layer.lora_B[adapter].weight, r, dim=1)
 
 
 def is_half_frozen(parameter: torch.nn.Parameter) -> bool:
@@ -108,7 +108,9 @@ def _principal_factors(
     return root[:, None] * right[:r], left[:, :r] * root
 
 
-def _train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
+def train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
+    """Freeze what is behind the first `r` rows or columns of a matrix."""
+
     def without_frozen_half(gradient: torch.Tensor) -> torch.Tensor:
         masked = gradient.clone()
         masked.narrow(dim, r, gradient.shape[dim] - r).zero_()

@@ -14,16 +14,17 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, SCRIPT_PREFIX, is_allowed_object
 from finetune.errors import ConfigError
-from finetune.model.adapter_start import is_half_frozen
+from finetune.model.adapter_start import is_half_frozen, train_first_half
 
 if TYPE_CHECKING:
-    from finetune.config.schema import OptimSection
+    from finetune.config.schema import Config, OptimSection
 
 
 _TRAINED = "y"
@@ -98,7 +99,8 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
     try:
         optimizer: torch.optim.Optimizer = optimizer_class(groups, lr=section.learning_rate, **arguments)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{section.optimizer} cannot be built with optim.args {section.args}: {error}.") from error
+        given = f"with optim.args={section.args}, " if section.args else ""
+        raise ConfigError(f"{given}optim.optimizer={section.optimizer} cannot be built: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{section.optimizer} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
     if is_schedule_free(optimizer) and section.schedule != "constant":
@@ -108,6 +110,22 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         )
     restore_trained_weights(optimizer)
     return optimizer
+
+
+def check_optimizer(config: Config) -> None:
+    """Raise the errors that `build_optimizer` would raise for this configuration, without the model.
+
+    An optimizer that a script makes is not checked, nor one whose package is not installed on this machine.
+    """
+    section, is_lora = config.optim, config.training.method == "lora"
+    is_named = section.factory is None and not section.optimizer.startswith(SCRIPT_PREFIX)
+    if is_named and find_spec(section.optimizer.partition(".")[0]) is not None:
+        weight = torch.nn.Parameter(torch.zeros(1, 1))  # not random: a draw would change the run's later ones
+        if is_lora and config.lora.init != "default":
+            train_first_half(weight, 1, dim=0)
+        layer = torch.nn.ParameterDict({"weight": weight} if is_lora else {"weight": weight, "bias": torch.zeros(1)})
+        model = torch.nn.ModuleDict({"layer": torch.nn.ModuleDict({"lora_B" if is_lora else "linear": layer})})
+        build_optimizer(model, section)
 
 
 def _groups(model: torch.nn.Module, section: OptimSection) -> list[dict[str, Any]]:

@@ -12,8 +12,10 @@ import yaml
 from finetune.config.compose import compose
 from finetune.config.keys import values
 from finetune.config.other_tools import OUR_NAME
+from finetune.config.schema import Config
 from finetune.config.translation import translate_file
 from finetune.errors import ConfigError
+from finetune.training.train import checked_objective
 from tests.in_process import run_finetune
 
 AXOLOTL_LORA = """
@@ -170,7 +172,7 @@ EXPECTED = {
         "optim.args": {"betas": [0.9, 0.95]},
         "optim.schedule": "cosine",
         "training.batch_size": 1,
-        "training.method": "full",
+        "training.method": "lora",
         "training.objective": "dpo",
         "preference.beta": 0.5,
     },
@@ -249,7 +251,7 @@ EXPECTED = {
 }
 DECIDED = {
     "axolotl-lora.yml": ["shards: 4", "N times as many", "evals_per_epoch: 4", "lora_rr: 3  Did you mean lora_r?"],
-    "axolotl-dpo.yml": ["trust_remote_code: true", "warmup_ratio: 0.03", "offload_params: true"],
+    "axolotl-dpo.yml": ["training.method is lora here", "trust_remote_code: true", "offload_params: true"],
     "llama-factory-lora.yaml": ["Set data.path to the files of these rows", "Set data.chat_template", "template: phi4"],
     "llama-factory-full.yaml": ["Set data.path"],
     "trl.yaml": [],
@@ -264,6 +266,15 @@ def _files(tmp_path, monkeypatch):
     Path("chats.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     for name, text in EXAMPLES.items():
         Path(name).write_text(text, encoding="utf-8")
+
+
+def accepted(name: str) -> Config:
+    """Return the configuration of a run file. With a model and rows that exist, `finetune train` accepts it."""
+    words = ["model=phi_tiny", "data.path=shipped:orders", "data.mixture=[]"]
+    config = compose([], run=name, complete=False)
+    words += ["reward.functions=length"] if config.training.objective == "grpo" else []
+    checked_objective(compose(words, run=name))
+    return config
 
 
 def translated(name: str, *words: str) -> str:
@@ -282,8 +293,96 @@ def test_a_file_is_translated_and_the_run_file_loads(name):
     later = {"optim.warmup_steps", "training.num_epochs"} - EXPECTED[name].keys()
     assert {key: value for key, value in found.items() if key not in later} == EXPECTED[name]
     assert run_finetune("config", "show", "run=mine.yaml").returncode == 0
-    # With a model and rows that exist, `finetune train` accepts it.
-    compose(["model=phi_tiny", "data.path=shipped:orders", "data.mixture=[]"], run="mine.yaml")
+    accepted("mine.yaml")
+
+
+TRAINS_ALL = "model_name_or_path: org/base\nstage: sft\nfinetuning_type: full\n"
+ADAPTS = "base_model: org/base\nadapter: lora\nmicro_batch_size: 1\n"
+REFUSED = {
+    "preferences need an adapter": (
+        TRAINS_ALL.replace("sft", "kto"),
+        {"training.method": "lora"},
+        "the reference of KTO is the base with its adapter switched off",
+    ),
+    "the reference has no adapter": (
+        f"{ADAPTS}rl: dpo\nlora_model_dir: sft/out\n",
+        {"lora.start_from": None},
+        "Merge that adapter into its base first",
+    ),
+    "Muon and vectors": (
+        f"{TRAINS_ALL}optim: muon\nadam_beta2: 0.95\n",
+        {"optim.optimizer": "torch.optim.AdamW", "optim.args": {}},
+        "Muon only supports 2D parameters",
+    ),
+    "8-bit states of shards": (
+        f"{TRAINS_ALL}optim: adamw_8bit\nfsdp: full_shard\n",
+        {"optim.optimizer": "torch.optim.AdamW", "parallel.sharding": "fsdp2"},
+        "cannot update weights that are sharded",
+    ),
+    "PiSSA and weight decay": (
+        f"{TRAINS_ALL.replace('full', 'lora')}pissa_init: true\nweight_decay: 0.1\n",
+        {"optim.weight_decay": 0, "lora.init": "pissa_fast"},
+        "would shrink what lora.init=pissa keeps",
+    ),
+    "PiSSA and dropout": (
+        f"{TRAINS_ALL.replace('full', 'lora')}pissa_init: true\nlora_dropout: 0.1\n",
+        {"lora.init": "default", "lora.dropout": 0.1},
+        "needs lora.dropout=0, which is 0.1",
+    ),
+    "two ways to train embeddings": (
+        f"{ADAPTS}tokens: [<a>]\nlora_modules_to_save: [embed_tokens]\n",
+        {"lora.new_tokens": ["<a>"], "lora.modules_to_save": []},
+        "cannot be combined with lora.new_tokens",
+    ),
+    "keys of another objective": (
+        f"{ADAPTS}rl: dpo\nsimpo_gamma: 1.0\n",
+        {"preference.gamma": 0.5},
+        "training.objective is dpo, which does not read this",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_train_would_refuse_is_changed_and_said(name):
+    text, expected, said = REFUSED[name]
+    Path("other.yaml").write_text(text, encoding="utf-8")
+    Path("mine.yaml").write_text(translated("other.yaml"), encoding="utf-8")
+    found = values(accepted("mine.yaml"))
+    assert {key: found[key] for key in expected} == expected
+    comments = re.sub("\n# +", " ", Path("mine.yaml").read_text(encoding="utf-8"))
+    assert said in comments.replace("\n#", "")
+
+
+def test_what_no_change_makes_acceptable_is_refused():
+    words = ("training.objective=dpo", "training.method=full", "--file", "mine.yaml")
+    done = run_finetune("init", "--from", "llama-factory-lora.yaml", *words, code=2)
+    assert "Set training.method=lora" in done.errors
+    assert not Path("mine.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        (f"{ADAPTS}rl: grpo\ntrl: {{beta: 0.04, num_generations: 4, loss_type: dr_grpo, reward_funcs: [f.g]}}\n", 4),
+        ("beta: 0.04\nloss_type: dr_grpo\nnum_generations: 4\nepsilon_high: 0.3\nlearning_rate: 1.0e-5\n", 4),
+    ],
+    ids=["axolotl", "TRL"],
+)
+def test_learning_from_rewards_is_translated(text, number):
+    Path("other.yaml").write_text(text, encoding="utf-8")
+    Path("mine.yaml").write_text(translated("other.yaml"), encoding="utf-8")
+    config = accepted("mine.yaml")
+    assert (config.training.objective, config.rollout.num_generations) == ("grpo", number)
+    assert (config.grpo.beta, config.grpo.loss_type) == (0.04, "dr_grpo")
+    written = Path("mine.yaml").read_text(encoding="utf-8")
+    assert written.count("# DECIDE: Set reward.functions") == 1
+    assert "count prompts here: divide" in written
+
+
+def test_an_override_says_which_loss_a_value_of_trl_belongs_to():
+    Path("other.yaml").write_text("beta: 0.3\nlearning_rate: 1.0e-5\nuse_peft: true\n", encoding="utf-8")
+    Path("mine.yaml").write_text(translated("other.yaml", "training.objective=dpo"), encoding="utf-8")
+    assert accepted("mine.yaml").preference.beta == 0.3
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -1,14 +1,17 @@
 import logging
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 
+from finetune.config.compose import compose
 from finetune.config.schema import OptimSection
 from finetune.errors import ConfigError
 from finetune.training.optim import (
     build_optimizer,
+    check_optimizer,
     learning_rate_at,
     resolve_optimizer,
     set_learning_rate,
@@ -47,13 +50,25 @@ def test_other_optimizers_and_their_arguments_are_taken():
     [
         ({"optimizer": "torch.optim.Rprop", "weight_decay": 0.1}, "Rprop has no weight decay"),
         ({"args": {"weight_decay": 0.1}}, r"^optim\.args sets weight_decay\. Set optim\.weight_decay"),
-        ({"args": {"bettas": [0.9, 0.9]}}, r"torch\.optim\.AdamW cannot be built with optim\.args"),
-        ({"args": {"eps": -1.0}}, r"torch\.optim\.AdamW cannot be built with optim\.args"),
+        (
+            {"args": {"bettas": [0.9, 0.9]}},
+            r"^with optim\.args=.*, optim\.optimizer=torch\.optim\.AdamW cannot be built",
+        ),
+        ({"args": {"eps": -1.0}}, r"^with optim\.args=.*, optim\.optimizer=torch\.optim\.AdamW cannot be built"),
     ],
 )
 def test_arguments_that_do_not_go_with_an_optimizer_are_refused(keys, said):
     with pytest.raises(ConfigError, match=said):
         build_optimizer(nn.Linear(2, 2), section(**keys))
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_an_optimizer_is_checked_without_a_model_and_without_random_numbers(method):
+    words = [f"training.method={method}", "optim.optimizer=muon"]
+    before = torch.get_rng_state()
+    with nullcontext() if method == "lora" else pytest.raises(ConfigError, match="Muon only supports 2D parameters"):
+        check_optimizer(compose(words, complete=False))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_factory_that_returns_no_optimizer_is_named():
