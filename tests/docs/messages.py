@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import io
 import logging
+import multiprocessing
 import os
 import re
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from datetime import timedelta
@@ -44,6 +47,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.recorded_run import open_run
 from finetune.runs.state import TrainerState
 from finetune.training.checks import UpdateWatch, refuse_no_update
+from finetune.training.rewards.functions import GeneratedAnswer, Rewards
 from finetune.training.rewards.objective import GRPO
 from recipes.finetune_lora import main as finetune_lora
 from tests.export.test_gguf_tokens import lowercasing_tokenizer
@@ -243,6 +247,47 @@ def out_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
             raise explain(error, None) from error
 
     return printed_by(use_a_petabyte)
+
+
+class Sleeping(torch.utils.data.Dataset[int]):
+    """Rows that do not come in time."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60)
+        return index
+
+
+@maker
+def killed_data_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    def lose_a_worker() -> None:
+        rows = iter(torch.utils.data.DataLoader(Sleeping(), num_workers=1))
+        (worker,) = multiprocessing.active_children()
+        worker.kill()
+        worker.join()
+        try:
+            next(rows)
+        except RuntimeError as error:
+            raise explain(error, None) from error
+
+    monkeypatch.setattr(torch.utils.data._utils.signal_handling, "_SIGCHLD_handler_set", True)
+    return [re.sub(r"pid\(s\) \d+", "pid(s) 4711", text) for text in printed_by(lose_a_worker)]
+
+
+@maker
+def stuck_reward_function(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    """A function that only a guardian can end, with the same sentence, is in tests/methods/test_reward_runs.py."""
+    (folder / "my_rewards.py").write_text("import time\ndef solves(**columns):\n    time.sleep(60)\n")
+    monkeypatch.syspath_prepend(str(folder))
+    reward = ["reward.functions=my_rewards.solves", "reward.functions_from=my_rewards", "reward.timeout_seconds=0.01"]
+    config = load_config(["model=phi_tiny", "data.path=orders.jsonl", *reward], task="finetune_grpo")
+    place = {"source": "orders.jsonl:12", "prompt": "", "expected": "", "columns": {}}
+    answer = GeneratedAnswer(**place, text="", whole="", marked="", ids=(1,))
+    printed = printed_by(lambda: Rewards.of(config)([answer] * 16))
+    sys.modules.pop("my_rewards", None)
+    return put(printed, **{"after 0.01 s": "after 600 s"})
 
 
 @maker

@@ -39,14 +39,14 @@ class Position:
     timed: bool = False
     waiting: str | None = None
     """The collective that it waits in."""
+    moves: int = 0
+    age: float = 0.0
+    """Seconds since it last moved."""
     limit: float | None = None
     """The most seconds that it may last, whatever the step timeout is. Beyond, `late` is the fault."""
     late: str = ""
     record: str = ""
     """The run.json in which the guardian records that fault."""
-    moves: int = 0
-    age: float = 0.0
-    """Seconds since it last moved."""
 
     def __str__(self) -> str:
         return self.phase if self.step is None else f"{self.phase}, step {self.step}"
