@@ -513,10 +513,7 @@ ADAPTERS = {
     "text": ({"target_modules": NEVER_ENDS}, SLOW),
     "modules": ({"modules_to_save": [NEVER_ENDS]}, SLOW),
     "excluded": ({"exclude_modules": NEVER_ENDS}, SLOW),
-    "place of layers": (
-        {"layers_pattern": [NEVER_ENDS], "layers_to_transform": [0]},
-        "layers_pattern is .* which takes",
-    ),
+    "place of layers": ({"layers_pattern": [NEVER_ENDS], "layers_to_transform": [0]}, SLOW),
     "ranks": ({"rank_pattern": {NEVER_ENDS: 8}}, SLOW),
     "scales": ({"alpha_pattern": {NEVER_ENDS: 8}}, SLOW),
 }
@@ -545,8 +542,7 @@ def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged,
     values, said = ADAPTERS[name]
     run = copy_of(untrusted, tmp_path)
     change_adapter(run, **values)
-    names = ("generate", "evaluate", "merge", "verify") if NEVER_ENDS not in repr(values).replace("\\\\", "\\") else ()
-    names = ("generate",) if name == "text" else names
+    names = ("generate", "evaluate", "merge", "verify") if said != SLOW else ("generate",) if name == "text" else ()
     forms = {"verify adapter": ["verify", "{run}/adapter", "--vectors", str(merged)]}
     for form, done in run_each(forms | {name: ON_FOLDER[name] for name in names}, run, tmp_path / "out").items():
         assert done.returncode == 2 or (form, done.returncode) == ("verify", 3), form

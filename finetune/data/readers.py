@@ -101,7 +101,7 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     try:
         with module.open(path, "rb") as file:
             _refuse_other_bytes(file, label)
-            yield BufferedReader(_Unpacked(file, _most_bytes(path), label), 1 << 16)
+            yield BufferedReader(_Unpacked(file, max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size), label), 1 << 16)
     except (EOFError, OSError, zlib.error, *own) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the package
             raise _cannot_be_read(label, error) from error
@@ -125,17 +125,11 @@ class _Unpacked(RawIOBase):
         count = int(self._file.readinto(buffer))  # type: ignore[attr-defined]
         self._left -= count
         if self._left < 0:
-            raise _unpacks_too_far(self._label, self._most, "decompress it first")
+            raise DataError(
+                f"{self._label} unpacks to more than {format_bytes(self._most)}, over {_MOST_RATIO} times its size. If "
+                "its rows are what you expect, decompress it first."
+            )
         return count
-
-
-def _most_bytes(path: Path) -> int:
-    return max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size)
-
-
-def _unpacks_too_far(label: str, most: int, instead: str) -> DataError:
-    size = f"{label} unpacks to more than {format_bytes(most)}, over {_MOST_RATIO} times its size"
-    return DataError(f"{size}. If its rows are what you expect, {instead}.")
 
 
 def _refuse_other_bytes(file: IO[bytes], label: str) -> None:
@@ -395,11 +389,10 @@ def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:
     with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
         try:
             parts = read_metadata(path)
-            if sum(parts.row_group(n).total_byte_size for n in range(parts.num_row_groups)) > _most_bytes(path):
-                raise _unpacks_too_far(label, _most_bytes(path), "save them as JSON lines")
+            unpacked = sum(parts.row_group(n).total_byte_size for n in range(parts.num_row_groups))
+            if unpacked > max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size):
+                raise ValueError(f"it unpacks to {unpacked:,} bytes, over {_MOST_RATIO} times its size")
             dataset: Iterable[Any] = Dataset.from_parquet(str(path), cache_dir=folder, keep_in_memory=False)
-        except DataError:
-            raise
         except Exception as error:  # pyarrow and datasets raise many types
             cause = error.__cause__ or error
             raise DataError(f"{label} cannot be read as parquet: {type(cause).__name__}: {cause}") from error

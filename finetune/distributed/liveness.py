@@ -200,8 +200,8 @@ def explain(error: BaseException, watchdog: Watchdog | None) -> BaseException:
 
 def _as_lost_data_worker(error: BaseException) -> RunFailedError | None:
     """Return the error to report if a data worker was killed; None otherwise. torch raises what its queues raised."""
-    is_of_queue = any(frame.name == "_try_get_data" for frame in traceback.extract_tb(error.__traceback__))
-    is_of_queue = is_of_queue or "in pin memory thread" in str(error)
+    functions = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    is_of_queue = "_try_get_data" in functions or "in pin memory thread" in str(error)
     if not isinstance(error, Exception) or not is_of_queue or "Too many open files" in str(error):
         return None
     return RunFailedError(
