@@ -16,6 +16,7 @@ def _folder(tmp_path, monkeypatch):
     Path("runs/csv/config.yaml").write_text("no_such_key: 1\n")
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     "command",
     [

@@ -460,6 +460,7 @@ def run_each(forms, run, out):
     return ended
 
 
+@pytest.mark.process
 @pytest.mark.few(10)
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("file", FILES)

@@ -31,6 +31,7 @@ def words(rows: Path, folder: Path, *more: str) -> list[str]:
     return ["model=phi_tiny", f"data={rows}", f"data.cache_dir={rows.parent}", f"output_dir={folder}", *short, *more]
 
 
+@pytest.mark.process
 def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_path):
     folder = tmp_path / "run"
     own = tmp_path / "own.jsonl"
@@ -159,6 +160,7 @@ def calls(tmp_path_factory) -> Path:
     return path
 
 
+@pytest.mark.process
 def test_a_run_with_tools_shows_them_in_context_and_offers_them_without_its_data(calls, tmp_path):
     folder = tmp_path / "run"
     few = ["data.chat_template=phi4_mini", "testing.num_samples=1", "testing.max_new_tokens=1"]

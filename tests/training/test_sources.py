@@ -129,6 +129,7 @@ def test_evaluate_measures_each_source_of_a_split(trained, capsys):
     assert "true" in capsys.readouterr().out
 
 
+@pytest.mark.process
 def test_the_report_and_the_view_show_each_source_and_each_metric(trained, tmp_path):
     view = RunView()
     for event in events(trained, "validation"):
