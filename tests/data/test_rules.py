@@ -18,6 +18,7 @@ from tests.data.conftest import encode_train
 from tests.data.test_formats import REFUSED_ROWS
 from tests.data.test_prompts import REFUSED_PROMPTS
 from tests.data.test_spellings import CASES
+from tests.data.test_turns import REFUSED_TURNS
 from tests.tiny import tiny_tokenizer
 
 Q, A, B = "Is it open?", "Until six.", "In Spain."
@@ -137,6 +138,10 @@ REFUSED = {
         f"{problem}, among others": Rows([row, {"messages": [ASK, GOOD]}])
         for row, problem in REFUSED_ROWS
         if "messages" in row
+    },
+    **{
+        f"{problem}, in a turn": Rows([{"messages": [ASK, {"role": "assistant", **turn}]}, {"messages": [ASK, GOOD]}])
+        for turn, problem in REFUSED_TURNS
     },
     **{f"{problem}, in a prompt": Rows([row], "grpo") for row, problem in REFUSED_PROMPTS},
 }

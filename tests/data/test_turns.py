@@ -94,25 +94,26 @@ def test_an_answer_of_weight_0_is_context(make_section, write_jsonl):
     assert learnt(encode_train(make_section(path=path, train_on="last"))) == "yes<|end|>"
 
 
-@pytest.mark.parametrize(
-    ("turn", "problem"),
-    [
-        ({"content": "a", "weight": 0}, "every assistant turn has weight 0, so nothing to learn"),
-        ({"role": "user", "content": "a", "weight": 1}, "messages[1].weight is 1, but its role is user"),
-        ({"content": [{"type": "image_url", "image_url": "a.png"}]}, "messages[1].content[0] is {'type': 'image_url'"),
-        ({"role": "user", "content": "a", "thinking": "b"}, "messages[1] has reasoning_content, but its role is user"),
-        ({"tool_calls": []}, "messages[1] has no content; expected text"),
-        ({"tool_calls": {"name": "f"}}, "messages[1].tool_calls is {'name': 'f'}; expected a list of calls"),
-        ({"tool_calls": [{"name": "f"}]}, "messages[1].tool_calls[0] is {'name': 'f'}; expected"),
-        (
-            {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
-            "messages[1].tool_calls[0].function.arguments is '{'; expected an object",
-        ),
-        ({"content": "\ud800", "tool_calls": [CALL]}, "messages[1].content has half a surrogate pair"),
-        ({"content": "a", "weight": 2}, "messages[1].weight is 2; expected 0 (context without loss) or 1"),
-        ({"content": "a", "extra": {"b": "\ud800"}}, "messages[1].extra has half a surrogate pair"),
-    ],
-)
+REFUSED_TURNS = [
+    ({"content": "a", "weight": 0}, "every assistant turn has weight 0, so nothing to learn"),
+    ({"role": "user", "content": "a", "weight": 1}, "messages[1].weight is 1, but its role is user"),
+    ({"content": [{"type": "image_url", "image_url": "a.png"}]}, "messages[1].content[0] is {'type': 'image_url'"),
+    ({"role": "user", "content": "a", "thinking": "b"}, "messages[1] has reasoning_content, but its role is user"),
+    ({"tool_calls": []}, "messages[1] has no content; expected text"),
+    ({"tool_calls": {"name": "f"}}, "messages[1].tool_calls is {'name': 'f'}; expected a list of calls"),
+    ({"tool_calls": [{"name": "f"}]}, "messages[1].tool_calls[0] is {'name': 'f'}; expected"),
+    (
+        {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+        "messages[1].tool_calls[0].function.arguments is '{'; expected an object",
+    ),
+    ({"content": "\ud800", "tool_calls": [CALL]}, "messages[1].content has half a surrogate pair"),
+    ({"content": "a", "weight": 2}, "messages[1].weight is 2; expected 0 (context without loss) or 1"),
+    ({"content": "a", "extra": {"b": "\ud800"}}, "messages[1].extra has half a surrogate pair"),
+]
+"""Turns that cannot be used, and why."""
+
+
+@pytest.mark.parametrize(("turn", "problem"), REFUSED_TURNS)
 def test_a_turn_that_cannot_be_used_says_why(make_section, write_jsonl, turn, problem):
     row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", **turn}]}
     with pytest.raises(DataError) as caught:
