@@ -10,7 +10,6 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from finetune.config.config_files import SAVED_CONFIG
 from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
@@ -20,6 +19,8 @@ Folder = TypeVar("Folder", Path, Path | None)
 
 def find_run_folder(folder: Folder) -> Folder:
     """Return `runs/NAME` if there is no folder NAME here, but a run of this name in `runs`. Else return the folder."""
+    from finetune.config.config_files import SAVED_CONFIG
+
     in_runs = Path("runs", folder or "")
     return in_runs if folder and not folder.exists() and (in_runs / SAVED_CONFIG).is_file() else folder
 
