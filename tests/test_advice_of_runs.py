@@ -62,8 +62,11 @@ def _labelled(folder: Path) -> list[str]:
 
 def _prompts(folder: Path) -> list[str]:
     rows = [{"prompt": question} for question in _QUESTIONS]
+    own = folder / "reward.py"
+    own.write_text("def sums(completion_ids, **columns): return [float(sum(ids) % 997) for ids in completion_ids]\n")
     small = ["rollout.num_generations=2", "rollout.max_completion_length=4", "training.global_batch_size=2"]
-    return [f"data={_write(folder / 'prompts.jsonl', rows)}", "task=finetune_grpo", "reward.functions=length", *small]
+    rewards = ["task=finetune_grpo", f"reward.functions={own}:sums", *small]
+    return [f"data={_write(folder / 'prompts.jsonl', rows)}", *rewards]
 
 
 def _hub(folder: Path) -> list[str]:
