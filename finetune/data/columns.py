@@ -1,4 +1,4 @@
-"""The table of columns: what the name of a column means, in our rows and in those of other tools.
+"""The table of columns: what the name of a column means, here and in other tools.
 
 Sources: the pages on data of TRL, LLaMA-Factory, axolotl, ms-swift, argilla and OpenAI's preference format.
 """
@@ -105,7 +105,7 @@ MEANINGS: Mapping[str, Meaning] = {
 }
 """What each column means, by its name here. The last three are columns that no format reads."""
 _MAY_BE_UNREAD = (CONTEXT, TOOLS, TEMPLATE)
-"""Parts whose columns often hold something else. Unread, they are a fallback, not a refusal."""
+"""Columns of these parts often hold something else. If they are not read, that is a fallback and no refusal."""
 _NO_PART = re.compile(
     r"(.*_)?(id|ids|idx|index|uuid|hash|source|origin|dataset|split|subset|category|topic|type|lang|language|model"
     r"|url|license|date|time|timestamp|at|score|scores|rating|ratings|rank|reward|margin|difficulty|level|domain|tags?"

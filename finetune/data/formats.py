@@ -131,7 +131,7 @@ def _parse_plain_text(cells: Cells) -> Example:
 
 
 def _is_whole_text(cells: Cells, renamed: Mapping[str, str]) -> bool:
-    """Return whether a text is a row by itself: no prompt, answer or role is beside it, or the user names the text."""
+    """Return whether a text is a whole row: no prompt, answer or role is beside it, or the user names the text."""
     others = (name for name, value in cells.row.items() if name != cells.name("text") and holds_something(value))
     return "text" in renamed or not any(map(is_beside_text, others))
 

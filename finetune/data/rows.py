@@ -262,7 +262,7 @@ def _refuse_pair(row: RawRow, examples: Examples) -> None:
 
 
 def _unknown_columns(row: RawRow, examples: Examples) -> str:
-    """Describe a row whose columns are of no format, and what can be set to read it."""
+    """Describe a row that has the columns of no format, and what can be set to read it."""
     place, reads = examples.source.place(row.number), examples.reads
     columns = find_columns(row.value, examples.columns)
     if reads == "chosen" and {"chosen", "rejected"} <= columns.keys():

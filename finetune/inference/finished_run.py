@@ -134,7 +134,7 @@ def find_run(
 
 
 def choose_split(asked: str | None, available: Collection[str]) -> str:
-    """Return the split to measure: the one that is asked for, or else test, or else validation.
+    """Return the split to measure: the requested one, or test, or validation if there is no test split.
 
     Raises:
         ConfigError: the run has no such split.

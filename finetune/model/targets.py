@@ -30,7 +30,7 @@ _MOST_SHOWN = 60
 _FORM = r"(.*\.)?({})$"
 """The regular expression that PEFT makes of a key in `rank_pattern` and `alpha_pattern`."""
 _PATTERNS = ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")
-"""The keys of an adapter whose values, or names of values, PEFT may match as regular expressions."""
+"""Keys of an adapter. PEFT may match their values, or the names in them, as regular expressions."""
 _log = logging.getLogger(__name__)
 
 
@@ -216,7 +216,7 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> dict[str, An
 
 
 def _refuse_unstored_parameters(model: PreTrainedModel, folder: Path) -> None:
-    """Refuse an adapter whose configuration describes more parameters than its file holds."""
+    """Refuse an adapter if its configuration describes more parameters than its file holds."""
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
     from peft.utils.other import get_pattern_key

@@ -127,7 +127,7 @@ class RunRecord:
         self.update(status=status, finished=_now(), result=dict(result) if result is not None else None)
 
     def fail(self, reason: str) -> None:
-        """Record that a run failed whose own process has ended before it could. Raises the errors of `finish`."""
+        """Record a failed run after its process has ended without doing so. Raises the errors of `finish`."""
         self._values = read_run_record(self.path) or {}
         self.finish("failed", {"error": reason})
 
