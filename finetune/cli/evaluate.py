@@ -79,7 +79,7 @@ def evaluate(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a finished run on its test split, base against tuned. OVERRIDES change its config."""
+    """Measure a finished run on its test or validation split, base against tuned. OVERRIDES change its config."""
     from finetune.config.checks import split_functions_in_files
     from finetune.data.examples import check_local_rows
     from finetune.inference.answers import METRICS, resolve_functions
