@@ -461,7 +461,7 @@ def run_each(forms, run, out):
 
 
 @pytest.mark.process
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("file", FILES)
 def test_a_command_that_reads_runs_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):

@@ -29,6 +29,7 @@ from finetune.data.splits import (
     rows_of_split,
 )
 from finetune.errors import ConfigError, DataError
+from finetune.limits import DeadlineExceededError, call_within
 from finetune.logs import waiting
 from finetune.runs.durable import describe_os_error
 from finetune.terminal import without_passwords
@@ -39,6 +40,7 @@ _ONE_FILE = "one file"
 _FILES = "a list of files"
 _PARTS = "a folder of parts"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_SEARCH_SECONDS = 120
 _SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.")
 """In the names of the files of a downloaded data set: `train-00000-of-00002.parquet`."""
 
@@ -174,7 +176,16 @@ def _is_file(path: str) -> bool:
 
 def _matching(pattern: str) -> list[str]:
     """Return the files of rows that a glob matches, in order."""
-    matches = glob(str(local_path(pattern)), recursive=True) if is_list_or_glob(pattern) else []  # noqa: PTH207
+    if not is_list_or_glob(pattern):
+        return []
+    try:
+        search = partial(glob, str(local_path(pattern)), recursive=True)
+        matches = call_within(_SEARCH_SECONDS, search, name="search for files")
+    except DeadlineExceededError:
+        raise DataError(
+            f"{pattern} matches files in so many folders that {_SEARCH_SECONDS} s are not enough to look into them. "
+            "Begin the pattern with the folder that holds the rows."
+        ) from None
     return in_order(name for name in matches if suffix_of(name) in SUFFIXES and _is_file(name))
 
 

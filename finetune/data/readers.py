@@ -8,10 +8,9 @@ import hashlib
 import importlib
 import json
 import re
-import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from io import BufferedReader, RawIOBase, TextIOWrapper
 from itertools import zip_longest
@@ -35,6 +34,8 @@ _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb
 JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 """The suffixes of files that can be read."""
+_ROWS_AT_ONCE = 16
+"""Rows of a Parquet file. Each of them may be large."""
 _BLANKS = " \t\n\r\xa0\u200b\u200c\u200d\u2060\ufeff"
 """White space and invisible characters. At the ends of the name of a column, they are no part of it."""
 _MOST_OF_A_LINE = 128 << 20
@@ -380,24 +381,37 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:
-    """Read a Parquet file with `datasets`, without leaving anything in its cache."""
-    from datasets import Dataset
-    from pyarrow.parquet import read_metadata
+    """Read a Parquet file a few rows at a time. A dictionary may repeat a value, so the unpacked rows are counted."""
+    from datasets import Features
+    from pyarrow import RecordBatch
+    from pyarrow.parquet import ParquetFile
+    from pyarrow.types import is_dictionary
 
     if is_compressed(path):
         raise DataError(f"{label} is compressed, but a Parquet file is compressed inside. Decompress it.")
-    with tempfile.TemporaryDirectory(prefix="finetune-table-") as folder, quiet_datasets():
-        try:
-            parts = read_metadata(path)
-            unpacked = sum(parts.row_group(n).total_byte_size for n in range(parts.num_row_groups))
-            if unpacked > max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size):
-                raise ValueError(f"it unpacks to {unpacked:,} bytes, over {_MOST_RATIO} times its size")
-            dataset: Iterable[Any] = Dataset.from_parquet(str(path), cache_dir=folder, keep_in_memory=False)
-        except Exception as error:  # pyarrow and datasets raise many types
-            cause = error.__cause__ or error
-            raise DataError(f"{label} cannot be read as parquet: {type(cause).__name__}: {cause}") from error
-        for number, row in enumerate(dataset, start=1):
-            yield RawRow(number, row)
+    most, number, unpacked = max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size), 0, 0
+    too_much = f"it unpacks to more than {format_bytes(most)}, over {_MOST_RATIO} times its size"
+    try:
+        with ParquetFile(path) as file:
+            schema, parts = file.schema_arrow, file.metadata
+            if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
+                raise ValueError(f"it has the column {twice[0]} twice")
+            if sum(parts.row_group(n).total_byte_size for n in range(parts.num_row_groups)) > most:
+                raise ValueError(too_much)
+            # A file that `datasets` wrote says which of its columns hold encoded values.
+            is_from_datasets = b"huggingface" in (schema.metadata or {})
+            decode = Features.from_arrow_schema(schema).decode_example if is_from_datasets else dict
+            for batch in file.iter_batches(_ROWS_AT_ONCE):
+                columns = [each.dictionary_decode() if is_dictionary(each.type) else each for each in batch.columns]
+                plain = RecordBatch.from_arrays(columns, schema.names)
+                unpacked += plain.nbytes
+                if unpacked > most:
+                    raise ValueError(too_much)
+                for number, row in enumerate(plain.to_pylist(), start=number + 1):  # noqa: B020
+                    yield RawRow(number, decode(row))
+    except Exception as error:  # pyarrow and datasets raise many types
+        cause = error.__cause__ or error
+        raise DataError(f"{label} cannot be read as parquet: {type(cause).__name__}: {cause}") from error
 
 
 @contextlib.contextmanager

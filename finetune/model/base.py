@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal
 
-import psutil
 import torch
 from torch import nn
 
@@ -16,7 +15,13 @@ from finetune.engine.decoder import OFFLOADS, bare_model
 from finetune.engine.quantized import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
-from finetune.model.unsupported import describe_split_copy, estimate_parameters, refuse_oversized, refuse_unsupported
+from finetune.model.unsupported import (
+    describe_split_copy,
+    estimate_parameters,
+    memory_of_machine,
+    refuse_oversized,
+    refuse_unsupported,
+)
 from finetune.units import format_bytes, name_first
 
 if TYPE_CHECKING:
@@ -214,7 +219,7 @@ def _refuse_what_cannot_fit(section: ModelSection, config: PretrainedConfig) -> 
     """Refuse a model with more weights than this machine has memory for, by its sizes alone."""
     from transformers import AutoModelForCausalLM
 
-    memory = psutil.virtual_memory().total + psutil.swap_memory().total
+    memory = memory_of_machine()
     if torch.get_default_device().type == "meta" or estimate_parameters(config.to_dict()) < memory // 8:
         return  # in fp32 and with twice as many parameters it would still fit
     auto: Any = AutoModelForCausalLM

@@ -21,6 +21,7 @@ from finetune.model.targets import (
     has_transposed_targets,
     refuse_foreign_adapter,
     refuse_modules_to_save,
+    refuse_ranks_that_cannot_fit,
     refuse_useless_patterns,
     resolve_targets,
 )
@@ -86,12 +87,14 @@ def attach_adapter(
 
     Raises:
         ModelError: PEFT refuses to adapt these layers, as it does those of Mamba, or a pattern matches none of them.
+        ConfigError: the adapter has more weights than this machine has memory for.
     """
     from peft import get_peft_model
 
     refuse_useless_patterns(model, targets, section)
     refuse_modules_to_save(model, targets, section.modules_to_save)
     config = _adapter_config(model, section, targets, list(ids))
+    refuse_ranks_that_cannot_fit(model, config)
     try:
         with quiet_peft():
             adapted: PeftModel = get_peft_model(model, config)

@@ -16,11 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from finetune.data.rendering import match_patterns
-from finetune.errors import ModelError
+from finetune.errors import ConfigError, ModelError
 from finetune.limits import read_regular
-from finetune.model.unsupported import refuse_irregular_folder
+from finetune.model.unsupported import memory_of_machine, refuse_irregular_folder
+from finetune.units import format_bytes
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from transformers import PreTrainedModel
 
     from finetune.config.schema import LoraSection
@@ -218,17 +220,9 @@ def refuse_foreign_adapter(model: PreTrainedModel, folder: Path) -> dict[str, An
 def _refuse_unstored_parameters(model: PreTrainedModel, folder: Path) -> None:
     """Refuse an adapter if its configuration describes more parameters than its file holds."""
     from peft import LoraConfig
-    from peft.tuners.tuners_utils import check_target_module_exists
-    from peft.utils.other import get_pattern_key
 
     config: Any = LoraConfig.from_pretrained(str(folder))
-    ranks, described = config.rank_pattern or {}, 0
-    for name, layer in model.named_modules():
-        weight = getattr(layer, "weight", None)
-        if isinstance(weight, torch.Tensor) and weight.ndim > 1 and check_target_module_exists(config, name):
-            rows = getattr(layer, "out_features", len(weight))  # weights in 4 bits are packed
-            columns = getattr(layer, "in_features", weight[0].numel())
-            described += ranks.get(get_pattern_key(list(ranks), name), config.r) * (rows + columns)
+    described = _parameters_of(config, model)
     file = folder / "adapter_model.safetensors"
     try:
         with safe_open(file, framework="pt") as tensors:
@@ -238,8 +232,43 @@ def _refuse_unstored_parameters(model: PreTrainedModel, folder: Path) -> None:
     if described > stored:
         raise ModelError(
             f"the adapter in {folder} is damaged: {ADAPTER_CONFIG} describes {described:,} parameters (rank "
-            f"{max([config.r, *ranks.values()]):,}), but {file.name} holds {stored:,}. Use an undamaged copy."
+            f"{_highest_rank(config):,}), but {file.name} holds {stored:,}. Use an undamaged copy."
         )
+
+
+def refuse_ranks_that_cannot_fit(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Refuse a new adapter that has more weights than this machine has memory for, before PEFT allocates them.
+
+    Raises:
+        ConfigError: names the highest rank.
+    """
+    memory, needed = memory_of_machine(), 4 * _parameters_of(config, model)
+    if needed > memory and torch.get_default_device().type != "meta":
+        raise ConfigError(
+            f"lora.r: the highest rank is {_highest_rank(config):,}, so the adapter alone would take "
+            f"{format_bytes(needed)}, but this machine has {format_bytes(memory)} of main memory, swap included. Lower "
+            "lora.r or lora.rank_pattern."
+        )
+
+
+def _parameters_of(config: Any, model: PreTrainedModel) -> int:
+    """Count the parameters of the LoRA layers that a configuration of PEFT's describes. Nothing is built."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    ranks, described = config.rank_pattern or {}, 0
+    for name, layer in model.named_modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(weight, torch.Tensor) and weight.ndim > 1 and check_target_module_exists(config, name):
+            rows = getattr(layer, "out_features", len(weight))  # weights in 4 bits are packed
+            columns = getattr(layer, "in_features", weight[0].numel())
+            described += ranks.get(get_pattern_key(list(ranks), name), config.r) * (rows + columns)
+    return described
+
+
+def _highest_rank(config: Any) -> int:
+    ranks: list[int] = [config.r, *(config.rank_pattern or {}).values()]
+    return max(ranks)
 
 
 def _returns_product(layer: Any) -> bool:

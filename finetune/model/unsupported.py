@@ -14,6 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from finetune.errors import ModelError
 from finetune.limits import irregular_files, read_regular
 from finetune.units import name_first
@@ -117,6 +119,11 @@ def refuse_irregular_folder(folder: Path) -> None:
             f"{folder} is refused before anything in it is read: {name_first(problems, 3, separator='; ')}. Put the "
             "files of the model there, or give another folder."
         )
+
+
+def memory_of_machine() -> int:
+    """Return the bytes of main memory and swap."""
+    return psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 def estimate_parameters(keys: Mapping[str, Any]) -> float:

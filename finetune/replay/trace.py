@@ -33,6 +33,8 @@ FIELDS = ("num_targets", "num_tokens", "loss", "grad_norm", "learning_rate")
 """The compared values of a step, in the order in which they are computed."""
 NUM_REPLAYED_STEPS = 8
 """The most steps to compute by default."""
+_LAST_BYTES = 1 << 16
+"""Of the errors of another Python, only the end is kept."""
 
 
 @dataclass(frozen=True)
@@ -112,13 +114,17 @@ def run_other_python(python: str, words: Sequence[str], file: Path, task: str) -
     """
     try:
         # -P: a folder that happens to be the current one must not supply modules.
-        process = subprocess.run([python, "-P", "-m", *words], capture_output=True, text=True)
+        command, output = [python, "-P", "-m", *words], subprocess.DEVNULL
+        with subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, bufsize=0) as process:
+            said, part = b"", b""
+            while part := process.stderr.read(_LAST_BYTES) if process.stderr else b"":
+                said = (said + part)[-_LAST_BYTES:]  # it may never end
     except OSError as error:
         raise ConfigError(f"--python is {python}, which cannot be started: {error}. Name a Python.") from error
     if not file.is_file():
         raise ConfigError(
             f"--python is {python}, which did not {task} (exit code {process.returncode}: "
-            f"{last_line(process.stderr)}). Its environment needs this version of finetune."
+            f"{last_line(said.decode(errors='replace'))}). Its environment needs this version of finetune."
         )
     return json.loads(file.read_bytes())
 

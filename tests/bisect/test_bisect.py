@@ -5,11 +5,14 @@ from __future__ import annotations
 import shlex
 import shutil
 import sys
+import tracemalloc
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from finetune.errors import ConfigError
+from finetune.replay.trace import run_other_python
 from tests.bisect.scene import Scene, claim_version, edit_lines, make_scene, other_environment
 from tests.in_process import run_finetune
 from tests.launches import run_command
@@ -132,6 +135,18 @@ def test_an_equal_environment_and_one_without_finetune(scene, tmp_path):
     for wrong, part in ((tmp_path / "none", "cannot be started"), (shutil.which("false"), "did not compute the steps")):
         done = run_finetune("bisect", scene.place / "a", "--python", wrong)
         assert (done.returncode, part in done.errors) == (2, True), done.stdout
+
+
+@pytest.mark.process
+def test_of_what_another_python_prints_only_the_last_line_of_errors_is_kept(tmp_path):
+    loud = tmp_path / "loud"
+    loud.write_text("#!/bin/sh\nhead -c 200000000 /dev/zero\nhead -c 200000000 /dev/zero >&2\necho >&2\necho why >&2\n")
+    loud.chmod(0o755)
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=r"which did not verify the run \(exit code 0: why\)"):
+        run_other_python(str(loud), ["any.module"], tmp_path / "none", "verify the run")
+    assert tracemalloc.get_traced_memory()[1] < 10 << 20
+    tracemalloc.stop()
 
 
 @pytest.mark.slow

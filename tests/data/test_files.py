@@ -9,6 +9,7 @@ import json
 import pytest
 
 from finetune.config.compose import compose, config_from_dict, resolved_yaml
+from finetune.data import examples
 from finetune.data.examples import check_local_rows, load_examples, missing_here
 from finetune.data.row_file import encoding_key
 from finetune.errors import ConfigError, DataError
@@ -181,6 +182,19 @@ def test_lists_and_globs_that_are_refused(make_section, put, keys, message):
     with pytest.raises(DataError) as caught:
         load_examples(make_section(**keys))
     assert message in str(caught.value)
+
+
+def test_a_glob_that_never_ends_is_refused(make_section, put, tmp_path, monkeypatch):
+    """Two links to their own folder make more paths than anything could look at."""
+    put({"p/a.jsonl": A})
+    links = [tmp_path / "p" / name for name in ("one", "two")]
+    for link in links:
+        link.symlink_to(".")
+    monkeypatch.setattr(examples, "_SEARCH_SECONDS", 1)
+    with pytest.raises(DataError, match="1 s are not enough to look into them"):
+        load_examples(make_section(path="p/**/*.jsonl"))
+    for link in links:
+        link.unlink()  # which ends the search
 
 
 def test_each_row_keeps_its_own_place_and_number(make_section, put):

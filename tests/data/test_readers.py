@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow
 import pytest
 from datasets import Dataset
+from pyarrow.parquet import write_table
 
 from finetune.data.readers import DatasetRows, FileRows
 from finetune.errors import DataError
@@ -89,6 +91,24 @@ def test_parquet_is_read_and_neither_kind_of_table_leaves_anything_behind(tmp_pa
     Dataset.from_list(ROWS).to_parquet(path)
     assert values(path) == list(enumerate(ROWS, start=1))
     assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("is_category", [True, False])
+def test_a_parquet_file_that_repeats_a_value_is_refused_where_it_has_unpacked_too_much(tmp_path, is_category):
+    path, rows = tmp_path / "a.parquet", pyarrow.array(["x" * 100_000] * 3000).dictionary_encode()
+    write_table(pyarrow.table({"text": rows if is_category else rows.dictionary_decode()}), path)
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(DataError, match=r"a.parquet cannot be read as parquet: .* more than 268 MB, over 200 times"):
+        values(path)
+    write_table(pyarrow.table({"text": rows[:2] if is_category else rows[:2].dictionary_decode()}), path)
+    assert [len(row["text"]) for _, row in values(path)] == [100_000] * 2
+
+
+def test_a_parquet_file_with_a_column_twice_is_refused(tmp_path):
+    column = pyarrow.array(["a"])
+    write_table(pyarrow.Table.from_arrays([column, column], ["text", "text"]), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match="it has the column text twice"):
+        values(tmp_path / "a.parquet")
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from finetune.config.schema import LoraSection, ModelSection
-from finetune.errors import ModelError
+from finetune.errors import ConfigError, ModelError
 from finetune.export.runtimes import load_transformers
 from finetune.model.base import build_base_model, count_parameters, read_model_config
 from finetune.model.lora import add_lora, load_adapter
@@ -92,6 +92,12 @@ def test_a_rank_that_no_tensor_of_an_adapter_has_is_refused(tmp_path: Path) -> N
         file.write_text(json.dumps({**written, **keys}))
         with pytest.raises(ModelError, match=r"describes .* parameters \(rank 1,000,000,000\), but .* holds"):
             load_adapter(build_tiny(tiny_phi3_config()), tmp_path)
+
+
+def test_a_new_adapter_that_no_machine_holds_is_refused() -> None:
+    for section in (LoraSection(r=10**11), LoraSection(rank_pattern={"qkv_proj": 10**11})):
+        with pytest.raises(ConfigError, match=r"lora.r: the highest rank is 100,000,000,000, so the adapter alone"):
+            add_lora(build_tiny(tiny_phi3_config()), section)
 
 
 @pytest.mark.slow
