@@ -60,10 +60,11 @@ def _run(command: str, folder: Path, place: str) -> None:
 
 
 def test_tiny_words_go_to_every_command_of_a_block():
-    block = Block("runnable", "training.max_steps=1", "finetune train quickstart  # a minute\n\nfinetune plan x\n", 1)
+    text = "finetune train quickstart  # a minute\n\nfinetune plan x || true\n"
+    block = Block("runnable", "training.max_steps=1", text, 1)
     assert list(_commands(block)) == [
         "finetune train quickstart training.max_steps=1",
-        "finetune plan x training.max_steps=1",
+        "finetune plan x training.max_steps=1 || true",
     ]
 
 
@@ -76,7 +77,8 @@ def _require_the_extra_of(command: str) -> None:
 
 def _commands(block: Block) -> list[str]:
     lines = [_without_set_up(line.split("  #")[0].strip()) for line in block.text.splitlines()]
-    return [f"{line} {shlex.join(block.more.split())}".strip() for line in lines if line]
+    parted = [line.partition(" || ") for line in lines if line]
+    return [f"{command} {shlex.join(block.more.split())}".strip() + "".join(rest) for command, *rest in parted]
 
 
 def _without_set_up(line: str) -> str:
