@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from huggingface_hub import constants
+from transformers.utils.peft_utils import check_peft_version
 
 from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_config
 from finetune.config import hub
@@ -234,6 +235,12 @@ def _wrapped(device_ids: object) -> Printed:
 
 WRAPPED = {"device_ids_is_a_number": 0, "device_ids_are_several": [0, 1], "device_ids_on_the_cpu": [0]}
 MAKERS.update({name: lambda folder, monkeypatch, ids=ids: _wrapped(ids) for name, ids in WRAPPED.items()})
+
+
+@maker
+def peft_too_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    """As `model.add_adapter` of transformers 5.24 asks for PEFT 0.22."""
+    return printed_by(lambda: check_peft_version(min_version="0.22.0"))
 
 
 @maker
