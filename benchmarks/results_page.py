@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def render(runs: Sequence[Run], machine: Mapping[str, Any], device: str = "cpu")
     goals = [] if device == "cuda" else [f"#### Figures to reach\n\n{_goals(runs)}"]
     tables = [f"#### {name}\n\n{_table(runs, name)}" for name in measured]
     facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
-    return "\n\n".join([facts, *goals, *tables]) + "\n"
+    return "\n\n".join([facts, *goals, *tables, *_legend(runs)]) + "\n"
 
 
 def put_into(readme: Path, text: str, device: str = "cpu") -> None:
@@ -96,9 +96,14 @@ def _table(runs: Sequence[Run], job: str) -> str:
     if limit is not None:
         giga = Spread(limit.median / 1e9, limit.deviation / 1e9)
         lines.append(f"\nThe matmul limit of one process: {_with_noise(giga, '{:,.1f}')} GFLOP/s.")
-    known = [(engine, ENGINES[engine.split()[0]].meaning) for engine in engines if engine.split()[0] in ENGINES]
-    lines.append("\n" + "; ".join(f"`{engine}`: {meaning}" for engine, meaning in known) + ".")
     return "\n".join(lines)
+
+
+def _legend(runs: Sequence[Run]) -> Iterator[str]:
+    names = in_order(runs, lambda run: run["engine"])
+    known = [f"`{name}`: {ENGINES[name].meaning}" for name in names if name in ENGINES]
+    if known:
+        yield "; ".join(known) + "."
 
 
 def _cell(values: Mapping[int, float], form: str, *, with_noise: bool = True) -> str:
@@ -109,4 +114,6 @@ def _cell(values: Mapping[int, float], form: str, *, with_noise: bool = True) ->
 
 
 def _with_noise(found: Spread, form: str) -> str:
-    return f"{form.format(found.median)} ± {form.format(found.deviation)}"
+    """Return the median and its deviation over the rounds. A single round has none."""
+    median = form.format(found.median)
+    return f"{median} ± {form.format(found.deviation)}" if found.deviation else median
