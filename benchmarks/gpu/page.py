@@ -10,7 +10,6 @@ from benchmarks.gpu.goals import standings
 from benchmarks.gpu.parts import tasks
 
 _KINDS = ("matrix products", "attention", "elementwise and along rows", "copies and gathers", "GPU idle")
-_RIGHT = {True: "yes", False: "**no**", None: "–"}
 
 
 def render(figures: Figures) -> str:
@@ -70,14 +69,19 @@ def _answers(newest: Mapping[str, Record]) -> Iterator[str]:
 
 
 def _checks(newest: Mapping[str, Record], failed: Mapping[str, str]) -> Iterator[str]:
-    yield from _head(["check", "right", "figures"])
+    """Name the checks that are right; show the figures of the others, and of what is measured without a bound."""
+    right = [task for task, record in newest.items() if record["figures"].get("is_right")]
+    if right:
+        yield f"- right: {', '.join(f'`{task}`' for task in right)}\n"
+    yield from _head(["check", "figures"])
     for task, record in newest.items():
         found = dict(record["figures"])
-        if "is_right" in found or task == "kernels/syncs" or record["part"] in ("ranks", "real"):
-            right = _RIGHT[found.pop("is_right", None)]
-            yield _line(f"`{task}`", right, ", ".join(f"{name} {_short(x)}" for name, x in found.items() if x != ""))
+        verdict = ["**not right**"] if found.pop("is_right", None) is False else []
+        if task not in right and (verdict or task == "kernels/syncs" or record["part"] in ("ranks", "real")):
+            named = (f"{name} {_short(x)}" for name, x in found.items() if x != "")
+            yield _line(f"`{task}`", ", ".join([*verdict, *named]))
     for task, error in failed.items():
-        yield _line(f"`{task}`", "failed", error)
+        yield _line(f"`{task}`", f"failed: {error}")
 
 
 def _figures(newest: Mapping[str, Record], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
