@@ -9,7 +9,7 @@ from benchmarks.gpu.figures import Figures, Record
 from benchmarks.gpu.goals import standings
 from benchmarks.gpu.parts import tasks
 
-_KINDS = ("matrix products", "attention", "elementwise and along rows", "copies and gathers", "GPU idle")
+_KINDS = ("matrix products", "attention", "elementwise and along rows", "copies and gathers")
 
 
 def render(figures: Figures) -> str:
@@ -38,14 +38,12 @@ def _limits(figures: Figures) -> dict[str, float]:
 
 
 def _runs(newest: Mapping[str, Record], limits: Mapping[str, float]) -> Iterator[str]:
-    columns = ("run", "tokens / s", "slowest to fastest step", "of the limit", "memory, GB", "of the plan's")
-    yield from _head([*columns, "first step, s"])
+    yield from _head(["run", "tokens / s", "of the limit", "memory, GB", "of the plan's", "first step, s"])
     for task, run in _figures(newest, "median_tokens_per_second"):
         limit = limits.get(newest[task]["at"][:10])
         yield _line(
             f"`{task}`",
             f"{run['median_tokens_per_second']:,.0f}",
-            f"{run['slowest_tokens_per_second']:,.0f} to {run['fastest_tokens_per_second']:,.0f}",
             f"{run['flops_per_second'] / limit:.0%}" if limit and "flops_per_second" in run else "–",
             f"{run['timed_peak_allocated_bytes'] / 1e9:.1f}",
             f"{run['peak_over_plan']:.3f}" if "peak_over_plan" in run else "–",
