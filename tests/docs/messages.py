@@ -53,7 +53,7 @@ from finetune.training.rewards.objective import GRPO
 from recipes.finetune_lora import main as finetune_lora
 from tests.export.test_gguf_tokens import lowercasing_tokenizer
 from tests.launches import free_port, place_variables
-from tests.readable_hub import black_hole, point_to, running_hub
+from tests.readable_hub import point_to, running_hub
 from tests.test_nonfinite import words as words_with_a_bad_row
 from tests.test_nonfinite import write_model, write_row
 from tests.tiny_runs import write_rows
@@ -417,20 +417,6 @@ def no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     printed = _read_from(f"http://127.0.0.1:{free_port()}", folder, monkeypatch)
     return put(printed, **{"[Errno 111] Connection refused": "[Errno -2] Name or service not known"})
-
-
-@maker
-def no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.2)
-    with black_hole() as address:
-        return put(_read_from(address, folder, monkeypatch), **{"0.2 s": "15 s"})
-
-
-@maker
-def offline_mode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return _read_from("http://127.0.0.1:1", folder, monkeypatch)
 
 
 @maker
