@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,13 @@ def render(runs: Sequence[Run], machine: Mapping[str, Any], device: str = "cpu")
     goals = [] if device == "cuda" else [f"#### Figures to reach\n\n{_goals(runs)}"]
     tables = [f"#### {name}\n\n{_table(runs, name)}" for name in measured]
     facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
-    return "\n\n".join([facts, *goals, *tables, *_legend(runs)]) + "\n"
+    return "\n\n".join([facts, *goals, *tables]) + "\n"
+
+
+def legend(runs: Sequence[Run]) -> str:
+    """Say in a line what each engine of the runs is. README.md has a table of all of them."""
+    names = in_order(runs, lambda run: run["engine"])
+    return "; ".join(f"`{name}`: {ENGINES[name].meaning}" for name in names if name in ENGINES)
 
 
 def put_into(readme: Path, text: str, device: str = "cpu") -> None:
@@ -95,13 +101,6 @@ def _table(runs: Sequence[Run], job: str) -> str:
         giga = Spread(limit.median / 1e9, limit.deviation / 1e9)
         lines.append(f"\nThe matmul limit of one process: {_with_noise(giga, '{:,.1f}')} GFLOP/s.")
     return "\n".join(lines)
-
-
-def _legend(runs: Sequence[Run]) -> Iterator[str]:
-    names = in_order(runs, lambda run: run["engine"])
-    known = [f"`{name}`: {ENGINES[name].meaning}" for name in names if name in ENGINES]
-    if known:
-        yield "; ".join(known) + "."
 
 
 def _cell(values: Mapping[int, float], form: str, *, with_noise: bool = True) -> str:
