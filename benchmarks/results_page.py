@@ -25,14 +25,12 @@ from benchmarks.summary import (
 BEGIN, END = "<!-- results on {}: begin -->", "<!-- results on {}: end -->"
 """Around the place of a device's results in README.md."""
 _NOT_MEASURED = "not measured yet"
-_COLUMNS = (
+_ON_A_CPU = (
     ("tokens / CPU s", "tokens_per_cpu_second", "{:,.0f}"),
-    ("tokens / s", "tokens_per_second", "{:,.0f}"),
-    ("first step, s", "first_step_seconds", "{:.1f}"),
     ("first step, CPU s", "first_step_cpu_seconds", "{:.1f}"),
-    ("in all, s", "total_seconds", "{:.1f}"),
-    ("peak memory, MiB", "peak_memory_mib", "{:,.0f}"),
 )
+_ON_CUDA = (("tokens / s", "tokens_per_second", "{:,.0f}"), ("first step, s", "first_step_seconds", "{:.1f}"))
+_MEMORY = ("peak memory, MiB", "peak_memory_mib", "{:,.0f}")
 
 
 def render(runs: Sequence[Run], machine: Mapping[str, Any], device: str = "cpu") -> str:
@@ -42,6 +40,12 @@ def render(runs: Sequence[Run], machine: Mapping[str, Any], device: str = "cpu")
     tables = [f"#### {name}\n\n{_table(runs, name)}" for name in measured]
     facts = "\n".join(f"- {name}: {value}" for name, value in machine.items())
     return "\n\n".join([facts, *goals, *tables]) + "\n"
+
+
+def legend(runs: Sequence[Run]) -> str:
+    """Say in a line what each engine of the runs is. README.md has a table of all of them."""
+    names = in_order(runs, lambda run: run["engine"])
+    return "; ".join(f"`{name}`: {ENGINES[name].meaning}" for name in names if name in ENGINES)
 
 
 def put_into(readme: Path, text: str, device: str = "cpu") -> None:
@@ -79,15 +83,15 @@ def _verdict(found: Spread, goal: Goal) -> str:
 def _table(runs: Sequence[Run], job: str) -> str:
     here = [run for run in runs if run["job"] == job]
     engines = [engine for engine in in_order(here, lambda run: run["engine"]) if engine != "limit"]
-    heads = ["engine", *(head for head, _, _ in _COLUMNS), "of the limit", "first loss off by", "ours / this", "runs"]
+    columns = (*(_ON_CUDA if job.endswith("cuda") else _ON_A_CPU), _MEMORY)
+    heads = ["engine", *(head for head, _, _ in columns), "of the limit", "first loss off by", "ours / this", "runs"]
     lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for engine in engines:
         cells = [f"`{engine}`"]
-        cells += [_cell(over_rounds(here, job, engine, figure), form) for _, figure, form in _COLUMNS]
+        cells += [_cell(over_rounds(here, job, engine, figure), form) for _, figure, form in columns]
         cells.append(_cell(limit_shares(here, job, engine), "{:.2f}"))
         cells.append(_cell(over_rounds(here, job, engine, "first_loss_difference"), "{:.0e}", with_noise=False))
-        rate = "tokens_per_second" if job.endswith("cuda") else "tokens_per_cpu_second"
-        cells.append(_cell(paired_ratios(here, job, rate, "ours", engine), "{:.2f}"))
+        cells.append(_cell(paired_ratios(here, job, columns[0][1], "ours", engine), "{:.2f}"))
         mine = [run for run in here if run["engine"] == engine]
         failed = sum("error" in run for run in mine)
         cells.append(f"{len(mine) - failed}" + (f", {failed} failed" if failed else ""))
@@ -96,8 +100,6 @@ def _table(runs: Sequence[Run], job: str) -> str:
     if limit is not None:
         giga = Spread(limit.median / 1e9, limit.deviation / 1e9)
         lines.append(f"\nThe matmul limit of one process: {_with_noise(giga, '{:,.1f}')} GFLOP/s.")
-    known = [(engine, ENGINES[engine.split()[0]].meaning) for engine in engines if engine.split()[0] in ENGINES]
-    lines.append("\n" + "; ".join(f"`{engine}`: {meaning}" for engine, meaning in known) + ".")
     return "\n".join(lines)
 
 
@@ -109,4 +111,6 @@ def _cell(values: Mapping[int, float], form: str, *, with_noise: bool = True) ->
 
 
 def _with_noise(found: Spread, form: str) -> str:
-    return f"{form.format(found.median)} ± {form.format(found.deviation)}"
+    """Return the median and its deviation over the rounds. A single round has none."""
+    median = form.format(found.median)
+    return f"{median} ± {form.format(found.deviation)}" if found.deviation else median

@@ -21,7 +21,7 @@ from benchmarks.bench import ROOT, Bench, StepFailedError
 from benchmarks.engines import ENGINES
 from benchmarks.job import SIZES, Job
 from benchmarks.machine import machine_and_versions, seconds_others_use
-from benchmarks.results_page import put_into, render
+from benchmarks.results_page import legend, put_into, render
 
 README = Path(__file__).resolve().parent / "README.md"
 _BUSY = 0.2
@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> int:
     machine = {**machine_and_versions(ROOT, wish.rounds, load), "time": f"{minutes:.0f} minutes for all of these runs"}
     (bench.folder / "results.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
     page = render(runs, machine, wish.device)
-    (bench.folder / "results.md").write_text(page)
+    (bench.folder / "results.md").write_text(f"{page}\n{legend(runs)}\n")
     if wish.write_readme:
         put_into(README, page, wish.device)
         (README.parent / f"results-{wish.device}.json").write_text((bench.folder / "results.json").read_text())

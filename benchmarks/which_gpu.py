@@ -49,7 +49,7 @@ def cell(name: str, task: str, length: int, known: dict[Any, Any] | None = None)
     sizes = published_sizes(_config(name).model)
     assert sizes is not None
     if length > sizes.sizes["max_position_embeddings"]:
-        return "longer than its context"
+        return "–"
     devices = [(size, read_device(f"GPU {size}GB")) for size in GIGABYTES]
     alike = {key: value for key, value in sizes.sizes.items() if key not in _WITHOUT_MEMORY}
     key, known = (str(alike), task, length), {} if known is None else known

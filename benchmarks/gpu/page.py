@@ -9,8 +9,7 @@ from benchmarks.gpu.figures import Figures, Record
 from benchmarks.gpu.goals import standings
 from benchmarks.gpu.parts import tasks
 
-_KINDS = ("matrix products", "attention", "elementwise and along rows", "copies and gathers", "GPU idle")
-_RIGHT = {True: "yes", False: "**no**", None: "–"}
+_KINDS = ("matrix products", "attention", "elementwise and along rows", "copies and gathers")
 
 
 def render(figures: Figures) -> str:
@@ -39,14 +38,12 @@ def _limits(figures: Figures) -> dict[str, float]:
 
 
 def _runs(newest: Mapping[str, Record], limits: Mapping[str, float]) -> Iterator[str]:
-    columns = ("run", "tokens / s", "slowest to fastest step", "of the limit", "memory, GB", "of the plan's")
-    yield from _head([*columns, "first step, s"])
+    yield from _head(["run", "tokens / s", "of the limit", "memory, GB", "of the plan's", "first step, s"])
     for task, run in _figures(newest, "median_tokens_per_second"):
         limit = limits.get(newest[task]["at"][:10])
         yield _line(
             f"`{task}`",
             f"{run['median_tokens_per_second']:,.0f}",
-            f"{run['slowest_tokens_per_second']:,.0f} to {run['fastest_tokens_per_second']:,.0f}",
             f"{run['flops_per_second'] / limit:.0%}" if limit and "flops_per_second" in run else "–",
             f"{run['timed_peak_allocated_bytes'] / 1e9:.1f}",
             f"{run['peak_over_plan']:.3f}" if "peak_over_plan" in run else "–",
@@ -70,14 +67,19 @@ def _answers(newest: Mapping[str, Record]) -> Iterator[str]:
 
 
 def _checks(newest: Mapping[str, Record], failed: Mapping[str, str]) -> Iterator[str]:
-    yield from _head(["check", "right", "figures"])
+    """Name the checks that are right; show the figures of the others, and of what is measured without a bound."""
+    right = [task for task, record in newest.items() if record["figures"].get("is_right")]
+    if right:
+        yield f"- right: {', '.join(f'`{task}`' for task in right)}\n"
+    yield from _head(["check", "figures"])
     for task, record in newest.items():
         found = dict(record["figures"])
-        if "is_right" in found or task == "kernels/syncs" or record["part"] in ("ranks", "real"):
-            right = _RIGHT[found.pop("is_right", None)]
-            yield _line(f"`{task}`", right, ", ".join(f"{name} {_short(x)}" for name, x in found.items() if x != ""))
+        verdict = ["**not right**"] if found.pop("is_right", None) is False else []
+        if task not in right and (verdict or task == "kernels/syncs" or record["part"] in ("ranks", "real")):
+            named = (f"{name} {_short(x)}" for name, x in found.items() if x != "")
+            yield _line(f"`{task}`", ", ".join([*verdict, *named]))
     for task, error in failed.items():
-        yield _line(f"`{task}`", "failed", error)
+        yield _line(f"`{task}`", f"failed: {error}")
 
 
 def _figures(newest: Mapping[str, Record], name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -15,6 +15,7 @@ sys.path[:0] = [str(REPOSITORY), str(Path(__file__).resolve().parent)]
 
 from commands import commands_page  # noqa: E402
 from configuration import configuration_page  # noqa: E402
+from migrating import with_tables  # noqa: E402
 from python import python_page  # noqa: E402
 from sources import missing_paths, paths_to_show, source_page, with_links, without_escapes_in_code  # noqa: E402
 
@@ -47,9 +48,11 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Link the paths that a page names. A missing path ends the build."""
+    """Add the tables of names, and link the paths that a page names. A missing path ends the build."""
     source = page.file.src_uri
     missing = [] if source.startswith("source/") or source == "changelog.md" else missing_paths(markdown)
     if missing:
         raise PluginError(f"{source} names {', '.join(missing)}: no such file. Correct the path.")
+    if source == "migrating.md":
+        markdown = with_tables(markdown)
     return markdown if source.startswith("source/") else without_escapes_in_code(with_links(markdown, source))

@@ -42,12 +42,13 @@ def cell(tokens: AnswerTokens, column: str) -> str:
 
 
 def table() -> str:
-    rows = []
+    names: dict[tuple[str, ...], list[str]] = {}
     for name, variant in VARIANTS.items():
         tokenizer = variant.tokenizer()
         if tokenizer.chat_template is not None:
             tokens = AnswerTokens(tokenizer)
-            rows.append([name, *(cell(tokens, column) for column in _COLUMNS)])
+            names.setdefault(tuple(cell(tokens, column) for column in _COLUMNS), []).append(name)
+    rows = [["; ".join(alike), *cells] for cells, alike in names.items()]
     tokenizer = VARIANTS["Phi-4-mini"].tokenizer()
     use_chat_template(tokenizer, "phi4_mini")
     tokens = AnswerTokens(tokenizer)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from huggingface_hub import constants
+from transformers.utils.peft_utils import check_peft_version
 
 from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_config
 from finetune.config import hub
@@ -52,7 +53,7 @@ from finetune.training.rewards.objective import GRPO
 from recipes.finetune_lora import main as finetune_lora
 from tests.export.test_gguf_tokens import lowercasing_tokenizer
 from tests.launches import free_port, place_variables
-from tests.readable_hub import black_hole, point_to, running_hub
+from tests.readable_hub import point_to, running_hub
 from tests.test_nonfinite import words as words_with_a_bad_row
 from tests.test_nonfinite import write_model, write_row
 from tests.tiny_runs import write_rows
@@ -237,6 +238,12 @@ MAKERS.update({name: lambda folder, monkeypatch, ids=ids: _wrapped(ids) for name
 
 
 @maker
+def peft_too_old(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
+    """As `model.add_adapter` of transformers 5.24 asks for PEFT 0.22."""
+    return printed_by(lambda: check_peft_version(min_version="0.22.0"))
+
+
+@maker
 def out_of_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     """A run whose memory runs out for real is in tests/test_nonfinite.py."""
 
@@ -410,20 +417,6 @@ def no_network(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     printed = _read_from(f"http://127.0.0.1:{free_port()}", folder, monkeypatch)
     return put(printed, **{"[Errno 111] Connection refused": "[Errno -2] Name or service not known"})
-
-
-@maker
-def no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "LIMIT_SECONDS", 0.2)
-    with black_hole() as address:
-        return put(_read_from(address, folder, monkeypatch), **{"0.2 s": "15 s"})
-
-
-@maker
-def offline_mode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return _read_from("http://127.0.0.1:1", folder, monkeypatch)
 
 
 @maker

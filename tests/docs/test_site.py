@@ -62,6 +62,7 @@ def test_the_site_is_complete_and_a_reader_fetches_nothing_from_elsewhere(site):
     assert "Minutes that ranks wait for each other" in text_of(site / "reference/configuration.html")
     assert "--no-modelfile" in text_of(site / "reference/commands.html")
     assert "def test_" in text_of(site / "source/tests/test_one_curve.py.html")
+    assert "gradient_accumulation_steps" in text_of(site / "migrating.html")
     assert not (site / "generate").exists()
     # site.css wraps the lines of commands by this class, so that none is cut.
     assert '<div class="language-bash highlight">' in (site / "index.html").read_text(encoding="utf-8")
