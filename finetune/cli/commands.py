@@ -26,7 +26,14 @@ _MEANT = {
     **dict.fromkeys(("models", "tasks", "presets"), "config list"),
     **dict.fromkeys(("eval", "test"), "evaluate"),
     **dict.fromkeys(("infer", "inference", "predict"), "generate"),
-    **{"convert": "export", "preprocess": "preview", "estimate": "plan", "status": "watch", "upload": "push"},
+    **{
+        "convert": "export",
+        "preprocess": "preview",
+        "estimate": "plan",
+        "status": "watch",
+        "upload": "push",
+        "version": "--version",
+    },
 }
 """Names that other tools give to what a command of ours does."""
 _AFTER_A_RUN = {
@@ -168,13 +175,15 @@ def help_command(
     ] = None,
 ) -> None:
     """Explain a command, a task or a key, such as plan, dpo or lora.r, or search keys, tasks and pages for a word."""
-    from finetune.cli.help import explain_topic, search
+    from finetune.cli.help import explain_topic, refuse_near_topic, search
 
     words = words or []
     if explain_topic(words):
         return
     commands: Any = typer.main.get_command(app)
-    if len(words) != 1 or words[0] in (*commands.list_commands(None), *_MEANT) or not search(words[0]):
+    names = commands.list_commands(None)
+    if len(words) != 1 or words[0] in (*names, *_MEANT) or not search(words[0]):
+        refuse_near_topic(words, names)
         app([*words, "--help"], prog_name="finetune")
 
 

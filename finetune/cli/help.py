@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from finetune.cli.overrides import DEFAULT_TASK
 from finetune.config.compose import compose, list_configs
 from finetune.config.config_files import shipped_folder
-from finetune.config.keys import did_you_mean_key, expected, fields, values
+from finetune.config.keys import did_you_mean, did_you_mean_key, expected, fields, values
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.render import inline_yaml
 from finetune.config.yaml_reader import COMMAND_LINE
@@ -97,6 +97,17 @@ def search(word: str) -> bool:
         for name, text in entries:
             say(f"  {name:<33} {text}", indent=" " * 36)
     return any(found.values())
+
+
+def refuse_near_topic(words: Sequence[str], commands: Sequence[str]) -> None:
+    """Refuse a single word that is like the name of a section, a key, a task or a model, and name that one.
+
+    Words that are like a command are left to typer.
+    """
+    parts = {part for key in fields() for part in (key, *key.split("."))}
+    choices = parts.union(OBJECTIVES, *map(dict, list_configs().values()))
+    if len(words) == 1 and not did_you_mean(words[0], commands) and (hint := did_you_mean(words[0], choices)):
+        raise ConfigError(f"{words[0]}: no command, task, key or page has this name. {hint}")
 
 
 def find_task(word: str) -> str | None:

@@ -75,8 +75,11 @@ def write_report(run_folders: Sequence[Path], output: Path | None, *, data: bool
 
 
 def _refuse_to_replace(path: Path) -> None:
-    """Refuse to replace anything but a report."""
+    """Refuse to replace anything but a report, and a folder that is not there."""
     from finetune.report.page import MARK
+
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: {path.parent} is not a folder. Name another file with --output.")
 
     if not path.exists() and not path.is_symlink():
         return

@@ -91,10 +91,10 @@ def did_you_mean_key(dotted: str) -> str:
 
     if dotted in RENAMED:
         return f"Did you mean {RENAMED[dotted]}?"
-    last = dotted.rpartition(".")[2]
+    section, _, last = dotted.rpartition(".")
     same = [key for key in fields() if key.rpartition(".")[2] == last]
-    known = OUR_NAME.get(last)
-    if known and not same:
+    known = OUR_NAME.get(last) or OUR_NAME.get(f"{section}_{last}")
+    if known and (not same or section == known.partition(".")[0]):
         return f"Did you mean {known}?" if known in fields() else known
     return f"Did you mean {' or '.join(same)}?" if same else did_you_mean(dotted, fields())
 

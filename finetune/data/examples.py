@@ -92,7 +92,7 @@ def load_examples(section: DataSection, reads: Reads = "answers") -> ExampleSpli
     else:
         splits = ExampleSplits(**_load_source(section, reads, why_off))
     for split, reason in why_off.items():
-        if getattr(splits, split) is None:
+        if getattr(splits, split) is None and reads != "rejected":  # the chosen side has said it
             _log.info("%s is off: %s", split, reason)
     return splits
 

@@ -100,7 +100,9 @@ def refuse_no_model(model: Path) -> None:
     if (model / "config.json").is_file() and any(model.glob("*.safetensors")):
         return
     if (model / "config.yaml").is_file() or (model / "adapter_config.json").is_file():
-        raise CheckpointError(f"{model} is a run or an adapter, not a model. Merge it first: finetune merge RUN OUT.")
+        raise CheckpointError(
+            f"{model} is a run or an adapter, not a model. Merge it first: finetune merge {model} OUT."
+        )
     raise CheckpointError(
         f"{model} is not a model folder: it has no config.json with weights. Name a folder that finetune merge wrote."
     )

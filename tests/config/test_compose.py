@@ -204,6 +204,7 @@ def test_devices_are_normalised(word, device):
     ("word", "part"),
     [
         ("optim.learning_rat=1", "Did you mean optim.learning_rate?"),
+        ("lora.rank=1", "Did you mean lora.r?"),
         ("batch_size=1", "Did you mean training.batch_size or rollout.batch_size or validation.batch_size"),
         ("resume.allow=optim.learning_rat", "no key or section optim.learning_rat. Did you mean optim.learning_rate?"),
         ("lora={r: {a: 1}}", "lora.r has no keys of its own: it takes a whole number above 0."),

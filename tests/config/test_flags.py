@@ -74,6 +74,8 @@ def test_a_file_of_another_tool_is_no_run_file(tmp_path, monkeypatch):
         ("help dropout", 0, ["Keys", "lora.dropout", "Default: 0.0", "Pages in"]),
         ("help 8-bit", 0, ["Pages in"]),
         ("help Qwen3", 0, ["Models, rows, tasks and runs", "model=qwen3_4b", "models.md"]),
+        ("help loar", 2, ["no command, task, key or page has this name. Did you mean lora?"]),
+        ("version", 2, ["Did you mean '--version'?"]),
         ("help lora_r", 2, ["Did you mean lora.r?"]),
         ("help phi4", 0, ["model=phi4: Phi-4", "finetune config show model=phi4"]),
         ("help list", 2, ["Did you mean 'runs'?"]),

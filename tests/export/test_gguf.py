@@ -143,8 +143,8 @@ def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path):
 def test_a_run_is_told_to_be_merged_first(tmp_path):
     run = write_run(tmp_path / "run").folder
     for folder, said in (
-        (run.path, "finetune merge RUN OUT"),
-        (run.adapter, "finetune merge RUN OUT"),
+        (run.path, f"finetune merge {run.path} OUT"),
+        (run.adapter, f"finetune merge {run.adapter} OUT"),
         (tmp_path, "is not a model folder"),
     ):
         done = run_finetune("export", folder, tmp_path / "out", code=2)
