@@ -58,7 +58,9 @@ _MOST_ROWS = 1000
 _ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40), null, a number, a share or a file"
 
 
-def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Path | None = None) -> None:
+def init_from_overrides(
+    overrides: Sequence[str], file: Path | None, source: Path | None = None, *, is_full: bool = False
+) -> None:
     """Ask for what the overrides leave open, and write a run file. Without a terminal, print one with the defaults.
 
     See `finetune init` for the arguments. What a file of another tool leaves open is not filled in: it stays open.
@@ -71,7 +73,7 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
     _refuse_existing(file)
     is_asking = sys.stdin.isatty() and sys.stdout.isatty()
     if source is not None:
-        text = _translated_run_file(source, overrides, file)
+        text = _translated_run_file(source, overrides, file, is_full=is_full)
     else:
         overrides = [*overrides, *_answers(overrides, file, is_asking=is_asking)]
         config = config_from_overrides(overrides, command="init")
@@ -80,7 +82,8 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
             file = _file_of(config.output_dir)
             _refuse_existing(file)
         notes = (_template_to_choose(config), ())
-        text = commented_run_file(config, _group_files(overrides), file or "FILE.yaml", notes=notes)
+        groups = _group_files(overrides)
+        text = commented_run_file(config, groups, file or "FILE.yaml", notes=notes, is_full=is_full)
     if file is None:
         sys.stdout.write(text)
         return
@@ -97,7 +100,7 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
     say(f"wrote {file}\nnext: finetune plan {run}, then finetune train {run}")
 
 
-def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | None) -> str:
+def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | None, *, is_full: bool) -> str:
     """Return the text of a run file for a file of another tool. Overrides win over what the file says."""
     from finetune.config.translation import translate_file
 
@@ -120,7 +123,8 @@ def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | No
     decide += [start + end for start, end in missing.items() if not any(line.startswith(start) for line in decide)]
     decide += _template_to_choose(config)
     groups = {group: name for group, name in _group_files(overrides).items() if group in chosen}
-    return commented_run_file(config, groups, file or "FILE.yaml", translation.came_from, (decide, settled))
+    notes = (decide, settled)
+    return commented_run_file(config, groups, file or "FILE.yaml", translation.came_from, notes, is_full=is_full)
 
 
 def _accepted(overrides: Sequence[str], translation: Translation, chosen: Collection[str]) -> Config:
