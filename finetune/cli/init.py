@@ -157,10 +157,17 @@ def _open_keys(config: Config) -> list[str]:
 
 def _refuse_as_train(config: Config) -> None:
     """Raise the errors of `finetune train` that do not depend on the model, the rows and this machine."""
-    with importing():
-        from finetune.training.train import checked_objective
+    from finetune.training.checks import check_settings
+    from finetune.training.validation import LOSS
 
-    checked_objective(config)
+    check_settings(config)
+    validation, best = config.validation, {config.early_stopping.metric, config.checkpoint.best_metric}
+    rewards = OBJECTIVES[config.training.objective].rows == "prompts"
+    if rewards or validation.metrics or validation.by or best != {LOSS}:  # what the objective's own functions check
+        with importing():
+            from finetune.training.train import checked_objective
+
+        checked_objective(config)
 
 
 def _template_to_choose(config: Config) -> list[str]:
