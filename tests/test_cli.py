@@ -38,13 +38,18 @@ def assert_is_one_message(done: Ended, *parts: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "more"),
     [
-        (["--help"], 0, "pydantic yaml"),
-        (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2, ""),
-        (["doctor", "optim.learning_rat=1"], 2, ""),
+        (["--help"], 0, "huggingface_hub pydantic yaml"),
+        (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2, "huggingface_hub"),
+        (["doctor", "optim.learning_rat=1"], 2, "huggingface_hub"),
+        (["init"], 0, "huggingface_hub"),
+        (["init", "task=finetune_preferences", "model=org/base"], 0, ""),
+        (["init", "--from", "lora.yml"], 0, ""),
     ],
 )
-def test_help_and_a_config_error_answer_at_once_and_import_no_torch(words, code, more):
-    heavy = f"torch transformers peft datasets accelerate safetensors pyarrow pandas huggingface_hub {more}"
+def test_help_a_config_error_and_init_answer_at_once_and_import_no_torch(words, code, more, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("lora.yml").write_text("base_model: org/base\nadapter: lora\nsequence_len: 8\noptimizer: adamw_torch\n")
+    heavy = f"torch transformers peft datasets accelerate safetensors pyarrow pandas {more}"
     program = (
         "import sys\nfrom finetune.cli import main\n"
         f"try: main({words!r})\nfinally: print([name for name in {heavy.split()!r} if name in sys.modules])"

@@ -56,7 +56,7 @@ def loaded(text: str) -> Config:
     ids=lambda words: " ".join(words[:2]),
 )
 def test_without_a_terminal_it_prints_a_file_that_says_the_same_as_the_words(words):
-    text = printed(*words)
+    text = printed(*words, "--full")
     config = loaded(text)
     given = [f"data={word}" if "=" not in word else word for word in words]
     defaults = {"model": "phi_tiny", "data": "orders"} if not words else {"model": "phi_tiny"}
@@ -65,12 +65,16 @@ def test_without_a_terminal_it_prints_a_file_that_says_the_same_as_the_words(wor
         [*given, f"output_dir={config.output_dir}"], defaults={} if own_model else defaults | {"task": "finetune_lora"}
     )
     assert config == expected
+    short = printed(*words)
+    assert set(short.splitlines()) - set(text.splitlines()) == set(short.splitlines()[-2:])
+    assert len(short.splitlines()) < 60
+    assert loaded(short) == config
     with_every_key = re.sub(r"^#(?=[a-z_]+[.a-z_]*: )", "", text, flags=re.MULTILINE)
     assert loaded(with_every_key) == config
 
 
 def test_every_key_has_its_meaning():
-    lines = printed("lora.r=4").splitlines()
+    lines = printed("lora.r=4", "--full").splitlines()
     for key, field in fields().items():
         (number,) = (n for n, line in enumerate(lines) if re.match(f"#?{re.escape(key)}: ", line))
         assert lines[number - 1] == f"# {field.description}"
@@ -78,12 +82,25 @@ def test_every_key_has_its_meaning():
     assert max(map(len, lines)) <= 130
 
 
+def test_the_last_lines_name_the_commands_that_show_the_other_keys():
+    assert run_finetune("init", "lora.r=4", "--file", "my run.yaml").returncode == 0
+    lines = Path("my run.yaml").read_text(encoding="utf-8").splitlines()
+    assert not [line for line in lines if re.match("#[a-z]", line)]
+    assert lines[-2] == (
+        "# finetune config show 'my run.yaml' lists all other keys with their values, and finetune help KEY explains "
+        "one."
+    )
+    assert "\n  alpha: " in run_finetune("config", "show", "my run.yaml", code=0).answer
+    assert "lora.alpha" in run_finetune("help", "lora.alpha", code=0).answer
+
+
 def test_the_file_names_the_validation_rows_only_where_one_file_would_give_them():
     assert "\ndata.validation: auto\n" in printed("chats.jsonl")
     assert "\ndata.validation: null\n" in printed("chats.jsonl", "data.validation=null")
     for words in ([], ["data.mixture=[{path: chats.jsonl}]"]):
-        assert "\n#data.validation: auto\n" in printed(*words)
-    assert "\n#data.validation: null\n" in printed("chats.jsonl", "task=finetune_grpo", "reward.functions=length")
+        assert "\n#data.validation: auto\n" in printed(*words, "--full")
+    words = ["chats.jsonl", "task=finetune_grpo", "reward.functions=length"]
+    assert "\n#data.validation: null\n" in printed(*words, "--full")
 
 
 def test_a_file_is_written_where_it_is_named_and_never_over_another():

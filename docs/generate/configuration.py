@@ -24,8 +24,9 @@ A file that ends in `.yaml` or `.yml` is read as a config. The same holds in a r
 command line a file of rows needs no key: `finetune train chats.jsonl model=phi4`. A command without a run file has
 `task=finetune_lora` unless it names another task; a run file says all itself.
 
-`finetune init` asks for model, data and the run's folder, and writes a run file with every key of this page. In a
-pipe it prints one. `finetune init --from FILE` [translates a file of another tool](../tasks/coming-from.md).
+`finetune init` asks for model, data and the run's folder, and writes a run file with what they set; with `--full`, it
+has every key of this page. In a pipe `finetune init` prints the file. `finetune init --from FILE`
+[translates a file of another tool](../tasks/coming-from.md).
 
 This page is made from `finetune/config/schema.py`.
 """

@@ -29,6 +29,19 @@ ELSEWHERE = {
 _LINK_FROM_THE_TOP = re.compile(r"\]\((?:docs/([\w./-]+\.md)|(ARCHITECTURE|CONTRIBUTING|CHANGELOG)\.md)")
 
 
+_ROW = re.compile(r"^\| (?!you want to|---)(.+?) \| (.+) \|$", re.MULTILINE)
+_LINK = re.compile(r"\[([^]]+)\]\(([\w/-]+)\.md(#[\w-]+)?\)")
+
+
+def llms_txt(index: str) -> str:
+    """Return the text of llms.txt, a list of the pages for language models (https://llmstxt.org), from index.md."""
+    title, about = index.removeprefix("# ").split("\n\n")[:2]
+    about = " ".join(_LINK.sub(r"\1", about).split())
+    links = [(aim, *link) for aim, row in _ROW.findall(index) for link in _LINK.findall(row)]
+    lines = [f"- [{name}]({page}.html{part}): {aim}" for aim, name, page, part in links]
+    return "\n".join([f"# {title}", "", f"> {about}", "", "## Pages", "", *lines, ""])
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Add the generated pages, and a page for each file of the repository that a page names."""
     made = {
@@ -42,6 +55,7 @@ def on_files(files: Any, config: Any) -> Any:
     written = [file.content_string for file in files.documentation_pages()]
     for path in paths_to_show([*written, *made.values()]):
         made[f"source/{path}.md"] = source_page(path)
+    made["llms.txt"] = llms_txt((REPOSITORY / "docs/index.md").read_text(encoding="utf-8"))
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files

@@ -231,11 +231,14 @@ def init(
         Path | None,
         typer.Option("--from", help="Translate this file of axolotl, LLaMA-Factory, TRL, Transformers or DeepSpeed."),
     ] = None,
+    is_full: Annotated[
+        bool, typer.Option("--full", help="Also write the keys that keep their defaults, commented out.")
+    ] = False,
 ) -> None:
     """Ask for model, data and place, and write a commented run file. Without a terminal, print one."""
     from finetune.cli.init import init_from_overrides
 
-    init_from_overrides(overrides or [], file, source)
+    init_from_overrides(overrides or [], file, source, is_full=is_full)
 
 
 @app.command(cls=_TakesOverrides)

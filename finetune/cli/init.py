@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import typer
@@ -32,10 +33,11 @@ from finetune.config.config_files import (
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.render import SCHEMA_FILE, TRAIN_WITH, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, Config, name_files
-from finetune.data.examples import holds_out_by_default
+from finetune.config.yaml_reader import COMMAND_LINE
+from finetune.data.examples import holds_out_by_default, is_all_here, load_examples
 from finetune.data.readers import SUFFIXES, suffix_of
-from finetune.errors import ConfigError
-from finetune.logs import importing
+from finetune.errors import ConfigError, FinetuneError
+from finetune.logs import importing, waiting
 from finetune.runs.default_folder import with_chosen_folder
 from finetune.terminal import say
 
@@ -51,10 +53,14 @@ _REPLACED = {
 """The keys that belong to the model or the rows of another tool's file. They go when an override chooses others."""
 _STAND_INS = {"model.path": "shipped:phi_tiny", "data.path": "shipped:orders", "reward.functions": "length"}
 """What takes the place of keys that a translation leaves open, while it is checked."""
+_MOST_ROWS = 1000
+"""Rows whose tokens are counted."""
 _ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40), null, a number, a share or a file"
 
 
-def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Path | None = None) -> None:
+def init_from_overrides(
+    overrides: Sequence[str], file: Path | None, source: Path | None = None, *, is_full: bool = False
+) -> None:
     """Ask for what the overrides leave open, and write a run file. Without a terminal, print one with the defaults.
 
     See `finetune init` for the arguments. What a file of another tool leaves open is not filled in: it stays open.
@@ -67,7 +73,7 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
     _refuse_existing(file)
     is_asking = sys.stdin.isatty() and sys.stdout.isatty()
     if source is not None:
-        text = _translated_run_file(source, overrides, file)
+        text = _translated_run_file(source, overrides, file, is_full=is_full)
     else:
         overrides = [*overrides, *_answers(overrides, file, is_asking=is_asking)]
         config = config_from_overrides(overrides, command="init")
@@ -76,7 +82,8 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
             file = _file_of(config.output_dir)
             _refuse_existing(file)
         notes = (_template_to_choose(config), ())
-        text = commented_run_file(config, _group_files(overrides), file or "FILE.yaml", notes=notes)
+        groups = _group_files(overrides)
+        text = commented_run_file(config, groups, file or "FILE.yaml", notes=notes, is_full=is_full)
     if file is None:
         sys.stdout.write(text)
         return
@@ -93,7 +100,7 @@ def init_from_overrides(overrides: Sequence[str], file: Path | None, source: Pat
     say(f"wrote {file}\nnext: finetune plan {run}, then finetune train {run}")
 
 
-def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | None) -> str:
+def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | None, *, is_full: bool) -> str:
     """Return the text of a run file for a file of another tool. Overrides win over what the file says."""
     from finetune.config.translation import translate_file
 
@@ -107,12 +114,17 @@ def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | No
     for key in replaced:
         translation.leave_out(key)
     config = _accepted(overrides, translation, chosen)
+    has_sequences = translation.packs_rows and not chosen & {"training.batch_size", "training.global_batch_size"}
+    if has_sequences and (counted := _tokens_per_row(config)):
+        translation.count_rows(config, *counted)
+        config = _accepted(overrides, translation, chosen)
     decide, settled = translation.comments(chosen | replaced)
     missing = {f"# DECIDE: Set {key}": ", or add it to the command." for key in _open_keys(config)}
     decide += [start + end for start, end in missing.items() if not any(line.startswith(start) for line in decide)]
     decide += _template_to_choose(config)
     groups = {group: name for group, name in _group_files(overrides).items() if group in chosen}
-    return commented_run_file(config, groups, file or "FILE.yaml", translation.came_from, (decide, settled))
+    notes = (decide, settled)
+    return commented_run_file(config, groups, file or "FILE.yaml", translation.came_from, notes, is_full=is_full)
 
 
 def _accepted(overrides: Sequence[str], translation: Translation, chosen: Collection[str]) -> Config:
@@ -145,34 +157,74 @@ def _open_keys(config: Config) -> list[str]:
 
 def _refuse_as_train(config: Config) -> None:
     """Raise the errors of `finetune train` that do not depend on the model, the rows and this machine."""
-    with importing():
-        from finetune.training.train import checked_objective
+    from finetune.training.checks import check_settings
+    from finetune.training.validation import LOSS
 
-    checked_objective(config)
+    check_settings(config)
+    validation, best = config.validation, {config.early_stopping.metric, config.checkpoint.best_metric}
+    rewards = OBJECTIVES[config.training.objective].rows == "prompts"
+    if rewards or validation.metrics or validation.by or best != {LOSS}:  # what the objective's own functions check
+        with importing():
+            from finetune.training.train import checked_objective
+
+        checked_objective(config)
 
 
 def _template_to_choose(config: Config) -> list[str]:
     """Return a comment if the model's tokenizer has no chat template. One that is only on the hub is not looked at."""
-    from finetune.config.hub import Repository, cached_file
     from finetune.data.chat_template import WITHOUT_TEMPLATE
 
     name = config.model.tokenizer or config.model.path
     if name is None or config.data.chat_template or config.model.chat_template or config.data.format == "text":
         return []
-    folder = Path(resolve_shipped(name)).expanduser()
-
-    def find(file: str) -> Path | None:
-        in_cache = None if folder.is_dir() else cached_file(Repository(name, config.model.revision, "model"), file)
-        return folder / file if (folder / file).is_file() else in_cache
-
-    with suppress(OSError, ValueError, AttributeError):  # ValueError: no JSON, or no hub id
-        settings = find("tokenizer_config.json")
+    with suppress(OSError, ValueError, AttributeError):  # ValueError: no JSON
+        settings = _find_tokenizer_file(config, "tokenizer_config.json")
         if settings is None or json.loads(settings.read_text(encoding="utf-8")).get("chat_template"):
             return []
-        if not find("chat_template.jinja") and not find("chat_template.json"):
+        if not any(_find_tokenizer_file(config, f"chat_template.{suffix}") for suffix in ("jinja", "json")):
             advice = f"DECIDE: {name} has no chat template, which rows of messages need. Set {WITHOUT_TEMPLATE}."
             return [f"# {line}" for line in textwrap.wrap(advice, width=98, break_on_hyphens=False)]
     return []
+
+
+def _find_tokenizer_file(config: Config, file: str) -> Path | None:
+    """Return the path of a file of the tokenizer, in its folder or in the cache of the hub. The hub is not asked."""
+    from finetune.config.hub import Repository, cached_file
+
+    name = config.model.tokenizer or config.model.path
+    if name is None:
+        return None
+    folder = Path(resolve_shipped(name)).expanduser()
+    if folder.is_dir():
+        return folder / file if (folder / file).is_file() else None
+    with suppress(OSError, ValueError):  # ValueError: no hub id
+        return cached_file(Repository(name, config.model.revision, "model"), file)
+    return None
+
+
+def _tokens_per_row(config: Config) -> tuple[float, str] | None:
+    """Return the mean tokens of the first rows, and how they were counted. None if the rows are not on this machine."""
+    if not config.data.label or not is_all_here(config.data):
+        return None
+    with TemporaryDirectory() as cache, suppress(FinetuneError), waiting("counting the tokens of the rows"):
+        few = min(config.data.max_rows or _MOST_ROWS, _MOST_ROWS)
+        sample = {"data.max_rows": few, "data.validation": None, "data.test": None, "data.cache_dir": cache}
+        config = config.with_values({key: (value, COMMAND_LINE) for key, value in sample.items()})
+        if _find_tokenizer_file(config, "tokenizer_config.json") is None:
+            lengths = [sum(map(len, row.contents)) / 4 for row in load_examples(config.data).train]
+            how = "at 4 characters a token, because the tokenizer is not on this machine"
+        else:
+            with importing():
+                from finetune.data.objective import encode_for_objective
+                from finetune.fallbacks import Fallbacks
+                from finetune.model.tokens import build_run_tokenizer
+
+            rows = encode_for_objective(config, build_run_tokenizer(config), fallbacks=Fallbacks(strict=False)).train
+            lengths, how = rows.lengths.tolist(), "with the model's tokenizer"
+        longest = config.data.max_length
+        mean = sum(min(length, longest) for length in lengths) / len(lengths)
+        return mean, f"The first {len(lengths):,} rows have {mean:.0f} tokens on average, counted {how}."
+    return None
 
 
 def _answers(overrides: Sequence[str], file: Path | None, *, is_asking: bool) -> list[str]:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from finetune.training.memory.generation import Generating
 
 _WIDEST_BAR = 30
+_SHORT_ROWS = 1.5
+"""Say how many rows a packed sequence has from this number on."""
 
 
 def plan_from_overrides(
@@ -93,6 +95,9 @@ def _steps(plan: Plan) -> Iterator[str]:
         yield f"{counted(batches.answers_per_prompt, 'answer')} to each prompt, {longest}"
     size = counted(batches.global_batch_size, row if batches.conversations is None else "conversation")
     yield f"global batch: {size} = {batches.global_batch_from}"
+    if (fits := batches.rows_per_sequence) is not None and fits >= _SHORT_ROWS:
+        examples = "rows" if batches.conversations is None else "conversations"
+        yield f"a sequence of data.max_length, into which other tools pack rows, has as many as {fits:.1f} {examples}"
     if batches.steps is not None:
         epoch = "" if batches.steps_per_epoch is None else f", {batches.steps_per_epoch:,} an epoch"
         yield f"{counted(batches.steps, 'step')}{epoch}"

@@ -75,9 +75,9 @@ def expected(dotted: str) -> str:
     return _describe(model.model_json_schema()["properties"][key])
 
 
-def did_you_mean(name: str, choices: Iterable[str]) -> str:
-    """Return ``Did you mean a?`` with the closest choice, or nothing if none is close."""
-    close = difflib.get_close_matches(name, list(choices), n=1)
+def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:
+    """Return ``Did you mean a?`` with the closest choice, or nothing if none is close. `cutoff`: 1 is equal."""
+    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
     return f"Did you mean {close[0]}?" if close else ""
 
 

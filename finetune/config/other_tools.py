@@ -134,7 +134,7 @@ The loss is next-token cross-entropy. training.objective chooses another: dpo, k
     loss_type label_smoothing label_smoothing_factor
 Only answers carry loss. data.train_on=last leaves out all but the last of a conversation.
     train_on_inputs train_on_prompt
-Set training.batch_size: it counts rows. A packed batch elsewhere is filled up. Here, no row sees another one.
+Set training.batch_size: it counts rows. `finetune plan` says how many rows a packed sequence elsewhere has.
     packing sample_packing neat_packing
 Set reward.functions and reward.weights: a run file does not import functions of other tools.
     reward_funcs reward_weights reward_model_name_or_path
@@ -203,8 +203,8 @@ Nothing to set: a checkpoint has all that resuming needs, adapter/ has the best 
     create_new_adapter restore_callback_states_from_checkpoint pissa_convert pissa_iter greater_is_better
     overwrite_output_dir
 Nothing to set: the launcher starts the processes, and parallel.sharding=fsdp2 needs no such setting.
-    local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph accelerator_config fsdp_config
-    zero_optimization fsdp_final_state_dict_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    device_map max_memory local_rank ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph accelerator_config
+    fsdp_config zero_optimization fsdp_final_state_dict_type zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
     communication_data_type ddp_timeout
 Nothing to set: the model and training.precision say this. lora.quantize=nf4 is NF4.
     task_type peft_type auto_mapping peft_version inference_mode fan_in_fan_out runtime_config ensure_weight_tying

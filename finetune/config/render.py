@@ -62,13 +62,15 @@ def commented_run_file(
     file: object,
     came_from: Mapping[str, Sequence[str]] | None = None,
     notes: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    *,
+    is_full: bool = False,
 ) -> str:
-    """Write a run file that gives this configuration: every key with its meaning, most of them commented out.
+    """Write a run file that gives this configuration: each key that it sets, with its meaning.
 
     The file sets the keys that the overrides set, and chooses the group files that they choose. No file may set the
     keys that let code run, so the command in the first line has them. The file also sets the keys
     of `came_from`, which has the settings of another tool that they were translated from. The first of the `notes` are
-    written before the keys, the second after them.
+    written before the keys, the second after them. With `is_full`, all other keys follow, commented out.
     """
     came_from = came_from or {}
     given = values(config)
@@ -93,6 +95,11 @@ def commented_run_file(
         sources = [f"# Translated from {source}" for source in written]
         lines += ["", f"# {fields()[key].description}", *sources, f"{key}: {inline_yaml(given[key])}"]
     lines += ["", *notes[1]] if notes[1] else []
+    if not is_full:
+        command = shlex.join(["finetune", "config", "show", str(file)])
+        lines += ["", f"# {command} lists all other keys with their values, and finetune help KEY explains one."]
+        lines += ["# finetune init --full writes them here, too."]
+        return "".join(f"{line}\n" for line in lines)
     lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
     for section, keys in groupby(filterfalse(is_set.get, given), lambda key: key.rpartition(".")[0]):
         title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")

@@ -51,8 +51,13 @@ _DEFAULTS: dict[str, dict[str, object]] = {
 }
 """What a tool does if its file does not say, where finetune would do something else."""
 
-_SAY_OBJECTIVE = ("rl", "stage", "num_generations")
-"""Names that tell the objective. They are translated first."""
+_SAY_OBJECTIVE = ("rl", "stage", "num_generations", "loss_type")
+"""Names that tell the objective. They are translated first, in this order."""
+_PLACEHOLDERS = ("<EOS_TOKEN>", "<PAD_TOKEN>")
+"""Values in TRL that stand for the tokenizer's own tokens."""
+_PACKING = ("packing", "sample_packing", "neat_packing")
+_TYPING_ERROR = 0.8
+"""How alike two names are, from 0 to 1, if one of them is taken for a misspelling of the other."""
 UNKNOWN = "UNKNOWN: finetune does not know these names and did nothing with them."
 OFF = f"{NOTHING}: these are off, or ask for what finetune does anyway."
 _EMPTY = f"{NOTHING}: these have no value."
@@ -109,6 +114,35 @@ class Translation:
         if method or self.first("use_peft") is not None:
             return bool(method == "full" or self.first("use_peft") is False)
         return False if self.first("r", "lora_r", "peft_type") else None
+
+    @property
+    def packs_rows(self) -> bool:
+        """Return whether several rows become one sequence, so that the batch sizes of the file count sequences."""
+        return self.objective in (None, "sft") and any(self.values.get(name) is True for name in _PACKING)
+
+    def count_rows(self, config: Config, tokens_per_row: float, counted: str) -> None:
+        """Replace batch sizes that count packed sequences by as many rows as have the same number of tokens.
+
+        Args:
+            config: the configuration of this translation.
+            tokens_per_row: the mean number of tokens of a row.
+            counted: a sentence that says how they were counted.
+        """
+        sequences, length, packing = config.training.batch_size, config.data.max_length, OUR_NAME[_PACKING[0]]
+        rows = max(1, round(sequences * length / tokens_per_row))
+        sizes = {"training.batch_size": rows}
+        if config.training.global_batch_size is not None:
+            sizes["training.global_batch_size"] = rows * (config.training.global_batch_size // sequences)
+        for key, size in sizes.items():
+            path = (*key.split("."),)
+            self.settings[path] = Setting(key=path, value=size, origin=self.path.name)
+            self.came_from.setdefault(key, [])
+        packed = f"{sequences} packed sequence{'s' * (sequences > 1)} of {length:,} tokens"
+        note = (
+            f"{' and '.join(f'{key} is {size}' for key, size in sizes.items())} here, where batches count rows: {rows} "
+            f"rows have as many tokens as {packed}. {counted} `finetune plan` counts all rows."
+        )
+        self.notes[note] = self.notes.pop(packing, [])
 
     def leave_out(self, key: str) -> list[str]:
         """Remove what was translated into one of our keys. Return what that was."""
@@ -168,6 +202,13 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
     Raises:
         ConfigError: the file cannot be read, or holds no name of such a tool.
     """
+    if path.suffix in (".py", ".ipynb"):
+        raise ConfigError(
+            f"{shown_path(path)} holds Python code. --from reads settings and runs no code. End the code with "
+            "`print(args.to_dict())` for its TrainingArguments, SFTConfig or other arguments, write what it prints to "
+            "a file, and name that file. For a LoraConfig, write `config.save_pretrained('lora')` and name "
+            "lora/adapter_config.json. Then give the other settings as overrides, such as model= and data=."
+        )
     settings = _read(path)
     given = {setting.key[0] for setting in settings}
     is_ours = any(setting.dotted in fields() and len(setting.key) > 1 for setting in settings)
@@ -188,7 +229,8 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
     found = translation.find(str(translation.first("deepspeed") or ""))
     settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []
     translation.values |= {".".join(_without_section(each.key)): each.value for each in settings if len(each.key) > 1}
-    for setting in sorted(settings, key=lambda each: _without_section(each.key)[0] not in _SAY_OBJECTIVE):
+    order = {name: number for number, name in enumerate(_SAY_OBJECTIVE)}
+    for setting in sorted(settings, key=lambda each: order.get(_without_section(each.key)[0], len(order))):
         _translate(setting, translation)
     for name, value in _DEFAULTS[tool].items():
         if name not in given and tuple(OUR_NAME[name].split(".")) not in translation.settings:
@@ -222,7 +264,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
     shown = f"{inline_yaml(setting.dotted)}: {_shown(setting)}"
     values: dict[str, Any] = {}
     if not name:
-        sentence, shown = UNKNOWN, f"{shown}  {did_you_mean(setting.dotted, OUR_NAME)}".rstrip()
+        sentence, shown = UNKNOWN, f"{shown}  {did_you_mean(setting.dotted, OUR_NAME, _TYPING_ERROR)}".rstrip()
     elif value is None and not setting.origin.endswith(translation.tool) and name not in ("adapter", "max_length"):
         sentence = _EMPTY
     elif value == "auto" and name not in ("bf16", "packing"):
@@ -230,7 +272,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
     elif rest and " " not in meaning:
         values, sentence = ({meaning: value}, "") if takes(meaning, dict) else ({}, f"Set {meaning}.")
     elif " " in meaning and name not in ("gradient_accumulation_steps", "beta", "loss_type"):
-        is_off = value in (False, 0, "", "no", "none", [], {}) and not meaning.startswith(NOTHING)
+        is_off = value in (False, 0, "", "no", "none", [], {}, *_PLACEHOLDERS) and not meaning.startswith(NOTHING)
         sentence = OFF if is_off else meaning
     else:
         try:
@@ -242,6 +284,8 @@ def _translate(setting: Setting, translation: Translation) -> None:
     for key, ours in values.items():
         parts = (*meaning.split("."), *rest) if rest else tuple(key.split("."))
         sentence = _add(parts, ours, setting, translation) or sentence
+    if sentence.startswith(("Set ", "Choose ", "This file")) and (value is False or value in ("", [], {})):
+        sentence = OFF
     if sentence:
         translation.notes.setdefault(sentence, []).append(shown)
 
@@ -358,11 +402,16 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
         case "num_generations":
             note = f"training.batch_size and training.global_batch_size count prompts here: divide them by {value}."
             return {"rollout.num_generations": value, "training.objective": "grpo"}, note
+        case "loss_type" if source.objective != "grpo":  # of TRL
+            ours = _choices("training.objective").get(value[0] if isinstance(value, list) else value)
+            if ours in ("dpo", "kto") and source.objective is None:
+                return {"training.objective": ours}, ""
+            return {}, OFF if value == "nll" or ours == source.objective is not None else OUR_NAME[name]
         case "beta" | "loss_type" if source.objective == "grpo":
             return {f"grpo.{name}": value}, ""
         case "beta" if source.objective not in (None, "sft"):
             return {"preference.beta": value}, ""
-        case "beta" | "loss_type":
+        case "beta":
             return {}, OUR_NAME[name]
         case "stage" if value == "pt":
             return {"data.format": "text"}, ""

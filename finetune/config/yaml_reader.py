@@ -166,10 +166,12 @@ class _Reading:
     ) -> Iterator[tuple[yaml.Node, tuple[str, ...], yaml.Node]]:
         """Yield the node of each key, the whole key, and the node of its value. Refuse repeated keys.
 
-        A key is text as written, even 0 and on. `first_lines` maps the keys seen before to their lines.
+        A key is text as written, even 0 and on. Below another key it may be "", the name of a whole model in a device
+        map. `first_lines` maps the keys seen before to their lines.
         """
         for name, value in node.value if self._has_no_tag(node, above) else ():
-            if not isinstance(name, yaml.ScalarNode) or not name.tag.startswith(_TAG) or not name.value:
+            is_text = isinstance(name, yaml.ScalarNode) and name.tag.startswith(_TAG)
+            if not is_text or not (name.value or (above and name.style)):
                 self._problem(name, above, "a key must be text")
                 continue
             if name.value == "<<" and not name.style:

@@ -62,6 +62,9 @@ class Batches:
     computed_share: float | None
     """Tokens that go through the model, over all tokens: shared prefixes count once, padding counts."""
     global_batch_size: int
+    rows_per_sequence: float | None
+    """Rows, or conversations, with as many tokens as a sequence of `data.max_length`, which other tools fill with rows.
+    None if the data could not be read, or `training.objective` is not sft."""
     global_batch_from: str
     """The settings that give it, in words."""
     world_size: int
@@ -210,6 +213,8 @@ class Batching:
             words = "training.global_batch_size, whatever the number of processes"
         num_tokens = sum(int(side.lengths.sum()) for side in self._rows.sides)
         per_prompt = None if self.answers is None else self.answers.per_prompt
+        num_examples = len(self._rows) if rule.examples is None else rule.num_examples
+        has_sequences = is_known and training.objective == "sft"
         computed = self.computed_per_step * rule.steps_per_epoch / rule.repeats
         return Batches(
             rows=len(self._rows) // (per_prompt or 1) if is_known else None,
@@ -219,6 +224,7 @@ class Batching:
             target_tokens=sum(int(side.num_targets.sum()) for side in self._rows.sides) if is_known else None,
             computed_share=computed / num_tokens if is_known else None,
             global_batch_size=rule.global_batch_size,
+            rows_per_sequence=self.config.data.max_length * num_examples / num_tokens if has_sequences else None,
             global_batch_from=words,
             world_size=self.world_size,
             steps_per_epoch=rule.steps_per_epoch if is_known else None,

@@ -1,4 +1,7 @@
-"""Check a run before anything is written (paths, hub, model, rows), and its adapter after the first steps."""
+"""Check a run before anything is written (settings, paths, hub, model, rows), and its adapter after the first steps.
+
+This module imports no torch, so that `finetune init` can check settings at once.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,58 @@ import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from finetune.config.hub import Repository
 from finetune.config.objectives import OBJECTIVES, SECTIONS
-from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows, missing_here
-from finetune.data.preferences import EncodedLabelled, EncodedPairs
 from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.inference.prompts import read_general_prompts
-from finetune.model.base import max_context
 from finetune.model.from_hub import Part, has_to_use_cache, locate, missing_from_cache, repository_of
 from finetune.runs.state import TrainerState
-from finetune.training.optim import build_optimizer
-from finetune.training.step import StepResult
 from finetune.units import counted, name_first
 
 if TYPE_CHECKING:
+    import torch
+
     from finetune.config.schema import Config, ModelSection
+    from finetune.training.step import StepResult
 _log = logging.getLogger(__name__)
 _EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
 """A layer of one expert, as model classes name them: `model.layers.0.mlp.experts.3.up_proj`."""
 NUM_STEPS = 3
 """The step of a run after which adapters are checked. B matrices have a gradient from the first step on."""
 _MAX_SHOWN = 5
+
+
+def check_settings(config: Config) -> None:
+    """Raise the errors of `checked_objective` that do not need the functions of the objective.
+
+    torch is imported only for settings that need it. The optimizer of `torch.optim.AdamW` without `optim.args` can
+    always be built.
+
+    Raises:
+        ConfigError: no run can have this configuration.
+    """
+    check_objective(config)
+    if OBJECTIVES[config.training.objective].rows != "answers" and config.data.train_on == "each_turn":
+        from finetune.data.preferences import refuse_each_turn
+
+        refuse_each_turn(config.data)
+    if config.parallel.sharding != "none":
+        from finetune.distributed.sharding import refuse_what_is_not_sharded
+
+        refuse_what_is_not_sharded(config, trains=True)
+    if config.model.frozen_precision == "fp8":
+        from finetune.model.quantized import refuse_where_fp8_is_impossible
+
+        precision = "bf16" if config.training.precision == "auto" else config.training.precision
+        refuse_where_fp8_is_impossible(config, precision=precision, device=None)
+    optim, starts = config.optim, config.lora.init
+    is_adamw = optim.factory is None and optim.optimizer == "torch.optim.AdamW" and not optim.args
+    if not is_adamw or optim.lora_plus_ratio != 1 or (optim.weight_decay and starts != "default"):
+        from finetune.training.optim import check_optimizer
+
+        check_optimizer(config)
 
 
 def check_objective(config: Config) -> None:
@@ -128,6 +158,11 @@ def raw_digests(splits: Any) -> dict[str, list[str]]:
 
 def check_fit(config: Config, model: Any, splits: Any) -> None:
     """Raise ConfigError for rows or a model that contradict the configuration, and for rows beyond the context."""
+    from finetune.data.encoded import EncodedExamples
+    from finetune.data.preferences import EncodedLabelled, EncodedPairs
+    from finetune.model.base import max_context
+    from finetune.training.optim import build_optimizer
+
     row_type = {"pairs": EncodedPairs, "labelled": EncodedLabelled}.get(
         OBJECTIVES[config.training.objective].rows, EncodedExamples
     )
@@ -275,4 +310,4 @@ class UpdateWatch:
 
 def _has_changed(matrix: torch.Tensor, at_start: torch.Tensor | None) -> bool:
     """Return whether a matrix differs from its values at the start; None: it was zero."""
-    return bool(matrix.detach().any()) if at_start is None else not torch.equal(matrix.detach().cpu(), at_start)
+    return bool((matrix.detach() if at_start is None else matrix.detach().cpu() != at_start).any())

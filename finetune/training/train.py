@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import compose, overrides_of
 from finetune.config.keys import values
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.objective import encode_for_objective
-from finetune.data.preferences import refuse_each_turn
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
-from finetune.distributed.sharding import refuse_what_is_not_sharded
 from finetune.errors import ConfigError
 from finetune.inference.answers import Metric
 from finetune.inference.losses import LossSums
@@ -31,10 +28,9 @@ from finetune.model.quantized import (
 )
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
-from finetune.training.checks import check_inputs, check_objective, check_paths
+from finetune.training.checks import check_inputs, check_paths, check_settings
 from finetune.training.hooks import GIVEN, Hooks
 from finetune.training.objective import TrainingObjective
-from finetune.training.optim import check_optimizer
 from finetune.training.trainer import Trainer, training_objective
 from finetune.training.validation import check_metrics
 
@@ -180,13 +176,7 @@ def checked_objective(
     Raises:
         ConfigError: no run can have this configuration.
     """
-    check_objective(config)
-    if OBJECTIVES[config.training.objective].rows != "answers":
-        refuse_each_turn(config.data)
-    refuse_what_is_not_sharded(config, trains=True)
-    precision = "bf16" if config.training.precision == "auto" else config.training.precision
-    refuse_where_fp8_is_impossible(config, precision=precision, device=None)
-    check_optimizer(config)
+    check_settings(config)
     objective = training_objective(config.training.objective)
     objective.check(config, rewards_answers)
     check_metrics(config, objective.metrics, given=given)

@@ -14,6 +14,8 @@ from finetune.config.keys import values
 from finetune.config.other_tools import OUR_NAME
 from finetune.config.schema import Config
 from finetune.config.translation import translate_file
+from finetune.diagnose.plan_devices import find_device
+from finetune.diagnose.planner import make_plan
 from finetune.errors import ConfigError
 from finetune.training.train import checked_objective
 from tests.in_process import run_finetune
@@ -388,7 +390,8 @@ def test_an_override_says_which_loss_a_value_of_trl_belongs_to():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_no_setting_is_dropped(name):
     text = translated(name)
-    comments = [line for line in text.partition("# All other keys")[0].splitlines() if line.startswith("#")]
+    comments = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(text.splitlines()) < 160 < len(translated(name, "--full").splitlines())
     for setting in yaml.safe_load(EXAMPLES[name].replace("None", "null")):
         assert any(setting in line for line in comments), setting
     before_keys = "\n".join(comments)
@@ -396,6 +399,99 @@ def test_no_setting_is_dropped(name):
         assert line in before_keys
     assert all(len(line) <= 100 for line in comments if line.startswith("# DECIDE"))
     assert "hf_secret" not in text
+
+
+PACKED = "sample_packing: true\nsequence_len: 512\nmicro_batch_size: 2\ngradient_accumulation_steps: 3\n"
+
+
+@pytest.mark.slow
+def test_batches_of_packed_rows_become_as_many_rows_as_have_the_same_tokens():
+    Path("other.yml").write_text(f"base_model: org/base\n{PACKED}datasets: [{{path: chats.jsonl}}]\n", encoding="utf-8")
+    words = ("model=phi_tiny", "data=orders", "data.max_rows=64")
+    Path("mine.yaml").write_text(translated("other.yml", *words), encoding="utf-8")
+    config = compose([], run="mine.yaml")
+    plan = make_plan(config, find_device("cpu")).batches
+    assert plan.tokens / plan.rows * config.training.batch_size == pytest.approx(2 * 512, rel=0.05)
+    assert config.training.global_batch_size == 3 * config.training.batch_size
+    said = " ".join(Path("mine.yaml").read_text(encoding="utf-8").replace("\n# ", " ").split())
+    rows = config.training.batch_size
+    assert f"DECIDE: training.batch_size is {rows} and training.global_batch_size is {3 * rows} here" in said
+    assert f"The first 64 rows have {plan.tokens / plan.rows:.0f} tokens on average, counted with the model's" in said
+    assert "# Translated from micro_batch_size: 2 (line 4)\ntraining.batch_size: " in Path("mine.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "batch_size", "said"),
+    [
+        (PACKED, ["data=rows.jsonl"], round(2 * 512 / 100), "at 4 characters a token"),
+        (PACKED, ["data=long.jsonl"], 2, "at 4 characters a token"),  # a row is cut at data.max_length
+        (PACKED, ["data=org/rows"], 2, "DECIDE: Set training.batch_size: it counts rows."),
+        (PACKED, ["data=rows.jsonl", "training.batch_size=7"], 7, "\n# Set training.batch_size: it counts rows."),
+        (PACKED.replace("true", "false"), ["data=rows.jsonl"], 2, "sample_packing: false"),
+        (f"{PACKED}rl: orpo\nadapter: lora\n", ["data=rows.jsonl"], 2, "DECIDE: Set training.batch_size"),
+    ],
+)
+def test_packed_rows_are_counted_where_they_can_be_read(text, words, batch_size, said):
+    Path("rows.jsonl").write_text(json.dumps({"prompt": "a" * 300, "completion": "b" * 100}) + "\n", encoding="utf-8")
+    Path("long.jsonl").write_text(json.dumps({"prompt": "a" * 9000, "completion": "b"}) + "\n", encoding="utf-8")
+    Path("other.yml").write_text(f"base_model: org/base\n{text}", encoding="utf-8")
+    Path("mine.yaml").write_text(translated("other.yml", *words), encoding="utf-8")
+    assert compose([], run="mine.yaml").training.batch_size == batch_size
+    assert said in Path("mine.yaml").read_text(encoding="utf-8")
+
+
+def decisions(text: str) -> list[str]:
+    before_keys = text.partition("DECIDE marks what you must decide.")[2].partition("\n\n")[0]
+    return re.findall("^#     (.*)$", before_keys, re.MULTILINE)
+
+
+def test_the_defaults_of_training_arguments_are_no_decisions():
+    from transformers import TrainingArguments
+
+    printed = str(TrainingArguments(output_dir="out", use_cpu=True).to_dict())
+    placeholders = {"eos_token": "<EOS_TOKEN>", "pad_token": "<PAD_TOKEN>", "loss_type": "nll", "packing": False}
+    Path("arguments.txt").write_text(printed.replace("{", str(placeholders)[:-1] + ", ", 1), encoding="utf-8")
+    assert decisions(translated("arguments.txt", "model=phi_tiny", "data=orders")) == ["use_peft: null"]
+
+
+@pytest.mark.parametrize("value", ["false", '""', "[]", "{}"])
+def test_a_setting_that_is_off_or_empty_is_no_decision(value):
+    kept = {"max_length", "seed"}
+    names = [name for name in OUR_NAME if "." not in name and name not in kept]
+    Path("off.yml").write_text("".join(f"{name}: {value}\n" for name in names), encoding="utf-8")
+    open_keys = {"model.path", "data.path"}
+    translation = translate_file(Path("off.yml"))
+    assert translation.comments(open_keys)[0][1:] == []
+
+
+@pytest.mark.parametrize(("loss", "objective"), [("[sigmoid]", "dpo"), ("sigmoid", "dpo"), ("kto", "kto")])
+def test_the_loss_of_trl_says_the_objective(loss, objective):
+    Path("other.yaml").write_text(f"beta: 0.3\nloss_type: {loss}\nuse_peft: true\n", encoding="utf-8")
+    for words in ([], [f"training.objective={objective}"]):
+        text = translated("other.yaml", *words)
+        Path("mine.yaml").write_text(text, encoding="utf-8")
+        config = accepted("mine.yaml")
+        assert (config.training.objective, config.preference.beta) == (objective, 0.3)
+        assert "DECIDE: The loss" not in text
+
+
+@pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
+def test_python_code_is_named_as_such_and_the_way_that_is_named_works(name):
+    from peft import LoraConfig
+
+    Path(name).write_text("from trl import SFTConfig\nargs = SFTConfig(output_dir='out')\n", encoding="utf-8")
+    errors = run_finetune("init", "--from", name, code=2).errors
+    assert f"{name} holds Python code. --from reads settings and runs no code." in errors
+    assert "`print(args.to_dict())`" in errors
+    LoraConfig(r=5, target_modules=["q_proj", "v_proj"]).save_pretrained("lora")
+    assert "\nlora.r: 5\n" in translated("lora/adapter_config.json")
+
+
+def test_a_whole_model_in_a_device_map_and_unlike_names_are_no_guesses():
+    Path("other.yml").write_text(f'{AXOLOTL}device_map: {{"": 0}}\nfreeze_vision_tower: true\n', encoding="utf-8")
+    text = translated("other.yml")
+    assert "#     device_map.: 0\n" in text
+    assert "#     freeze_vision_tower: true\n" in text
 
 
 AXOLOTL = "base_model: org/base\nsequence_len: 8\n"

@@ -54,6 +54,10 @@ def test_each_setting_knows_its_line_and_its_text(tmp_path):
     ]
 
 
+def test_a_key_below_another_one_may_be_an_empty_text(tmp_path):
+    assert read(tmp_path, 'device_map: {"": 0}\n') == ({"device_map.": 0}, [])
+
+
 def test_keys_are_text_as_written(tmp_path):
     settings, problems = read(tmp_path, "model: {config: {id2label: {0: a, on: b, 1e3: c}}}")
     assert problems == []
@@ -83,6 +87,7 @@ def test_pyobject_reads_as_a_dotted_name(tmp_path):
         ("o: !pyobject os system\n", "c.yaml:1: o", "expected !pyobject package.Name, got 'os system'"),
         ("o: " + "9" * 5000 + "\n", "c.yaml:1: o", "not a number"),
         ("? [a, b]\n: 1\n", "c.yaml:1", "a key must be text"),
+        ("'': 1\n", "c.yaml:1", "a key must be text"),
         ("d: 1\ne: {<<: {a: 1}}\n", "c.yaml:2: e", "merge keys"),
         ("d: &d {a: 1}\ne: *d\n", "c.yaml:2", "aliases (*name) are not read. Write the value out."),
         ("a: 1\n---\nb: 2\n", "c.yaml:2", "single document"),

@@ -73,6 +73,7 @@ def test_the_plan_is_what_the_trainer_does(words, more, tmp_path):
     batches = plan.batches
     assert (batches.global_batch_size, batches.steps_per_epoch) == (trainer.global_batch_size, len(steps))
     assert batches.steps == 3 * len(steps)
+    assert batches.rows_per_sequence == pytest.approx(config.data.max_length * batches.rows / batches.tokens)
     assert batches.microbatches_per_step == max(map(len, steps))
     if "training.kernels=reference" in more:
         padded = sum(m.input_ids.numel() for step in steps for _, m in step)
@@ -105,6 +106,9 @@ def test_steps_of_each_turn_count_conversations(words, tmp_path, capsys):
     assert "an epoch: 36 rows of 18 conversations, " in out
     assert "global batch: 9 conversations = " in out
     assert "6 steps, 2 an epoch" in out
+    per_conversation = int(batching.rows.lengths.sum()) / 18
+    sequence = f"into which other tools pack rows, has as many as {2048 / per_conversation:.1f} conversations"
+    assert sequence in " ".join(out.split())
 
 
 def test_processes_on_one_machine_share_its_memory():

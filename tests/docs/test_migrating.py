@@ -17,10 +17,11 @@ from migrating import TABLES, with_tables
 def test_the_lines_of_the_translated_file_are_those_that_init_writes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (DOCS / "tasks/coming-from.md").read_text(encoding="utf-8")
-    (source,) = (block.text for block in marked_blocks(DOCS / "tasks/coming-from.md") if block.more == "lora.yml")
+    files = {block.more: block.text for block in marked_blocks(DOCS / "tasks/coming-from.md")}
     (excerpt,) = re.findall(r"^```yaml\n(# DECIDE.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     (printed,) = re.findall(r"^```text\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    (tmp_path / "lora.yml").write_text(source, encoding="utf-8")
+    for name in ("lora.yml", "chats.jsonl"):
+        (tmp_path / name).write_text(files[name], encoding="utf-8")
     assert run_finetune("init", "--from", "lora.yml", "--file", "chats.yaml").answer == printed
     written = (tmp_path / "chats.yaml").read_text(encoding="utf-8").splitlines()
     assert set(excerpt.splitlines()) <= set(written)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 import warnings
 
@@ -37,7 +39,57 @@ def test_the_workflow_runs_the_check_on_every_python():
 def test_a_workflow_may_only_read(path):
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert workflow["permissions"] == {"contents": "read"}
-    assert all("timeout-minutes" in job for job in workflow["jobs"].values())
+    jobs = workflow["jobs"].values()
+    assert all("timeout-minutes" in job for job in jobs if "steps" in job)
+    with_rights = [job for job in jobs if "permissions" in job]
+    if path.name != "release.yml":
+        assert with_rights == []
+        return
+    # The one job with a right of its own runs no file of the repository and installs nothing.
+    (publish,) = with_rights
+    assert (publish["permissions"], publish["environment"]) == ({"id-token": "write"}, "pypi")
+    assert [step["uses"].partition("@")[0] for step in publish["steps"]] == [
+        *("actions/download-artifact", "pypa/gh-action-pypi-publish")
+    ]
+
+
+def test_the_page_for_who_changes_the_code_is_short_and_names_what_is_there():
+    text = (REPOSITORY / "AGENTS.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 40
+    named = [name for name in re.findall(r"`([\w./-]+)`", text) if "/" in name or name.endswith(".md")]
+    assert len(named) > 10
+    assert [name for name in named if not (REPOSITORY / name).exists()] == []
+
+
+@pytest.mark.process
+def test_a_tag_publishes_what_was_checked_if_it_is_the_version():
+    workflow = read_yaml(".github/workflows/release.yml")
+    jobs = workflow["jobs"]
+    assert workflow[True] == {"push": {"tags": ["v*"]}}  # YAML 1.1 reads the key `on` as true
+    assert (jobs["publish"]["needs"], jobs["build"]["needs"]) == ("build", "check")
+    assert jobs["check"]["uses"] == "./.github/workflows/check.yml"
+    assert "workflow_call" in read_yaml(".github/workflows/check.yml")[True]
+    tag, wheel = (step["run"] for step in jobs["build"]["steps"] if "run" in step)
+    assert wheel.split()[0] == ".ci/wheel"
+    assert re.search(r"^ *\.ci/wheel ", CHECK, re.MULTILINE), ".ci/run does not check the wheel in the same way"
+    for version, code in ((finetune.__version__, 0), ("0.1.0", 1), (finetune.__version__.replace(".", "x"), 1)):
+        tagged = {**os.environ, "GITHUB_REF_NAME": f"v{version}"}
+        assert subprocess.run(["bash", "-e", "-c", tag], cwd=REPOSITORY, env=tagged).returncode == code
+
+
+def test_the_image_runs_as_a_user_without_what_built_it():
+    text = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
+    build, run = re.split("^FROM ", text, flags=re.MULTILINE)[1:]
+    assert all(re.match(r"python:3\.\d+-slim-[a-z]+\s", stage) for stage in (build, run)), "an image without a version"
+    assert "PIP_NO_CACHE_DIR=1" in build.partition("RUN ")[0]
+    assert "pip install" not in run
+    assert re.findall("^COPY .*", run, re.MULTILINE) == ["COPY --from=build /opt/venv /opt/venv"]
+    commands = re.findall("^(RUN|USER|ENTRYPOINT) (.*)$", run, re.MULTILINE)
+    assert [command for command, _ in commands] == ["RUN", "USER", "ENTRYPOINT"]
+    user = dict(commands)["USER"]
+    assert user.isdigit()
+    assert int(user) > 0
+    assert re.search(r"^ *hadolint Dockerfile$", CHECK, re.MULTILINE)
 
 
 def test_what_is_copied_into_the_container_is_there_and_let_through():
@@ -47,7 +99,8 @@ def test_what_is_copied_into_the_container_is_there_and_let_through():
         if line.startswith("!")
     ]
     dockerfile = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
-    copied = [word for line in re.findall("^COPY (.*)$", dockerfile, re.MULTILINE) for word in line.split()[:-1]]
+    lines = re.findall("^COPY (?!--from)(.*)$", dockerfile, re.MULTILINE)
+    copied = [word for line in lines for word in line.split()[:-1]]
     assert set(copied) == set(let_through)
     assert all((REPOSITORY / name).exists() for name in copied)
     build = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
@@ -61,7 +114,7 @@ def test_the_check_installs_what_no_test_of_the_site_and_the_report_is_skipped_f
     everything = {f"{DISTRIBUTION}[{extra}]" for extra in ("test", "docs", "trackers", "bench", "harness")}
     assert everything <= set(extras["test-everything"])
     assert '".[test-everything]"' in CHECK
-    assert "finetune/py.typed" in CHECK
+    assert "finetune/py.typed" in (REPOSITORY / ".ci/wheel").read_text(encoding="utf-8")
 
 
 def test_no_page_or_message_installs_the_other_product_of_this_name():
@@ -108,8 +161,11 @@ def test_the_hooks_are_the_tools_of_the_check():
 def test_name_version_and_licence_are_those_of_the_code():
     assert (PROJECT["name"], PROJECT["license"]) == (DISTRIBUTION, "Apache-2.0")
     assert PROJECT["description"].startswith(SUMMARY)
-    citation = read_yaml("CITATION.cff")
+    citation, page = read_yaml("CITATION.cff"), (DOCS / "installing.md").read_text(encoding="utf-8")
+    assert {*re.findall(r"(?:is version |phi_finetune-)(\d+\.\d+\.\d+)", page)} == {finetune.__version__}
     assert (citation["version"], citation["license"]) == (finetune.__version__, PROJECT["license"])
+    changelog = (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert re.findall(r"^## (\d\S+) - ", changelog, re.MULTILINE)[0] == finetune.__version__
     assert "Apache License" in (REPOSITORY / PROJECT["license-files"][0]).read_text(encoding="utf-8")
 
 
