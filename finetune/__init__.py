@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import DISTRIBUTION, SUMMARY
 from finetune.threads import set_waiting
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 set_waiting()  # before any name below loads torch
 

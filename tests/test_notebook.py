@@ -1,6 +1,6 @@
-"""The tutorial notebook runs from top to bottom, and what it shows was made by it.
+"""The notebooks run from top to bottom, and what the tutorial shows was made by it.
 
-`python -m tests.test_notebook` runs it and keeps the new outputs.
+`python -m tests.test_notebook` runs the tutorial and keeps the new outputs.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import pytest
 from tests.launches import REPOSITORY
 
 TUTORIAL = REPOSITORY / "notebooks" / "tutorial.ipynb"
+PROOF = REPOSITORY / "notebooks" / "proof.ipynb"
+REAL_MODEL, TINY_MODEL = '"model=smollm2_135m"', '"model=phi_tiny"'
 PICTURES = ["picture", "one-curve"]
 ALL_ROWS, FEW_ROWS = '"data.max_rows": 800', '"data.max_rows": 32'
 """The reader trains on all of them; the test only looks whether every cell does what it says."""
@@ -30,9 +32,9 @@ _QUIET = {
 }
 
 
-def read_notebook() -> Any:
+def read_notebook(path: Path = TUTORIAL) -> Any:
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed (extra: test-everything)")
-    return nbformat.read(str(TUTORIAL), as_version=4)
+    return nbformat.read(str(path), as_version=4)
 
 
 def code_cells(notebook: Any) -> dict[str, Any]:
@@ -77,6 +79,24 @@ def test_the_tutorial_runs_from_top_to_bottom(tmp_path):
     assert all("<polyline" in shown(cells[name]) for name in PICTURES)
     # Figures may differ in their last digits from machine to machine; what kind of thing a cell shows may not.
     assert [name for name, text in kept.items() if bool(text) != bool(shown(cells[name]))] == []
+
+
+@pytest.mark.slow
+@pytest.mark.warm
+def test_the_proof_runs_from_top_to_bottom_with_a_tiny_model(tmp_path):
+    notebook = read_notebook(PROOF)
+    setup = code_cells(notebook)["setup"]
+    assert setup["source"].count(REAL_MODEL) == 1
+    setup["source"] = setup["source"].replace(REAL_MODEL, TINY_MODEL)
+    run_notebook(notebook, tmp_path)  # an assert of a cell fails here
+    cells = {name: shown(cell) for name, cell in code_cells(notebook).items()}
+    killed_after = re.search(r"\(-9, (\d+)\)", cells["killed"])
+    assert killed_after, cells["killed"]
+    assert 6 <= int(killed_after[1]) <= 30
+    assert re.search(r"'([0-9a-f]{64})',\s+'\1'", cells["bytes"])
+    assert "losses of steps" in cells["replay"]
+    assert "3 of 3" in cells["replay"]
+    assert "95 % interval" in cells["evaluate"]
 
 
 def test_the_kept_outputs_are_those_of_one_run_and_name_no_machine():

@@ -225,6 +225,9 @@ def translate_file(path: Path, objective: str | None = None) -> Translation:
             "--from reads. Write a run file with finetune init, and look up the keys with finetune help KEY."
         )
     values = _DEFAULTS[tool] | {setting.dotted: setting.value for setting in settings}
+    if tool == LLAMA_FACTORY and values.get("stage") == "pt" and values.get("packing") is None:  # its default
+        values["packing"] = True
+        settings.append(Setting(key=("packing",), value=True, origin=f"{shown_path(path)}: default of {tool}"))
     translation = Translation(path, tool, values, objective)
     found = translation.find(str(translation.first("deepspeed") or ""))
     settings += [replace(setting, key=("deepspeed", *setting.key)) for setting in _read(found)] if found else []

@@ -401,6 +401,8 @@ def test_no_setting_is_dropped(name):
     assert "hf_secret" not in text
 
 
+PACKED_BY_TRL = "packing: true\nmax_length: 512\nper_device_train_batch_size: 2\n"
+PACKED_BY_LLAMA_FACTORY = "cutoff_len: 512\nper_device_train_batch_size: 2\n"
 PACKED = "sample_packing: true\nsequence_len: 512\nmicro_batch_size: 2\ngradient_accumulation_steps: 3\n"
 
 
@@ -424,6 +426,14 @@ def test_batches_of_packed_rows_become_as_many_rows_as_have_the_same_tokens():
     ("text", "words", "batch_size", "said"),
     [
         (PACKED, ["data=rows.jsonl"], round(2 * 512 / 100), "at 4 characters a token"),
+        (PACKED_BY_TRL, ["data=rows.jsonl"], 10, "#     packing: true\n"),
+        (
+            f"{PACKED_BY_LLAMA_FACTORY}neat_packing: true\nstage: sft\n",
+            ["data=rows.jsonl"],
+            10,
+            "#     neat_packing: true\n",
+        ),
+        (f"{PACKED_BY_LLAMA_FACTORY}stage: pt\n", ["data=texts.jsonl"], 10, "#     packing: true\n"),
         (PACKED, ["data=long.jsonl"], 2, "at 4 characters a token"),  # a row is cut at data.max_length
         (PACKED, ["data=org/rows"], 2, "DECIDE: Set training.batch_size: it counts rows."),
         (PACKED, ["data=rows.jsonl", "training.batch_size=7"], 7, "\n# Set training.batch_size: it counts rows."),
@@ -433,8 +443,10 @@ def test_batches_of_packed_rows_become_as_many_rows_as_have_the_same_tokens():
 )
 def test_packed_rows_are_counted_where_they_can_be_read(text, words, batch_size, said):
     Path("rows.jsonl").write_text(json.dumps({"prompt": "a" * 300, "completion": "b" * 100}) + "\n", encoding="utf-8")
+    Path("texts.jsonl").write_text(json.dumps({"text": "a" * 400}) + "\n", encoding="utf-8")
     Path("long.jsonl").write_text(json.dumps({"prompt": "a" * 9000, "completion": "b"}) + "\n", encoding="utf-8")
-    Path("other.yml").write_text(f"base_model: org/base\n{text}", encoding="utf-8")
+    model = "base_model" if "micro_batch_size" in text else "model_name_or_path"
+    Path("other.yml").write_text(f"{model}: org/base\n{text}", encoding="utf-8")
     Path("mine.yaml").write_text(translated("other.yml", *words), encoding="utf-8")
     assert compose([], run="mine.yaml").training.batch_size == batch_size
     assert said in Path("mine.yaml").read_text(encoding="utf-8")
