@@ -89,6 +89,16 @@ def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
     assert headline_of(run) == expected
 
 
+@pytest.mark.process
+def test_what_was_asked_for_and_not_given_stands_above_the_curves(tmp_path):
+    fallback = {"what": "training.device", "wanted": "cuda", "used": "cpu", "why": "this process sees 0 CUDA devices"}
+    text = page_of(write_run(tmp_path / "run", fallbacks=[fallback])).text
+    assert text.count("cuda was wanted, cpu was used: this process sees 0 CUDA devices") == 1
+    assert text.index("cuda was wanted") < text.index("keys differ from their defaults") < text.index("How it ran")
+    assert "Nothing fell back" not in text
+
+
+@pytest.mark.process
 def test_metrics_that_cannot_be_read_are_told(tmp_path):
     run = write_run(tmp_path / "a")
     (run / "metrics.jsonl").unlink()

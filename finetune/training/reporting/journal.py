@@ -267,7 +267,8 @@ class Journal:
             if error is None:
                 self._say_what_was_written()
                 step = self.result.get("best_step")
-                show_what_next(self.folder.path, self._example_prompt, step=step, profile=self._profile_summary)
+                taken, profile = list(self._fallbacks), self._profile_summary
+                show_what_next(self.folder.path, self._example_prompt, step=step, profile=profile, fallbacks=taken)
             else:  # the command prints it on the screen
                 cause = "from the keyboard" if isinstance(error, KeyboardInterrupt) else reason
                 log_only_to(self._log_file, __name__, f"the run {status}: {cause}")
