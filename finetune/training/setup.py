@@ -84,7 +84,7 @@ def set_up(
     check_objective(config)
     hooks.check(config)
     hooks.refuse_no_sum(model, runtime.device)
-    config = hooks.config(runtime.with_launcher_values(config))
+    config = hooks.config(runtime.with_launcher_values(config), model)
     refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, rows)
     prepared = objective.prepare(config, model, tokenizer, rows)

@@ -17,7 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from finetune.cli.export import merge
+from finetune.cli.export import merge_command as merge
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import merge as merging
 from finetune.export import out_folder

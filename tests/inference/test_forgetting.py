@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from finetune.cli.evaluate import evaluate
+from finetune.cli.evaluate import evaluate_command as evaluate
 from finetune.errors import DataError
 from finetune.inference.prompts import read_general_prompts
 from finetune.report.page import _verdict
