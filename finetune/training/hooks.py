@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
-from finetune.inference.answers import METRICS, Metric
+from finetune.inference.answers import METRICS, Metric, fingerprint_functions
 from finetune.signals import Terminated
 from finetune.training.validation import LOSS
 
@@ -137,15 +137,21 @@ class Hooks:
 
             refuse_no_sum(self.loss, len(model.get_output_embeddings().weight), device)
 
-    def fingerprints(self) -> dict[str, str]:
-        """Describe the code that decides about the updates. A resumed run must have the same."""
+    def fingerprints(self, config: Config) -> dict[str, str]:
+        """Describe the code that decides about the updates and their measure. A resumed run must have the same."""
         settings: Any = self.optimizer
         if _is_object(settings):  # its class and its settings, without the weights
             groups = [{**group, "params": len(group["params"])} for group in settings.param_groups]
             kind: Callable[..., Any] = type(settings)
             settings = partial(kind, groups=groups)
         functions = {"loss": self.loss, "optimizer": settings}
-        return {name: _fingerprint(code) for name, code in functions.items() if code is not None}
+        of_script = {name: _fingerprint(code) for name, code in functions.items() if code is not None}
+        sources = {
+            "reward.functions": (config.reward.functions, config.reward.functions_from),
+            "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
+        }
+        of_keys = {key: fingerprint_functions(*named) for key, named in sources.items()}
+        return of_script | {key: value for key, value in of_keys.items() if value}
 
     def as_record(self, config: Config, model: Any) -> dict[str, Any]:
         """Return the names of the given code, and of the classes of a given model. Empty if nothing is given."""

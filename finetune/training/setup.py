@@ -252,7 +252,7 @@ def _open_journal(
     environment = runtime.environment
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
     inputs |= {} if base is None else {"base": base}
-    inputs |= hooks.fingerprints()
+    inputs |= hooks.fingerprints(config)
     texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
     inputs |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     journal = Journal(
