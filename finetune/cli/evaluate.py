@@ -368,6 +368,7 @@ def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:
     record |= _scores_as_record(evaluation)
     record["against"] = None if evaluation.other_name == "base" else evaluation.other_name
     record["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
+    record["unended"] = dict(evaluation.num_unended)
     record["forgetting"] = evaluation.forgetting and evaluation.forgetting.as_record()
     changes = evaluation.changes
     record["trained_rows_left_out"] = evaluation.num_trained

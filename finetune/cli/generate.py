@@ -33,12 +33,14 @@ from finetune.cli.run_options import (
 from finetune.errors import DataError
 from finetune.logs import waiting
 from finetune.terminal import EMPTY, json_text, print_json, print_table, visible
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.inference.finished_run import FinishedRun
     from finetune.inference.generator import AnswerSettings, Generator
     from finetune.inference.prompts import Prompt
 
+_log = logging.getLogger(__name__)
 _STANDARD_INPUT = "-"
 
 
@@ -191,7 +193,15 @@ def _answer(
             generator.require_base()
         models = ["base", "tuned"] if compare else ["tuned"]
         records = _answer_all(generator, questions, models, batch_size or run.config.testing.batch_size)
-        return records if generator.runtime.is_main_process else []
+    if not generator.runtime.is_main_process:
+        return []
+    answers = [each for record in records for each in ([record, record["base"]] if compare else [record])]
+    if num_unended := sum(answer["ended_by"] == "length" for answer in answers):
+        _log.warning(
+            "%d of %s did not end within %d tokens. Ask with a larger max_new_tokens.",
+            *(num_unended, counted(len(answers), "answer"), settings.max_new_tokens),
+        )
+    return records
 
 
 def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:

@@ -142,6 +142,18 @@ def is_held(path: Path) -> bool:
         return False
 
 
+def is_held_here(path: Path) -> bool:
+    """Whether a process of this machine that lives, perhaps this one, holds a lock."""
+    import psutil
+
+    try:
+        holder = json.loads(read_regular(path))
+        is_here = holder["host"] == socket.gethostname() and psutil.pid_exists(int(holder["pid"]))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return False
+    return is_here and is_held(path)
+
+
 def describe_holder(path: Path) -> str:
     """Describe the process that holds a lock, from what it wrote into the file."""
     try:

@@ -71,6 +71,9 @@ def test_a_script_gets_what_the_command_writes(adapter_run, whole):
         overrides={"testing.max_new_tokens": 4, "testing.metrics": [], "testing.general_prompts": "none"},
     )
     assert words.scores["tuned"].metrics.keys() == {"words"}
+    num_cut = sum(len(row.answers["tuned"]) > 0 for row in words.answers)
+    assert words.num_unended["tuned"] == num_cut == len(words.answers), "four tokens end none of these answers"
+    assert f"{num_cut} of {num_cut} answers of tuned" in words.unended
 
 
 def own_test_events(run):

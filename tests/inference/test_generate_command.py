@@ -41,6 +41,11 @@ def test_a_script_gets_what_the_command_prints(asked, adapter_run):
         finetune.generate(adapter_run, [{"question": "x"}])
 
 
+def test_answers_that_did_not_end_are_counted(adapter_run, capsys):
+    generate(adapter_run, PROMPTS, max_new_tokens=2, compare=True)
+    assert "6 of 6 answers did not end within 2 tokens" in capsys.readouterr().err
+
+
 def test_one_answer_a_line_and_the_same_as_json(asked, adapter_run):
     lines = asked(adapter_run, PROMPTS).splitlines()
     found = records(asked(adapter_run, PROMPTS, as_json=True))

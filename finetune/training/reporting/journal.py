@@ -235,6 +235,8 @@ class Journal:
         self.result["test_rows_left_out"] = evaluation.num_left_out
         if evaluation.verdicts:
             self.result["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
+        if evaluation.unended:
+            self.result["unended"] = {"sentence": evaluation.unended, **evaluation.num_unended}
         if evaluation.forgetting is not None:
             self.result["forgetting"] = evaluation.forgetting.as_record()
             _log.info("%s", evaluation.forgetting)
