@@ -16,7 +16,7 @@ from finetune.runs.file_lock import FileLock, describe_holder, file_lock, is_hel
 from finetune.units import name_first
 
 LOCK_TIMEOUT_SECONDS = 30.0
-"""The longest that a restart waits for a process of the previous run on another machine to end."""
+"""The longest that a restart waits for processes of a killed launcher, or of another machine, to end."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PROFILE_FILE = re.compile(r"(trace|memory)-steps-\d+-\d+-rank\d+\.json(\.gz)?")

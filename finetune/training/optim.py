@@ -136,7 +136,10 @@ def _made_from_weights(model: torch.nn.Module, section: OptimSection) -> torch.o
         )
     assert section.factory is not None
     weights = trainable_parameters(model)
-    optimizer = section.factory(weights)
+    try:
+        optimizer = section.factory(weights)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{section.optimizer} cannot be built of the trained weights: {error}.") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"{section.optimizer} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
     _refuse_other_weights(optimizer, weights)

@@ -3,11 +3,13 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from finetune import launch, load_config
 from finetune.errors import CheckpointError
 from finetune.runs import folder as run_folder
+from finetune.runs.file_lock import is_held, is_held_here
 from finetune.runs.folder import RunFolder
 from tests.runs.made_runs import write_run
 
@@ -168,8 +170,26 @@ def test_a_living_run_keeps_others_out_at_once_and_is_named(tmp_path, holder, mo
 def test_a_process_of_another_machine_is_waited_for(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 0.2)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert not is_held_here(RunFolder(tmp_path / "run").lock_file)
     with pytest.raises(CheckpointError, match=rf"process {holder.pid} on .* still holds .* after 0.2 s.*output_dir="):
         RunFolder(tmp_path / "run").open(resume="auto")
+
+
+@pytest.mark.process
+def test_a_process_whose_launcher_was_killed_is_waited_for(tmp_path):
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLD!r}, {str(tmp_path / 'run')!r}])"
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as started:
+        assert started.stdout.readline() == b"open\n"
+        (holder,) = psutil.Process(started.pid).children()
+        lock = RunFolder(tmp_path / "run").lock_file
+        try:
+            assert is_held_here(lock)
+            started.kill()
+            started.wait()
+            assert not is_held_here(lock)
+            assert is_held(lock)
+        finally:
+            holder.kill()
 
 
 @pytest.mark.process

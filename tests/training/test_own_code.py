@@ -283,6 +283,7 @@ def sgd(lr):
             {},
         ),
         (lambda weights: torch.optim.SGD(weights[:1], lr=0.01), "holds 1 tensors, and the run trains 2", {}),
+        (lambda weights, rate: None, "ours cannot be built of the trained weights: .* missing .* argument: 'rate'", {}),
         (lambda weights: len(weights), "returned int; expected a torch.optim.Optimizer", {}),
         (sgd(0.01), r"optim\.weight_decay is set, but .* gets no parameter groups", {"weight_decay": 0.1}),
     ],
