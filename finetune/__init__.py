@@ -38,6 +38,9 @@ _warn_of_other_product()
 
 if TYPE_CHECKING:
     from finetune.cli import command as command
+    from finetune.cli.evaluate import evaluate as evaluate
+    from finetune.cli.export import merge as merge
+    from finetune.cli.generate import generate as generate
     from finetune.config.compose import load_config as load_config
     from finetune.data.encode import encode_examples as encode_examples
     from finetune.data.examples import load_examples as load_examples
@@ -72,10 +75,13 @@ _HOMES = {
     "encode_for_objective": "finetune.data.objective",
     "encode_labelled": "finetune.data.preferences",
     "encode_preferences": "finetune.data.preferences",
+    "evaluate": "finetune.cli.evaluate",
+    "generate": "finetune.cli.generate",
     "initialize_ddp": "finetune.distributed.ddp_init",
     "launch": "finetune.distributed.launch",
     "load_config": "finetune.config.compose",
     "load_examples": "finetune.data.examples",
+    "merge": "finetune.cli.export",
     "stop_ids": "finetune.data.templates",
     "train": "finetune.training.train",
     "Hooks": "finetune.training.hooks",

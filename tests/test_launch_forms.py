@@ -71,6 +71,11 @@ def test_accelerate_launch_cpu_starts_one_process_and_the_run_says_so(tmp_path):
         "one process",
     )
     assert "accelerate launch was asked for 2 processes on the CPU and started one" in said
+    last_lines = said.partition("\nNot as asked:\n")[2]
+    assert last_lines.startswith(
+        "  accelerate launch: wanted 2 processes, using one process: accelerate launch was asked"
+    )
+    assert "\nNext: finetune generate" in last_lines
     assert "--multi_gpu --num_processes 2" in said
 
 

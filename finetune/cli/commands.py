@@ -59,7 +59,9 @@ class _Commands(TyperGroup):
         if cmd_name in _AFTER_A_RUN and cmd_name not in self.commands:
             module = import_module(f"finetune.cli.{_AFTER_A_RUN[cmd_name]}")
             alone = typer.Typer(add_completion=False)
-            alone.command(cmd_name)(getattr(module, cmd_name))
+            # Beside a function for Python scripts, the command has a name of its own.
+            function = getattr(module, f"{cmd_name}_command", None) or getattr(module, cmd_name)
+            alone.command(cmd_name)(function)
             self.commands[cmd_name] = typer.main.get_command(alone)
         return super().get_command(ctx, cmd_name)
 

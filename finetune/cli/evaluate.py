@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from finetune.logs import importing
 from finetune.terminal import print_json, print_table, shown_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from finetune.distributed.runtime import Runtime
     from finetune.inference.answers import Metric
@@ -40,6 +41,47 @@ Split = Literal["train", "validation", "test"]
 
 
 def evaluate(
+    run: str | Path,
+    *,
+    split: Split | None = None,
+    metrics: Sequence[str] | Mapping[str, Metric] = (),
+    against: str | Path | None = None,
+    base: str | None = None,
+    checkpoint: str | None = None,
+    overrides: Sequence[str] | Mapping[str, object] = (),
+) -> Evaluation | None:
+    """Measure a finished run on one of its splits, base against tuned, as `finetune evaluate` does.
+
+    Collective: every process of a launch. Return the scores, verdicts and answers on rank 0, and None on other ranks.
+
+    Args:
+        run: the run's folder, or its name in `runs`.
+        split: the rows to measure on; None: test, or validation if there are no test rows.
+        metrics: of generated answers, beside `testing.metrics`: names, or functions by name.
+        against: another run to compare with, in place of the base.
+        base: another place of the base.
+        checkpoint: a step or `latest`; None: the published weights.
+        overrides: keys of the run's configuration.
+
+    Raises:
+        FinetuneError: see its subclasses in `finetune.errors`.
+    """
+    from finetune.config.compose import overrides_of
+    from finetune.inference.answers import METRICS, resolve_functions
+    from finetune.inference.finished_run import find_run
+
+    log_as_this_rank()
+    found = find_run(find_run_folder(Path(run)), overrides_of(overrides), base=base, checkpoint=checkpoint)
+    own = metrics if isinstance(metrics, Mapping) else {}
+    names = [*found.config.testing.metrics, *([] if own else metrics)]
+    functions = {**resolve_functions(names, METRICS, asked_by="--metric"), **own}
+    evaluations: list[Evaluation] = []
+    other = None if against is None else find_run_folder(Path(against))
+    _measure_rows(found, split, functions, other, {}, evaluations.append)
+    return evaluations[0] if evaluations else None
+
+
+def evaluate_command(
     run_folder: RunFolderArgument,
     overrides: Annotated[list[str] | None, typer.Argument(metavar="OVERRIDES…")] = None,
     split: Annotated[
@@ -81,11 +123,9 @@ def evaluate(
 ) -> None:
     """Measure a finished run on its test or validation split, base against tuned. OVERRIDES change its config."""
     from finetune.config.checks import split_functions_in_files
-    from finetune.data.examples import check_local_rows
     from finetune.inference.answers import METRICS, resolve_functions
-    from finetune.inference.finished_run import choose_split, find_run
+    from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
-    from finetune.inference.prompts import read_general_prompts
 
     _refuse_to_overwrite(output)
     rules = OptionRules(
@@ -121,6 +161,26 @@ def evaluate(
         if output is not None:
             _write(output, record)
         return
+    own, files = split_functions_in_files(metric or [], "--metric")
+    names = [*run.config.testing.metrics, *own]
+    metrics = resolve_functions(names, METRICS, [*(metrics_from or []), *files], asked_by="--metric")
+    limits = _read_limits(fail_if_worse or [], metrics)
+    _measure_rows(run, split, metrics, against, limits, partial(_report, run, as_json=as_json, output=output))
+
+
+def _measure_rows(
+    run: FinishedRun,
+    split: Split | None,
+    metrics: Mapping[str, Metric],
+    against: Path | None,
+    limits: Mapping[str, float],
+    report: Callable[[Evaluation], None],
+) -> None:
+    """Find the rows and the model to compare with, and measure. For `limits` and `report`, see `_measure`."""
+    from finetune.data.examples import check_local_rows
+    from finetune.inference.finished_run import choose_split, find_run
+    from finetune.inference.prompts import read_general_prompts
+
     _refuse_rows_without_one_answer(run)
     recorded = [name.removeprefix("data.") for name in run.fingerprints if name.startswith("data.")]
     chosen: str | None = split
@@ -128,10 +188,6 @@ def evaluate(
         chosen = choose_split(split, recorded)
     check_local_rows(run.config.data, "answers")
     read_general_prompts(run.config.testing.general_prompts)  # refuses a file before anything is measured
-    own, files = split_functions_in_files(metric or [], "--metric")
-    names = [*run.config.testing.metrics, *own]
-    metrics = resolve_functions(names, METRICS, [*(metrics_from or []), *files], asked_by="--metric")
-    limits = _read_limits(fail_if_worse or [], metrics)
     is_sharded = run.config.parallel.sharding != "none"
     if against is not None and is_sharded:
         raise ConfigError(
@@ -140,7 +196,6 @@ def evaluate(
     other = find_run(against) if against is not None else None
     if other is None and run.config.testing.compare_base and not is_sharded:
         other = run.base
-    report = partial(_report, run, as_json=as_json, output=output)
     _measure(run, chosen, metrics, other, limits, report)
 
 
@@ -313,6 +368,7 @@ def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:
     record |= _scores_as_record(evaluation)
     record["against"] = None if evaluation.other_name == "base" else evaluation.other_name
     record["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
+    record["unended"] = dict(evaluation.num_unended)
     record["forgetting"] = evaluation.forgetting and evaluation.forgetting.as_record()
     changes = evaluation.changes
     record["trained_rows_left_out"] = evaluation.num_trained

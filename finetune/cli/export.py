@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -30,6 +30,7 @@ from finetune.units import counted, format_bytes
 if TYPE_CHECKING:
     from finetune.export.compressed_folder import SchemeName
     from finetune.export.gguf import Exported, Gguf
+    from finetune.export.model_card import Merged
     from finetune.export.onnx_served import OnnxType
     from finetune.inference.finished_run import FinishedRun
 
@@ -53,6 +54,67 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 
 def merge(
+    run: str | Path,
+    out: str | Path | None = None,
+    *,
+    dtype: Literal["base", "float32", "bfloat16", "float16"] = "base",
+    max_difference: float | None = None,
+    add_system: bool = False,
+    base: str | None = None,
+    checkpoint: str | None = None,
+    overrides: Sequence[str] | Mapping[str, object] = (),
+) -> Merged:
+    """Merge a run's adapter into its base and compare the result, as `finetune merge` does. In one process.
+
+    Args:
+        run: the run's folder, or its name in `runs`.
+        out: the folder to write; None: `runs/a-merged` for `runs/a`.
+        dtype: the type to store weights in. This and the arguments after it are options of the command.
+        max_difference: of logits, relative.
+        add_system: to conversations without a system turn.
+        base: another place of the base.
+        checkpoint: a step or `latest`.
+        overrides: keys of the run's configuration.
+
+    Raises:
+        FinetuneError: see its subclasses in `finetune.errors`.
+    """
+    from finetune.config.compose import overrides_of
+
+    folder, options = find_run_folder(Path(run)), {"most_difference": max_difference, "adds_system": add_system}
+    target = _beside(folder, "merged") if out is None else Path(out)
+    return _merge(folder, target, overrides_of(overrides), dtype, base=base, checkpoint=checkpoint, **options)[1]
+
+
+def _merge(
+    folder: Path,
+    out: Path,
+    overrides: list[str],
+    dtype: str,
+    *,
+    base: str | None,
+    checkpoint: str | None,
+    **options: Any,
+) -> tuple[FinishedRun, Merged]:
+    from finetune.export.out_folder import refuse_taken
+    from finetune.inference.finished_run import find_run
+
+    refuse_several_processes("merge")
+    configure_logs(rank=0)
+    refuse_taken(out)
+    run = find_run(folder, overrides, base=base, checkpoint=checkpoint, is_alone=True)
+
+    with importing():
+        import torch
+
+        from finetune.export.merge import write_merged
+
+    stored_as = None if dtype == "base" else getattr(torch, dtype)
+    with waiting("merging, and comparing the merged model with the run"):
+        return run, write_merged(run, out, dtype=stored_as, **options)
+
+
+def merge_command(
     run_folder: RunFolderArgument,
     out: OutArgument = None,
     dtype: Annotated[
@@ -75,23 +137,9 @@ def merge(
     settings: SetOption = None,
 ) -> None:
     """Merge a run's adapter into its base, and check that transformers alone loads it with the same answers."""
-    from finetune.export.out_folder import refuse_taken
-    from finetune.inference.finished_run import find_run
-
-    refuse_several_processes("merge")
-    configure_logs(rank=0)
     out = out or _beside(run_folder, "merged")
-    refuse_taken(out)
-    run = find_run(run_folder, settings or [], base=base, checkpoint=checkpoint, is_alone=True)
-
-    with importing():
-        import torch
-
-        from finetune.export.merge import write_merged
-
-    stored_as = None if dtype == "base" else getattr(torch, dtype)
-    with waiting("merging, and comparing the merged model with the run"):
-        merged = write_merged(run, out, dtype=stored_as, most_difference=max_difference, adds_system=add_system)
+    options = {"most_difference": max_difference, "adds_system": add_system}
+    run, merged = _merge(run_folder, out, settings or [], dtype, base=base, checkpoint=checkpoint, **options)
     embeddings = "embeddings tied" if merged.is_tied else "embeddings not tied"
     say(
         f"Written to {out}: {format_bytes(merged.num_bytes)} of weights as {merged.dtype}, {embeddings}, "

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
@@ -23,22 +25,94 @@ from finetune.cli.run_options import (
     ToolsOption,
     TopKOption,
     TopPOption,
+    find_run_folder,
     log_as_this_rank,
     read_tools_option,
     refuse_password,
 )
 from finetune.errors import DataError
 from finetune.logs import waiting
-from finetune.terminal import EMPTY, print_json, print_table, visible
+from finetune.terminal import EMPTY, json_text, print_json, print_table, visible
+from finetune.units import counted
 
 if TYPE_CHECKING:
-    from finetune.inference.generator import Generator
+    from finetune.inference.finished_run import FinishedRun
+    from finetune.inference.generator import AnswerSettings, Generator
     from finetune.inference.prompts import Prompt
 
+_log = logging.getLogger(__name__)
 _STANDARD_INPUT = "-"
 
 
+class AnswerOfRun(NamedTuple):
+    """The answer of a finished run to one prompt."""
+
+    source: str
+    """Which prompt it is, for messages: `prompt 2`."""
+    prompt: str
+    """The last turn of the prompt."""
+    answer: str
+    ended_by: Literal["stop", "length"]
+    """`length` if the answer did not end within `max_new_tokens` or the model's context."""
+    num_tokens: int
+    num_prompt_tokens: int
+    expected: str | None = None
+    """The answer in the row, if it has one."""
+    reasoning: str = ""
+    """What the model wrote before the answer between the tokens of thinking."""
+    tool_calls: Sequence[Any] = ()
+    base: str | None = None
+    """The answer of the base, if it was asked as well."""
+
+
 def generate(
+    run: str | Path,
+    prompts: str | Sequence[str | Mapping[str, Any]],
+    *,
+    system: str | None = None,
+    compare: bool = False,
+    base: str | None = None,
+    checkpoint: str | None = None,
+    overrides: Sequence[str] | Mapping[str, object] = (),
+    **options: Any,
+) -> list[AnswerOfRun]:
+    """Ask a finished run, as `finetune generate` does. Without a launcher, or in one process of it.
+
+    Args:
+        run: the run's folder, or its name in `runs`.
+        prompts: a text, or a list of texts or of rows with `prompt`, `messages` or `text`.
+        system: the system turn, empty for none; None: the most frequent one in the training rows.
+        compare: ask the base as well.
+        options: `max_new_tokens`, `temperature`, `top_p`, `top_k` and `seed`, as of the command.
+        base: another place of the base.
+        checkpoint: a step or `latest`.
+        overrides: keys of the run's configuration.
+
+    Raises:
+        FinetuneError: see its subclasses in `finetune.errors`.
+    """
+    from finetune.config.compose import overrides_of
+    from finetune.inference.finished_run import find_run
+    from finetune.inference.generator import AnswerSettings
+    from finetune.inference.prompts import read_json_lines, user_prompt
+
+    settings = AnswerSettings(system=system, **{"max_new_tokens": 256, **options})
+    log_as_this_rank(logging.WARNING)
+    found = find_run(
+        find_run_folder(Path(run)), overrides_of(overrides), base=base, checkpoint=checkpoint, is_alone=True
+    )
+    questions: list[Prompt] = []
+    for place, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts, start=1):
+        source = f"prompt {place}"
+        if isinstance(prompt, str):
+            questions.append(user_prompt(prompt, source))
+        else:
+            questions += [replace(each, source=source) for each in read_json_lines([json_text(prompt)], source)]
+    records = _answer(found, questions, settings, compare=compare)
+    return [AnswerOfRun(**{**each, "base": each["base"]["answer"]} if compare else each) for each in records]
+
+
+def generate_command(
     run_folder: RunFolderArgument,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]…", help="A prompt to answer.")] = None,
     from_file: Annotated[
@@ -69,7 +143,7 @@ def generate(
 ) -> None:
     """Ask a finished run: one answer for each PROMPT, each row of --from FILE, or the text of a pipe."""
     from finetune.inference.finished_run import find_run
-    from finetune.inference.generator import AnswerSettings, Generator
+    from finetune.inference.generator import AnswerSettings
     from finetune.inference.prompts import Prompt
 
     OptionRules({"--raw": raw, "--system": system, "--tools": tools}).exclude(
@@ -99,14 +173,35 @@ def generate(
         if several := [prompt.source for prompt in questions if len(prompt.messages) > 1]:
             raise DataError(f"{several[0]} has several turns, but --raw takes a single text. Drop --raw.")
         questions = [Prompt(source=each.source, text=each.shown, expected=each.expected) for each in questions]
-    with Generator.open(run, answer_settings) as generator, waiting("answering"):
+    records = _answer(run, questions, answer_settings, compare=compare, batch_size=batch_size)
+    show_records(records, as_json=as_json, compare=compare)
+
+
+def _answer(
+    run: FinishedRun,
+    questions: list[Prompt],
+    settings: AnswerSettings,
+    *,
+    compare: bool,
+    batch_size: int | None = None,
+) -> list[dict[str, Any]]:
+    """Launch, load the run and answer the prompts. Return the records of `_answer_all`, on the main process alone."""
+    from finetune.inference.generator import Generator
+
+    with Generator.open(run, settings) as generator, waiting("answering"):
         if compare:
             generator.require_base()
         models = ["base", "tuned"] if compare else ["tuned"]
         records = _answer_all(generator, questions, models, batch_size or run.config.testing.batch_size)
-        if not generator.runtime.is_main_process:
-            return
-    show_records(records, as_json=as_json, compare=compare)
+    if not generator.runtime.is_main_process:
+        return []
+    answers = [each for record in records for each in ([record, record["base"]] if compare else [record])]
+    if num_unended := sum(answer["ended_by"] == "length" for answer in answers):
+        _log.warning(
+            "%d of %s did not end within %d tokens. Ask with a larger max_new_tokens.",
+            *(num_unended, counted(len(answers), "answer"), settings.max_new_tokens),
+        )
+    return records
 
 
 def _read_prompts(arguments: list[str], from_file: str | None) -> list[Prompt]:

@@ -183,8 +183,10 @@ def load_run_config(folder: Path, overrides: Sequence[str] = (), *, loads_model:
     return bound_to_folder(compose(overrides, run=str(folder / SAVED_CONFIG), uses=uses), folder)
 
 
-def overrides_of(values: Mapping[str, object]) -> list[str]:
-    """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`."""
+def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:
+    """Write a dict of dotted keys as overrides: `{"lora.r": 8}` becomes `lora.r=8`. A list of overrides is copied."""
+    if not isinstance(values, Mapping):
+        return [values] if isinstance(values, str) else list(values)
     overrides = []
     for key, value in values.items():
         try:

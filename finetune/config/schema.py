@@ -793,7 +793,7 @@ class Config(Section):
     resume: Free[Literal["never", "auto"]] = "never"
     """auto: go on from the newest valid checkpoint in `output_dir`; if that is not set, in the newest run like this."""
     resume_allow: Free[TextList] = Field(default_factory=list)
-    """Keys or sections that may change on resume although they change the curve: `resume.allow=seed,data`."""
+    """Keys or sections that may change in this start although they change the curve: `resume.allow=seed,data`."""
     strict: Free[bool] = False
     """Refuse every fallback, instead of taking and recording it."""
     parallel: ParallelSection = Field(default_factory=ParallelSection)

@@ -43,6 +43,7 @@ ROW_TYPE_NAMES = {
 }
 """The row types, and their names in messages."""
 _MAX_SHOWN = 5
+_MAX_PLACES = 3
 _OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labelled": "kto", "prompts": "grpo"}
 """The objective that a message proposes for rows of each type."""
 _MARKS = (("true", "false"), ("good", "bad"), ("thumbs_up", "thumbs_down"))
@@ -50,7 +51,7 @@ _MARKS = (("true", "false"), ("good", "bad"), ("thumbs_up", "thumbs_down"))
 
 
 class RowProblems:
-    """The rows of a source that cannot be used: all are counted, the first few are shown.
+    """The rows of a source that cannot be used: all are counted, and each reason is shown once with its first rows.
 
     Args:
         drops: leave them out (`data.on_bad_row=drop`) instead of refusing the source.
@@ -60,39 +61,46 @@ class RowProblems:
     def __init__(self, *, drops: bool = False, can_drop: bool = True) -> None:
         self.count = 0
         self._drops, self._can_drop = drops, can_drop
-        self._shown: list[str] = []
+        self._problems: dict[str, str] = {}
         self._reasons: Counter[str] = Counter()
-        self._first: dict[str, str] = {}
+        self._places: dict[str, list[str]] = {}
 
     def add(self, place: str, problem: str) -> None:
         """Note a row."""
         self.count += 1
-        if self.count <= _MAX_SHOWN:
-            self._shown.append(f"  {place}: {problem}")
         actual, _, expected = problem.rpartition("; ")
         # What was found differs from row to row, unless it is a column that is not there.
         reason = expected if expected.startswith("expected") or not actual else actual
         self._reasons[reason] += 1
-        self._first.setdefault(reason, place)
+        self._problems.setdefault(reason, problem)
+        places = self._places.setdefault(reason, [])
+        if len(places) < _MAX_PLACES:
+            places.append(place)
 
     def raise_if_any(self, label: str, num_rows: int, proposal: str = "") -> None:
         """Raise a DataError if a row was noted that is not dropped. `proposal` is what can be set if all rows were."""
         if not self.count or (self._drops and self.count < num_rows):
             return
-        more = [f"  and {self.count - _MAX_SHOWN} more"] if self.count > _MAX_SHOWN else []
+        shown = []
+        for reason, problem in islice(self._problems.items(), _MAX_SHOWN):
+            others = self._reasons[reason] - len(self._places[reason])
+            places = ", ".join(self._places[reason]) + (f" and {others:,} more" if others else "")
+            shown.append(f"  {places}: {problem}")
+        num_left = self.count - sum(self._reasons[reason] for reason in islice(self._problems, _MAX_SHOWN))
+        more = [f"  and {num_left:,} more for other reasons"] if num_left else []
         head = f"{label}: {self.count} of {num_rows} rows cannot be used:"
         advice = "Correct or remove them, then start again"
         if self.count < num_rows:
             proposal = "data.on_bad_row=drop to leave them out" if self._can_drop else ""
         advice += f", or set {proposal}." if proposal else "."
-        raise DataError("\n".join([head, *self._shown, *more, advice]))
+        raise DataError("\n".join([head, *shown, *more, advice]))
 
     def describe(self) -> str:
         """Describe the rows that were left out: how many for each reason, and the first of each."""
         if not self.count:
             return ""
         reasons = (
-            f"{count:,} ({reason}; first {self._first[reason]})" for reason, count in self._reasons.most_common()
+            f"{count:,} ({reason}; first {self._places[reason][0]})" for reason, count in self._reasons.most_common()
         )
         return f"; left out (data.on_bad_row=drop): {', '.join(islice(reasons, _MAX_SHOWN))}"
 

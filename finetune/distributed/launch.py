@@ -203,7 +203,9 @@ def _check_world(config: Config, runtime: Runtime, *, trains: bool) -> None:
     _log.info("Process %d/%d started", runtime.environment.rank, runtime.environment.world_size)
     if trains:
         # Only now: rank 0 may train alone, and may have begun its run before a rank that leaves had come this far.
-        RunFolder(_choose_folder(config, runtime)).check(config.resume)
+        folder = RunFolder(_choose_folder(config, runtime))
+        folder.refuse_living_holder()
+        folder.check(config.resume)
     must_be_equal = config.model_dump(
         mode="json", exclude={"parallel": {"rank", "output_device"}, "data": {"cache_dir"}}
     )

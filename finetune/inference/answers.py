@@ -12,12 +12,13 @@ name a file by its path: `./scores.py:bleu`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -236,6 +237,21 @@ def resolve_functions(
     """
     allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
     return {name: _resolve(name, known, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
+
+
+def fingerprint_functions(names: Iterable[str], allowed_modules: Iterable[str]) -> str:
+    """Return the names and digests of the source files of functions; empty if all are built in.
+
+    For the arguments, see `resolve_functions`, which has imported the modules. Code that a file imports is not read.
+    """
+    modules = {name.rpartition(".")[0] for name in names}
+    files = []
+    for allowed in allowed_modules:
+        is_file = allowed.endswith(".py")
+        source = allowed if is_file else getattr(sys.modules.get(allowed), "__file__", None)
+        if source and (Path(allowed).stem if is_file else allowed) in modules and Path(source).is_file():
+            files.append(Path(source))
+    return ", ".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" for file in sorted(files))
 
 
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:

@@ -192,6 +192,14 @@ def room_for_answer(model: Any, prompt: Sequence[int], max_new_tokens: int) -> i
     return max_new_tokens if context is None else min(max_new_tokens, context - len(prompt))
 
 
+def count_unended(
+    model: Any, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], max_new_tokens: int
+) -> int:
+    """Count the answers that the limit of tokens or the end of the context cut off. Answers are without stop tokens."""
+    pairs = zip(prompts, answers, strict=True)
+    return sum(len(answer) >= room_for_answer(model, prompt, max_new_tokens) for prompt, answer in pairs)
+
+
 def stream_answer(model: Any, prompt: Sequence[int], decoding: Decoding, on_token: Callable[[int], object]) -> None:
     """Answer one prompt as `generate_answers` does, and pass on each token as soon as it is generated.
 

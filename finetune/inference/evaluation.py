@@ -7,6 +7,7 @@ changes no generated token in fp32, and the loss only by rounding (about 1e-7 of
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from finetune.data.encoded import EncodedExamples
 from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.distributed.runtime import Runtime
 from finetune.inference.answers import METRICS, AnswerReader, Metric, measure
-from finetune.inference.decoding import Decoding, generate_answers
+from finetune.inference.decoding import Decoding, count_unended, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
 from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, Scores, worse_first
 from finetune.logs import waiting
@@ -36,6 +37,7 @@ from finetune.units import counted
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 _LONGEST_LINE = 100
 """The most characters of a turn in the context of an answer."""
 
@@ -95,17 +97,19 @@ def evaluate_model(
         rise = (losses["tuned"][0] - losses["base"][0]) / losses["base"][1].clamp(min=1)
         chosen.sort(key=lambda row: min(0.0, -float(rise[dialogue.rows[row]])))
     chosen = chosen[:num_answers]
+    asked, unended = [dialogue.prompts[row] for row in chosen], dict[ModelName, int]()
     for name in names:
         adapter = model.disable_adapter() if name == "base" else nullcontext()
         with adapter, waiting(f"answering {counted(num_answers, 'prompt')} with the {name} model"):
             ids = generate_answers(
                 model,
-                [dialogue.prompts[row] for row in chosen],
+                asked,
                 Decoding(stop_ids=stops, max_new_tokens=section.max_new_tokens),
                 batch_size=section.batch_size,
                 runtime=runtime if is_shared else None,
             )
             answers[name] = [dialogue.reader.read(row).text for row in ids] if is_writer else []
+            unended[name] = count_unended(model, asked, ids, section.max_new_tokens) if is_writer else 0
     measured = {name: _measure(metrics, texts, dialogue.expected) for name, texts in answers.items()}
     return Evaluation(
         num_rows=len(examples),
@@ -126,6 +130,7 @@ def evaluate_model(
         ),
         rows={name: RowValues(*losses[name].tolist(), measured[name]) for name in names},
         num_left_out=loader.num_left_out,
+        num_unended=unended,
     )
 
 
@@ -156,6 +161,11 @@ def measure_answers(
     with runtime.collectives.failing_together("measuring answers"):
         if runtime.is_main_process:
             answers = [dialogue.reader.read(row).text for row in ids]
+            if num_unended := count_unended(model, dialogue.prompts, ids, max_new_tokens):
+                _log.info(
+                    "Validation: %d of %s did not end within %d tokens (validation.max_new_tokens)",
+                    *(num_unended, counted(len(ids), "answer"), max_new_tokens),
+                )
             measured = _measure(metrics, answers, dialogue.expected)
             means = _means(measured)
             for subset in dict.fromkeys(dialogue.subsets):

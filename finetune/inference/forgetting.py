@@ -85,8 +85,9 @@ def measure_forgetting(
 ) -> Forgetting | None:
     """Measure KL(base || tuned) on the base's greedy answers to general prompts; None if there are to be none.
 
-    Both models are placed. Without `base`, the adapter is switched off. The measurement ends as soon as it is predicted
-    to take longer than `max_seconds`. Collective: every rank answers some of the prompts, unless `is_alone`.
+    Both models are placed. Without `base`, the adapter is switched off. The measurement does not begin if one forward
+    shows that it takes longer than `max_seconds`, and ends as soon as its batches show it. Collective: every rank
+    answers some of the prompts, unless `is_alone`.
     """
     prompts = read_general_prompts(general_prompts)
     if not prompts:
@@ -110,7 +111,10 @@ def measure_forgetting(
         return Forgetting(why_not=str(error))
     rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
     measured = [[0.0, 0.0, 0.0] for _ in ids]
-    begun, predicted = time.monotonic(), _LEAST_SECONDS
+    predicted = _LEAST_SECONDS
+    if predicted <= max_seconds < math.inf:
+        predicted = max(predicted, _least_seconds(runtime, reference, [ids[row] for row in batches[0]], len(batches)))
+    begun = time.monotonic()
     for number, rows in enumerate(own := batches[rank::world_size], start=1):
         if predicted > max_seconds:
             takes, limit = format_duration(predicted), format_duration(max_seconds)
@@ -136,6 +140,20 @@ def measure_forgetting(
         tuned_log_probability=fmean(of_tuned),
         most_changed=[(prompts[row].shown, divergences[row]) for row in listed],
     )
+
+
+def _least_seconds(runtime: Runtime, model: Any, prompts: Sequence[list[int]], num_batches: int) -> float:
+    """Return a bound below the time of all batches, from one forward over the prompts of a batch.
+
+    Each token of an answer takes at least a token's share of that forward, and two more forwards compare the models.
+    """
+    microbatch = pad([EncodedExample(torch.tensor(row), torch.ones(len(row), dtype=torch.bool)) for row in prompts])
+    begun = time.monotonic()
+    with evaluation_mode(model), waiting("timing a forward over general prompts"):
+        runtime.placement.forward(logits_of_padded, model, microbatch)
+    if runtime.device.type == "cuda":
+        torch.cuda.synchronize(runtime.device)
+    return 3 * (time.monotonic() - begun) * num_batches
 
 
 def _measure(

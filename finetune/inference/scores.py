@@ -104,6 +104,19 @@ class Evaluation:
     other_name: str = "base"
     """The model in the place of the base, for tables: another run's folder if the runs are compared."""
     forgetting: Forgetting | None = None
+    num_unended: Mapping[ModelName, int] = field(default_factory=dict)
+    """The answers of each model that the limit of tokens cut off. An empty mapping if nothing was answered."""
+
+    @property
+    def unended(self) -> str:
+        """Say how many answers did not end; empty if all did."""
+        names = {"base": self.other_name}
+        counts = [
+            f"{number:,} of {counted(len(self.answers), 'answer')} of {names.get(name, name)}"
+            for name, number in self.num_unended.items()
+            if number
+        ]
+        return f"Did not end within testing.max_new_tokens: {', '.join(counts)}." if counts else ""
 
     @cached_property
     def verdicts(self) -> dict[str, PairedVerdict]:
@@ -165,7 +178,8 @@ class Evaluation:
             for row, theirs in zip(self.answers, other.answers, strict=True)
         )
         both, rows = {"base": scores, **self.scores}, {"base": values, **self.rows}
-        return replace(self, scores=both, rows=rows, answers=tuple(answers), other_name=name)
+        unended: dict[ModelName, int] = {"base": other.num_unended.get("tuned", 0), **self.num_unended}
+        return replace(self, scores=both, rows=rows, answers=tuple(answers), other_name=name, num_unended=unended)
 
     @property
     def tuned(self) -> Scores:
@@ -213,6 +227,8 @@ def show_evaluation(
         _show_subsets(evaluation.subsets)
     for name, verdict in evaluation.verdicts.items():
         say(f"{_LABELS.get(name, name)}: {verdict}", indent="  ")
+    if evaluation.unended:
+        say(evaluation.unended, indent="  ")
     if evaluation.forgetting is not None and (with_perplexity or not evaluation.forgetting.why_not):
         say(str(evaluation.forgetting), indent="  ")
     for row in worse_first(evaluation.answers)[:num_answers]:

@@ -85,6 +85,7 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
             payload=_markup(script_data(records)),
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
             headline=sentences.headline(runs),
+            said=sentences.score_of_headline(runs),
             second_line=sentences.second_line(runs),
             runs=[_run_values(run, index, is_best=run is best) for index, run in enumerate(runs)],
             charts=charts,
@@ -160,7 +161,7 @@ def _run_values(run: RecordedRun, index: int, *, is_best: bool) -> dict[str, Any
 
 
 def _facts(run: RecordedRun) -> dict[str, str]:
-    names = ("launcher", "world_size", "processes_started", "backend", "git_commit", "finished")
+    names = ("launcher", "processes_started", "backend", "git_commit", "finished")
     facts = {name.replace("_", " "): str(run.record[name]) for name in names if run.record.get(name) is not None}
     starts = [str(start) for start in run.entries("starts")]
     batch = {name.replace("_", " "): str(value) for name, value in run.part("global_batch").items()}
@@ -171,9 +172,9 @@ def _facts(run: RecordedRun) -> dict[str, str]:
 
 
 def _verdict(run: RecordedRun) -> list[str]:
-    """Return the sentences in run.json on each metric, and on what the model forgot."""
-    forgetting = mapping(run.result.get("forgetting"))
-    records = [*map(mapping, mapping(run.result.get("verdict")).values()), forgetting]
+    """Return the sentences in run.json on each metric, on answers that did not end, and on what the model forgot."""
+    others = [mapping(run.result.get(name)) for name in ("unended", "forgetting")]
+    records = [*map(mapping, mapping(run.result.get("verdict")).values()), *others]
     return [str(record["sentence"]) for record in records if record.get("sentence")]
 
 
@@ -212,12 +213,10 @@ def _best_and_worst(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checkpoints(run: RecordedRun) -> list[dict[str, Any]]:
-    losses = dict(run.points("validation", "loss"))
     present = set(run.folder.checkpoint_steps())
     return [
         {
             "step": step,
-            "loss": losses.get(step),
             "num_bytes": number_in(event, "num_bytes"),
             "blocked_seconds": number_in(event, "blocked_seconds") or 0.0,
             "is_kept": step in present,

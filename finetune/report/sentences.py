@@ -134,19 +134,27 @@ def _of_one(run: RecordedRun) -> str:
         change = _fall("training loss", finite(run.points("step", "loss")))
         return f"{doing}: {change} in {steps}." if change else f"{doing}, and no step is recorded."
     scores = run.scores()
-    base, tuned = scores.get("base", {}), scores.get("tuned", {})
-    if "exact_match" in tuned:
+    base, tuned, score = scores.get("base", {}), scores.get("tuned", {}), score_of_headline([run])
+    if score == "exact_match":
         before = f" The base model: {percent(base['exact_match'])}." if "exact_match" in base else ""
         return (
             f"{percent(tuned['exact_match'])} of its answers on the {run.tested_split} split are exactly right.{before}"
         )
-    if "loss" in tuned and "loss" in base:
+    if score == "loss":
         change = _change(f"Loss on the {run.tested_split} split", base["loss"], tuned["loss"])
         rows = f", over {run.rows_of_test_loss}" if run.rows_of_test_loss else ""
         return f"{change}, from base to tuned model{rows}."
     validation, training = (finite(run.points(event_type, "loss")) for event_type in ("validation", "step"))
     change = _fall("validation loss", validation) or _fall("training loss", training)
     return f"{change[0].upper()}{change[1:]} in {steps}." if change else f"It completed {steps}."
+
+
+def score_of_headline(runs: Sequence[RecordedRun]) -> str:
+    """Return the score of the tested split that the headline says, of base and tuned model; empty if it says none."""
+    scores = runs[0].scores() if len(runs) == 1 and runs[0].status == "completed" else {}
+    if "exact_match" in scores.get("tuned", {}):
+        return "exact_match"
+    return "loss" if all("loss" in scores.get(model, {}) for model in ("base", "tuned")) else ""
 
 
 def headline(runs: Sequence[RecordedRun]) -> str:

@@ -115,7 +115,8 @@ def try_file_lock(path: Path) -> FileLock | None:
             is_free = _try_lock(descriptor)
             if is_free and _is_still_at(path, descriptor):
                 started = datetime.now(UTC).isoformat(timespec="seconds")
-                holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+                here = {"host": socket.gethostname(), "pid": os.getpid(), "parent": os.getppid()}
+                holder = {**here, "started": started}
                 os.ftruncate(descriptor, 0)
                 os.lseek(descriptor, 0, os.SEEK_SET)
                 os.write(descriptor, json.dumps(holder).encode())
@@ -139,6 +140,22 @@ def is_held(path: Path) -> bool:
     except PermissionError:
         return True
     except OSError:  # no such file, or a file system without locks
+        return False
+
+
+def is_held_here(path: Path) -> bool:
+    """Whether a process of this machine, perhaps this one, holds a lock, and the process that started it lives.
+
+    The ranks of a killed launcher end soon, so that a scheduler may start the run again at once.
+    """
+    import psutil
+
+    try:
+        holder = json.loads(read_regular(path))
+        is_here = holder["host"] == socket.gethostname() and is_held(path)
+        parent = psutil.Process(int(holder["pid"])).ppid()
+        return is_here and parent == holder["parent"] and psutil.pid_exists(parent)
+    except (OSError, psutil.Error, ValueError, TypeError, KeyError, RecursionError):
         return False
 
 

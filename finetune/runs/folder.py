@@ -12,11 +12,11 @@ from finetune.config.render import SCHEMA_FILE
 from finetune.errors import CheckpointError
 from finetune.limits import MOST_BYTES, open_regular, type_of_file
 from finetune.runs.durable import clear_leftovers, describe_os_error, is_leftover
-from finetune.runs.file_lock import FileLock, file_lock
+from finetune.runs.file_lock import FileLock, describe_holder, file_lock, is_held_here
 from finetune.units import name_first
 
 LOCK_TIMEOUT_SECONDS = 30.0
-"""The longest that a restart waits for the processes of the previous run to end."""
+"""The longest that a restart waits for processes of a killed launcher, or of another machine, to end."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PROFILE_FILE = re.compile(r"(trace|memory)-steps-\d+-\d+-rank\d+\.json(\.gz)?")
@@ -126,6 +126,14 @@ class RunFolder:
                 f"Name an empty or a new folder with output_dir=. Nothing was changed."
             )
 
+    def refuse_living_holder(self) -> None:
+        """Raise CheckpointError if a living process of this machine is writing the folder."""
+        if is_held_here(self.lock_file):
+            raise CheckpointError(
+                f"output_dir={self.path} is being written by {describe_holder(self.lock_file)}. Wait for it to end or "
+                "stop it, or name another folder with output_dir=."
+            )
+
     def check_writable(self) -> None:
         """Refuse a place where `open` could not write. Only the main process calls this, because only it writes there.
 
@@ -151,6 +159,7 @@ class RunFolder:
             CheckpointError: the folder cannot be created or written, holds a run (with `never`) or something that
                 is not a run, or a living process is writing it.
         """
+        self.refuse_living_holder()
         self.check(resume)
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -44,7 +44,8 @@ _LOOK_SECONDS = 0.5
 _LINE_EVERY = 10
 _CURVE_WIDTH = 24
 _BAR_WIDTH = 24
-"""With these every row fits a terminal of 80 columns."""
+_NARROW = 80
+"""The columns of a terminal that every row fits with these widths. On a wider one, the curve and the bar are longer."""
 _OF_BOTH_SIDES = ("chosen_reward", "rejected_reward")
 """Metrics of a validation that are left out, because their difference is shown."""
 
@@ -121,15 +122,18 @@ class RunView:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        for name, value in self._rows():
+        for name, value in self._rows(wider=max(0, options.max_width - _NARROW)):
             table.add_row(name, Text(visible(value)))
         for text in self._warnings[-_MAX_WARNINGS:]:
             table.add_row(Text("warning", style="bold magenta"), Text(visible(text)))
         yield table
 
-    def _rows(self) -> list[tuple[str, str]]:
+    def _rows(self, *, wider: int = 0) -> list[tuple[str, str]]:
         """Return the rows of the table. Rows without a value are left out."""
-        of_steps = {"loss": self._loss(), "reward": self._reward() if "reward" in self._last else ""}
+        of_steps = {
+            "loss": self._loss(_CURVE_WIDTH + wider),
+            "reward": self._reward() if "reward" in self._last else "",
+        }
         rates = {
             "rate": _joined(
                 f"learning rate {_format_metric(self._last, 'learning_rate', '.2e')}",
@@ -139,7 +143,7 @@ class RunView:
         }
         rows = {
             "run": self.headline,
-            "step": self._progress(),
+            "step": self._progress(_BAR_WIDTH + wider),
             "now": self.task,
             **(of_steps if self._last else {}),
             "validation": self._validated() if self._validation else "",
@@ -149,16 +153,16 @@ class RunView:
         }
         return [(name, value) for name, value in rows.items() if value]
 
-    def _progress(self) -> str:
+    def _progress(self, width: int) -> str:
         text = _joined(self._of_all(), self._epoch(), self._left())
         if not self.num_steps:
             return text
-        filled = _BAR_WIDTH * min(self.step, self.num_steps) // self.num_steps
-        return f"{text}  {'━' * filled}{'─' * (_BAR_WIDTH - filled)}"
+        filled = width * min(self.step, self.num_steps) // self.num_steps
+        return f"{text}  {'━' * filled}{'─' * (width - filled)}"
 
-    def _loss(self) -> str:
+    def _loss(self, width: int) -> str:
         loss = _joined(_format_metric(self._last, "loss", ".4f"), self.trend())
-        return f"{loss}  {curve(list(self._losses), _CURVE_WIDTH)}".rstrip()
+        return f"{loss}  {curve(list(self._losses), width)}".rstrip()
 
     def _reward(self) -> str:
         length = _format_metric(self._last, "answer_length", ".0f")

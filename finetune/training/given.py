@@ -134,7 +134,8 @@ def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
     """Write rows to files. Return the keys that name them: `data.path`, or for several splits `data.train` and so on.
 
     `data` are dicts, for example a list or a `datasets.Dataset`; or a mapping of such rows by the name of their split,
-    for example a `datasets.DatasetDict`. Every process may call this at the same time.
+    for example a `datasets.DatasetDict`. Rows may be a DataFrame of pandas or polars. Every process may call this at
+    the same time.
 
     Raises:
         DataError: a row is no dict or holds values that JSON does not have, or a file cannot be written.
@@ -158,11 +159,11 @@ def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
 def _write(name: str, rows: object, folder: Path) -> str:
     """Write the rows of a split, unless they are there already, and return the path."""
     if type(rows).__name__ == "DataFrame":
-        raise DataError(
-            f'{name} is a DataFrame; expected rows as dicts. Give df.to_dict("records"), or df.to_dicts() of polars.'
-        )
+        rows = _rows_of_frame(rows)
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
-        raise DataError(f"{name} is {type(rows).__name__}; expected a path, rows as dicts, or a datasets.Dataset.")
+        raise DataError(
+            f"{name} is {type(rows).__name__}; expected a path, rows as dicts, a DataFrame, or a datasets.Dataset."
+        )
     repeatable = rows if hasattr(rows, "__len__") else list(rows)
     digest, count = hashlib.sha256(), 0
     for line in _lines(name, repeatable):
@@ -176,6 +177,13 @@ def _write(name: str, rows: object, folder: Path) -> str:
             with replacing(file) as stream:
                 stream.writelines(_lines(name, repeatable))
     return str(file)
+
+
+def _rows_of_frame(frame: Any) -> list[dict[str, Any]]:
+    """Return the rows of a DataFrame of pandas or polars. A missing cell of pandas (NaN, NA, NaT) is None."""
+    if hasattr(frame, "to_dicts"):
+        return list(frame.to_dicts())
+    return list(frame.astype(object).where(frame.notna(), None).to_dict("records"))
 
 
 def _lines(name: str, rows: Iterable[Any]) -> Iterator[bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
-from finetune.inference.answers import METRICS, Metric
+from finetune.inference.answers import METRICS, Metric, fingerprint_functions
 from finetune.signals import Terminated
 from finetune.training.validation import LOSS
 
@@ -82,7 +82,9 @@ class Hooks:
             tokens (n,). The sums over chunks, micro-batches and ranks are the trainer's. Only with the objective sft.
         metrics: functions of (generated answer, expected answer), by name. Validations and the test phase report the
             mean over the rows, and `early_stopping.metric` and `checkpoint.best_metric` may name them.
-        optimizer: returns a torch optimizer, given parameter groups and `lr=`. A class of optimizers will do.
+        optimizer: a function or a class that returns a torch optimizer. If it takes `lr`, it gets parameter groups and
+            `lr=`, and `optim.*` applies. Otherwise it gets the list of the trained weights. Or a torch optimizer that
+            has made no step, over all trained weights of the given model: see `same_optimizer`.
         callbacks: objects that define any of `on_step(StepResult)`, `on_validation(ValidationResult)`,
             `on_save(SaveResult)` and `on_end(EndResult)`. They are called on every rank. If one returns "stop" or
             "save" on any rank, all ranks stop or save after this step.
@@ -90,7 +92,7 @@ class Hooks:
 
     loss: GivenLoss | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None
     callbacks: Sequence[object] = ()
 
     def check(self, config: Config) -> None:
@@ -100,7 +102,7 @@ class Hooks:
         if not isinstance(self.callbacks, Sequence):
             raise ConfigError(f"callbacks is {self.callbacks!r}; expected a list of objects: callbacks=[object].")
         functions: dict[str, object] = {f"metrics[{name!r}]": metric for name, metric in self.metrics.items()}
-        functions |= {"loss": self.loss, "optimizer": self.optimizer}
+        functions |= {"loss": self.loss, "optimizer": None if _is_object(self.optimizer) else self.optimizer}
         for name, function in functions.items():
             if function is not None and not callable(function):
                 raise ConfigError(f"{name} is {function!r}; expected a function.")
@@ -116,11 +118,16 @@ class Hooks:
         for callback in self.callbacks:
             _check_callback(callback)
 
-    def config(self, config: Config) -> Config:
-        """Return the configuration with the script's optimizer."""
+    def config(self, config: Config, model: Any = None) -> Config:
+        """Return the configuration with the script's optimizer. A given optimizer object needs the model to be used."""
         if self.optimizer is None:
             return config
-        optim = config.optim.with_factory(self.optimizer, _name_of(self.optimizer))
+        factory: Any = self.optimizer
+        if _is_object(factory) and model is not None:
+            from finetune.training.optim import same_optimizer
+
+            factory = same_optimizer(factory, model)
+        optim = config.optim.with_factory(factory, _name_of(self.optimizer))
         return config.model_copy(update={"optim": optim})
 
     def refuse_no_sum(self, model: Any, device: torch.device) -> None:
@@ -130,10 +137,21 @@ class Hooks:
 
             refuse_no_sum(self.loss, len(model.get_output_embeddings().weight), device)
 
-    def fingerprints(self) -> dict[str, str]:
-        """Describe the code that decides about the updates. A resumed run must have the same."""
-        functions = {"loss": self.loss, "optimizer": self.optimizer}
-        return {name: _fingerprint(code) for name, code in functions.items() if code is not None}
+    def fingerprints(self, config: Config) -> dict[str, str]:
+        """Describe the code that decides about the updates and their measure. A resumed run must have the same."""
+        settings: Any = self.optimizer
+        if _is_object(settings):  # its class and its settings, without the weights
+            groups = [{**group, "params": len(group["params"])} for group in settings.param_groups]
+            kind: Callable[..., Any] = type(settings)
+            settings = partial(kind, groups=groups)
+        functions = {"loss": self.loss, "optimizer": settings}
+        of_script = {name: _fingerprint(code) for name, code in functions.items() if code is not None}
+        sources = {
+            "reward.functions": (config.reward.functions, config.reward.functions_from),
+            "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
+        }
+        of_keys = {key: fingerprint_functions(*named) for key, named in sources.items()}
+        return of_script | {key: value for key, value in of_keys.items() if value}
 
     def as_record(self, config: Config, model: Any) -> dict[str, Any]:
         """Return the names of the given code, and of the classes of a given model. Empty if nothing is given."""
@@ -218,6 +236,10 @@ def _check_callback(callback: object) -> None:
         raise ConfigError(f"the callback {kind} defines {unknown[0]}, which is not called. Expected any of {known}.")
     if not methods:
         raise ConfigError(f"the callback {kind} defines none of the methods that are called: {known}.")
+
+
+def _is_object(optimizer: object) -> bool:
+    return hasattr(optimizer, "param_groups")
 
 
 def _name_of(code: Any) -> str:

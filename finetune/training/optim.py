@@ -12,7 +12,8 @@ import importlib
 import inspect
 import logging
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,8 @@ def _inner(optimizer: torch.optim.Optimizer) -> Any:
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
     """Build the optimizer over the trained weights, or raise ConfigError; vectors (biases, norms) do not decay."""
     optimizer_class: Any = section.factory or resolve_optimizer(section.optimizer)
+    if section.factory is not None and not _takes(section.factory, "lr"):
+        return _made_from_weights(model, section)
     if "weight_decay" in section.args:  # the decay of each group would win
         raise ConfigError("optim.args sets weight_decay. Set optim.weight_decay, which spares biases and norms.")
     groups = _groups(model, section)
@@ -110,6 +113,87 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         )
     restore_trained_weights(optimizer)
     return optimizer
+
+
+def _takes(function: Any, name: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def _made_from_weights(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
+    """Return the optimizer that a script's function makes of the trained weights, with the function's own settings.
+
+    The rate of each group keeps its ratio to `optim.learning_rate`, because the trainer sets the rate of each step.
+
+    Raises:
+        ConfigError: the optimizer does not train exactly these weights, or `optim.*` says something else.
+    """
+    unused = {"weight_decay": 0.0, "lora_plus_ratio": 1.0, "args": {}}
+    if ignored := [f"optim.{key}" for key, default in unused.items() if getattr(section, key) != default]:
+        raise ConfigError(
+            f"{ignored[0]} is set, but {section.optimizer} gets no parameter groups, to which it applies. Remove the "
+            "key, or let the function take lr: optimizer=lambda groups, lr: torch.optim.AdamW(groups, lr=lr)."
+        )
+    assert section.factory is not None
+    weights = trainable_parameters(model)
+    try:
+        optimizer = section.factory(weights)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{section.optimizer} cannot be built of the trained weights: {error}.") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"{section.optimizer} returned {type(optimizer).__name__}; expected a torch.optim.Optimizer.")
+    _refuse_other_weights(optimizer, weights)
+    if is_schedule_free(optimizer):
+        raise ConfigError(f"{section.optimizer} is schedule-free. Name its class in optim.optimizer.")
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if section.learning_rate not in rates:
+        raise ConfigError(
+            f"{section.optimizer} has the learning rate {rates[0]:g}, but optim.learning_rate is "
+            f"{section.learning_rate:g}, which the rate of each step follows. Set one of them to the other: "
+            f'overrides={{"optim.learning_rate": {rates[0]:g}}}.'
+        )
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group[_RATIO] = rate / section.learning_rate
+    return optimizer
+
+
+def _refuse_other_weights(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter]) -> None:
+    held = {id(weight) for group in optimizer.param_groups for weight in group["params"]}
+    if held != {id(weight) for weight in weights}:
+        raise ConfigError(
+            f"the given {type(optimizer).__name__} does not hold exactly the weights that this run trains: it holds "
+            f"{len(held)} tensors, and the run trains {len(weights)}. A model by name, or one that gets its adapter "
+            "from the run, has other weights. Give a function: optimizer=lambda weights: SGD(weights, lr=1e-4)."
+        )
+
+
+def same_optimizer(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module
+) -> Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]:
+    """Return a function that makes the same optimizer, without a state, for copies or shards of a model's weights.
+
+    Raises:
+        ConfigError: the optimizer does not hold exactly the trained weights, or has made steps.
+    """
+    trained = trainable_parameters(model)
+    _refuse_other_weights(optimizer, trained)
+    if optimizer.state:
+        raise ConfigError(
+            f"the given {type(optimizer).__name__} has made steps, which a run that starts again would not repeat. "
+            "Give a new one."
+        )
+    place = {id(weight): number for number, weight in enumerate(trained)}
+    groups = [(group, [place[id(weight)] for weight in group["params"]]) for group in optimizer.param_groups]
+
+    def make(weights: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = object.__new__(type(optimizer))
+        # A scheduler of torch puts a `step` into the object that would step the given weights.
+        vars(made).update({name: value for name, value in vars(optimizer).items() if name != "step"})
+        made.state = defaultdict(dict)
+        made.param_groups = [{**group, "params": [weights[each] for each in places]} for group, places in groups]
+        return made
+
+    return make
 
 
 def check_optimizer(config: Config) -> None:

@@ -45,6 +45,11 @@ _CODE = {
     "optimizer": OnResume("always", "the optimizer of the script"),
 }
 """A script's own code, by its name in the fingerprints. See `Hooks.fingerprints`."""
+_CODE_OF_KEYS = {
+    "reward.functions": OnResume("always", "the rewards"),
+    "validation.metrics": OnResume("always", "the metrics of validations: those before and after are not comparable"),
+}
+"""Functions that a key names, in a file or an installed module."""
 _CODE_KEYS = {"loss": "training.objective", "optimizer": "optim.optimizer"}
 """The keys by which `resume.allow` accepts other code."""
 _SPLITS = ("data.train", "data.validation")
@@ -218,9 +223,13 @@ def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
 
 
 def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
-    """Return the functions of a script that have changed, or that only one of the two starts has."""
+    """Return the functions whose code has changed, and those of a script that only one of the two starts has."""
     before = run.part("fingerprints")
+    # If only one start names functions, the keys differ. Runs of earlier versions recorded no digests of them.
+    changed = [key for key in _CODE_OF_KEYS if before.keys() & now.keys() >= {key} and before[key] != now[key]]
     return [
+        _Difference(key, str(before[key]), now[key], "the code of its functions", _CODE_OF_KEYS[key]) for key in changed
+    ] + [
         _Difference(_CODE_KEYS[name], before.get(name, "none"), now.get(name, "none"), f"the script's {name}", effect)
         for name, effect in _CODE.items()
         if before.get(name) != now.get(name)

@@ -84,7 +84,7 @@ def set_up(
     check_objective(config)
     hooks.check(config)
     hooks.refuse_no_sum(model, runtime.device)
-    config = hooks.config(runtime.with_launcher_values(config))
+    config = hooks.config(runtime.with_launcher_values(config), model)
     refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, rows)
     prepared = objective.prepare(config, model, tokenizer, rows)
@@ -252,7 +252,7 @@ def _open_journal(
     environment = runtime.environment
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
     inputs |= {} if base is None else {"base": base}
-    inputs |= hooks.fingerprints()
+    inputs |= hooks.fingerprints(config)
     texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
     inputs |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
     journal = Journal(

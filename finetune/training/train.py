@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import compose, overrides_of
-from finetune.config.keys import values
+from finetune.config.keys import did_you_mean, did_you_mean_key, fields, values
+from finetune.config.objectives import OBJECTIVES
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
@@ -35,10 +37,22 @@ from finetune.training.trainer import Trainer, training_objective
 from finetune.training.validation import check_metrics
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
     from finetune.engine.loss import GivenLoss
+
+
+_ARGUMENTS_OF_TRL = {
+    "args": "Give overrides with keys of the configuration, which docs/migrating.md lists by TRL's names.",
+    "train_dataset": "Did you mean data?",
+    "eval_dataset": 'Give data={"train": rows, "validation": rows}.',
+    "peft_config": 'Give overrides={"lora.r": 16}, or a PEFT model in model.',
+    "processing_class": 'The tokenizer is of the model. For another one, give overrides={"model.tokenizer": …}.',
+    "compute_loss_func": "Did you mean loss?",
+}
+"""What `train` takes in place of arguments of TRL's trainers whose names are far from ours."""
 
 
 class TrainResult(NamedTuple):
@@ -70,6 +84,8 @@ def train(
     callbacks: Sequence[object] = (),
     metrics: Mapping[str, Metric] = MappingProxyType({}),
     loss: GivenLoss | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer | None = None,
+    **unknown: object,
 ) -> TrainResult:
     """Train an adapter or a model and test it.
 
@@ -82,14 +98,18 @@ def train(
             on refuses to resume.
         task: the name of a task, see `finetune config list`.
         overrides: `["optim.learning_rate=1e-4"]` or `{"optim.learning_rate": 1e-4}`.
-        callbacks: see `Hooks`, as for the two arguments after it.
+        callbacks: see `Hooks`, as for the three arguments after it.
         metrics: of generated answers.
         loss: of a chunk of target tokens.
+        optimizer: a function, a class or an object.
+        unknown: no other argument is taken. The error names the key or the argument that it means.
 
     Raises:
         FinetuneError: see its subclasses in `finetune.errors`. `finetune.command` turns it into a message.
     """
-    hooks = Hooks(callbacks=callbacks, metrics=metrics, loss=loss)
+    if unknown:
+        _refuse_unknown(unknown)
+    hooks = Hooks(callbacks=callbacks, metrics=metrics, loss=loss, optimizer=optimizer)
     is_given = model is not None and not isinstance(model, (str, os.PathLike))
     if config is None:
         config = _configure(model, data, task, overrides)
@@ -109,10 +129,26 @@ def train(
         return TrainResult(scores, trainer.folder, trainer.model, trainer.tokenizer)
 
 
+def _refuse_unknown(given: Mapping[str, object]) -> None:
+    """Raise ConfigError for keyword arguments that `train` does not have, with what each means here."""
+    arguments = [name for name in inspect.signature(train).parameters if name not in ("config", "unknown")]
+    takes, problems = f"It takes {', '.join(arguments)} (docs/python.md).", []
+    for name, value in given.items():
+        is_key = any(name in (key, key.rpartition(".")[2]) for key in fields()) and name not in _ARGUMENTS_OF_TRL
+        hint = (
+            _ARGUMENTS_OF_TRL.get(name) or ("" if is_key else did_you_mean(name, arguments)) or did_you_mean_key(name)
+        )
+        key = hint.removeprefix("Did you mean ").removesuffix("?").partition(" or ")[0]
+        if key in fields():
+            shown = repr(value) if isinstance(value, (str, int, float)) else "…"
+            hint += f' Keys of the configuration go in overrides: overrides={{"{key}": {shown}}}.'
+        problems.append(f"train has no argument {name}. {hint or takes}")
+    raise ConfigError("\n  ".join(problems))
+
+
 def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapping[str, object]) -> Config:
     """Compose the configuration of a run from the arguments of `train`."""
-    given = [overrides] if isinstance(overrides, str) else overrides
-    arguments = overrides_of(given) if isinstance(given, Mapping) else list(given)
+    arguments = overrides_of(overrides)
     described: dict[str, object] = {}
     if isinstance(model, (str, os.PathLike)):
         arguments.append(f"model={os.fspath(model)}")

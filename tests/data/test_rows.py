@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from finetune.data.readers import FileRows
-from finetune.data.rows import Examples
+from finetune.data.rows import Examples, RowProblems
 from finetune.errors import DataError
 
 USER = {"role": "user", "content": "Hi"}
@@ -86,15 +86,28 @@ def test_the_other_formats_are_checked_too(write_jsonl, first, row, problem):
     assert f"  train.jsonl:2: {problem}" in error_of(write_jsonl([first, row]))
 
 
-def test_five_bad_rows_are_shown_and_all_are_counted(write_jsonl):
-    message = error_of(write_jsonl([CHAT, *[chat()] * 7]))
-    assert message.startswith("train.jsonl: 7 of 8 rows cannot be used:")
-    assert [f"train.jsonl:{line}:" in message for line in range(1, 9)] == [False] + [True] * 5 + [False] * 2
-    assert "  and 2 more\n" in message
+def test_one_reason_is_one_line_with_its_first_rows_and_all_are_counted(write_jsonl):
+    message = error_of(write_jsonl([CHAT, *[chat()] * 50]))
+    head, line, advice = message.split("\n")
+    assert head == "train.jsonl: 50 of 51 rows cannot be used:"
+    assert line.startswith("  train.jsonl:2, train.jsonl:3, train.jsonl:4 and 47 more: ")
+    assert advice.startswith("Correct or remove them")
+
+
+def test_five_reasons_are_shown():
+    problems = RowProblems()
+    for number in range(14):
+        problems.add(f"row {number}", f"reason {number % 7}")
+    with pytest.raises(DataError) as caught:
+        problems.raise_if_any("a.jsonl", 20)
+    lines = [f"  row {number}, row {number + 7}: reason {number}" for number in range(5)]
+    assert str(caught.value).split("\n")[1:-1] == [*lines, "  and 4 more for other reasons"]
 
 
 def test_a_file_of_which_no_row_can_be_read_shows_why(write_jsonl):
-    assert "train.jsonl: 2 of 2 rows cannot be used:\n  train.jsonl:1: not JSON" in error_of(write_jsonl(["a", "b"]))
+    assert "train.jsonl: 2 of 2 rows cannot be used:\n  train.jsonl:1, train.jsonl:2: not JSON" in error_of(
+        write_jsonl(["a", "b"])
+    )
 
 
 @pytest.mark.parametrize("lines", [[], ["", "  "]])

@@ -17,7 +17,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from finetune.cli.export import merge
+import finetune
+from finetune.cli.export import merge_command as merge
 from finetune.errors import CheckpointError, ConfigError, RunFailedError
 from finetune.export import merge as merging
 from finetune.export import out_folder
@@ -55,7 +56,9 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def merged(run):
-    return write_merged(run, run.folder.path.with_name("merged"))
+    merged = finetune.merge(run.folder.path)
+    assert merged.folder == run.folder.path.with_name("orders-merged")
+    return merged
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from finetune.cli.chat import Conversation, chat
-from finetune.cli.generate import generate
+from finetune.cli.generate import generate_command as generate
 from finetune.errors import ConfigError
 from finetune.inference.answers import Answer
 from tests.test_outlives_shell import Terminal

@@ -13,7 +13,9 @@ from unittest.mock import Mock
 import pytest
 from safetensors.numpy import load_file, save
 
-from finetune.cli.evaluate import _refuse_rows_without_one_answer, evaluate
+import finetune
+from finetune.cli.evaluate import _refuse_rows_without_one_answer
+from finetune.cli.evaluate import evaluate_command as evaluate
 from finetune.config.compose import load_config
 from finetune.config.config_files import resolve_shipped
 from finetune.data.splits import digest_row
@@ -54,6 +56,24 @@ def whole(adapter_run, tmp_path_factory):
     output = tmp_path_factory.mktemp("whole") / "figures.json"
     evaluate(adapter_run, [], metric=METRICS, output=output)
     return json.loads(output.read_text())
+
+
+def test_a_script_gets_what_the_command_writes(adapter_run, whole):
+    found = finetune.evaluate(adapter_run, metrics=METRICS)
+    assert {name: score.loss for name, score in found.scores.items()} == {
+        name: whole[name]["loss"] for name in ("base", "tuned")
+    }
+    assert found.scores["tuned"].metrics == {name: whole["tuned"][name] for name in found.scores["tuned"].metrics}
+    assert {name: verdict.as_record() for name, verdict in found.verdicts.items()} == whole["verdict"]
+    words = finetune.evaluate(
+        adapter_run,
+        metrics={"words": lambda answer, _: float(len(answer.split()))},
+        overrides={"testing.max_new_tokens": 4, "testing.metrics": [], "testing.general_prompts": "none"},
+    )
+    assert words.scores["tuned"].metrics.keys() == {"words"}
+    num_cut = sum(len(row.answers["tuned"]) > 0 for row in words.answers)
+    assert words.num_unended["tuned"] == num_cut == len(words.answers), "four tokens end none of these answers"
+    assert f"{num_cut} of {num_cut} answers of tuned" in words.unended
 
 
 def own_test_events(run):

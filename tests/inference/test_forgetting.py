@@ -3,11 +3,15 @@
 import json
 import math
 import shutil
+import time
 
 import pytest
 
-from finetune.cli.evaluate import evaluate
+from finetune import launch
+from finetune.cli.evaluate import evaluate_command as evaluate
 from finetune.errors import DataError
+from finetune.inference import forgetting
+from finetune.inference.finished_run import find_run, read_finished_run
 from finetune.inference.prompts import read_general_prompts
 from finetune.report.page import _verdict
 from finetune.runs.recorded_run import RecordedRun
@@ -72,6 +76,23 @@ def test_a_run_that_forgot_on_purpose_diverges_far_more(runs, forgotten):
     assert "What it forgot: " in hard["sentence"]
 
 
+def test_it_does_not_begin_if_one_forward_shows_that_it_takes_too_long(adapter_run, prompts, monkeypatch):
+    """A forward of 2 s means at least 6 s for each of two batches, and 10 s are allowed."""
+    run, calls = find_run(adapter_run, is_alone=True), []
+    monkeypatch.setattr(forgetting, "generate_answers", lambda *_, **__: pytest.fail("it began"))
+    with launch(run.config, trains=False) as runtime:
+        loaded, forward = read_finished_run(runtime, run), runtime.placement.forward
+
+        def slow(*arguments):
+            calls.append(time.sleep(2))
+            return forward(*arguments)
+
+        monkeypatch.setattr(runtime.placement, "forward", slow)
+        found = forgetting.measure_forgetting(runtime, loaded, str(prompts), max_seconds=10.0)
+    assert "a tenth of the run's time is 10 s; `finetune evaluate RUN` measures it" in found.why_not
+    assert len(calls) == 1
+
+
 def test_the_end_of_a_run_reports_it_or_says_what_does(runs):
     gentle, hard = (json.loads((runs[name] / "run.json").read_text())["result"] for name in ("gentle", "hard"))
     assert "a tenth of the run's time is 0 s" in gentle["forgetting"]["why_not"]
@@ -81,7 +102,9 @@ def test_the_end_of_a_run_reports_it_or_says_what_does(runs):
     full = json.loads((runs["full"] / "run.json").read_text())["result"]["forgetting"]
     assert full["why_not"].startswith("every weight was trained")
     sentences = _verdict(RecordedRun(runs["hard"]))
-    assert [sentence.partition(":")[0] for sentence in sentences] == ["loss", "What it forgot"]
+    assert [sentence.partition(":")[0] for sentence in sentences] == [
+        *("loss", "Did not end within testing.max_new_tokens", "What it forgot")
+    ]
 
 
 def test_another_run_takes_the_place_of_the_base(runs, forgotten):

@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from finetune.cli.generate import generate
+import finetune
+from finetune.cli.generate import generate_command as generate
 from finetune.errors import ConfigError, DataError
 
 PROMPTS = ["Please send 3 crates of oranges to Marta Ruiz in Porto by Friday", "Two pens.", "330 notebooks to Tamara"]
@@ -24,6 +25,25 @@ def asked(capsys):
 
 def records(text):
     return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_script_gets_what_the_command_prints(asked, adapter_run):
+    found = records(asked(adapter_run, PROMPTS, compare=True, as_json=True))
+    prompts = [PROMPTS[0], {"prompt": PROMPTS[1]}, PROMPTS[2]]
+    answers = finetune.generate(str(adapter_run), prompts, compare=True, max_new_tokens=12)
+    assert [answer._asdict() for answer in answers] == [
+        {"expected": None, "reasoning": "", "tool_calls": (), **record, "base": record["base"]["answer"]}
+        for record in found
+    ]
+    (answer,) = finetune.generate(adapter_run, PROMPTS[0], max_new_tokens=12)
+    assert answer == answers[0]._replace(base=None)
+    with pytest.raises(DataError, match="prompt 1"):
+        finetune.generate(adapter_run, [{"question": "x"}])
+
+
+def test_answers_that_did_not_end_are_counted(adapter_run, capsys):
+    generate(adapter_run, PROMPTS, max_new_tokens=2, compare=True)
+    assert "6 of 6 answers did not end within 2 tokens" in capsys.readouterr().err
 
 
 def test_one_answer_a_line_and_the_same_as_json(asked, adapter_run):

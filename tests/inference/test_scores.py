@@ -46,6 +46,14 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
     assert 'tuned {"a": 1}' in rows
 
 
+def test_answers_that_did_not_end_are_counted_for_each_model(render):
+    answers = [answered("p", "e", base="b", tuned="t")] * 3
+    scores = {name: Scores(loss=0.25) for name in ("base", "tuned")}
+    text = render(scores, answers, num_unended={"base": 3, "tuned": 0})
+    assert "Did not end within testing.max_new_tokens: 3 of 3 answers of base." in text
+    assert "Did not end" not in render(scores, answers, num_unended={"base": 0, "tuned": 0})
+
+
 def test_rows_that_the_loss_leaves_out_are_counted(render):
     text = render({"tuned": Scores(loss=0.25)}, num_rows=1200, num_left_out=3)
     assert "Test split, 1,200 rows; the loss is over 1,197 of them (drop_last)" in text

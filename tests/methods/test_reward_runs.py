@@ -6,6 +6,7 @@ import gzip
 import itertools
 import json
 import os
+import shutil
 import signal
 import sys
 from functools import cache
@@ -240,6 +241,7 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
         train_from_overrides(words(inputs, run, *own, "reward.functions_from=rewards_of_a_test"))
     del sys.modules["rewards_of_a_test"]
     assert {"reward", "reward_solves"} <= curve(run)[0].keys()
+    assert record(run)["fingerprints"]["reward.functions"].startswith("rewards_of_a_test.py ")
     log = (run / "log.txt").read_text()  # the rows are read once more for their columns, which is not told again
     assert log.count("columns for reward functions: limit") == 2, "one line for each split"
     again = replay_losses(run, 2)
@@ -259,6 +261,14 @@ def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_after
     assert [step["step"] for step in curve(run)] == [1, 2, 3, 4]
     assert {"reward", "reward_sums"} <= curve(run)[-1].keys()
     assert f"functions_from: [{file}]" in (run / "config.yaml").read_text()
+    digest = record(run)["fingerprints"]["reward.functions"]
+    file.write_text(f"{file.read_text()}\nCHANGED = True\n")
+    changed = rf"started with {digest}, now mine\.py .* \(the code of its functions\): the rewards"
+    with pytest.raises(CheckpointError, match=rf"reward\.functions: {changed}\n.*resume\.allow=reward\.functions"):
+        train_from_overrides(words(inputs, run, *own, *more))
+    accepted = shutil.copytree(run, tmp_path / "accepted")
+    for allowed in (["resume.allow=reward.functions"], []):  # the second start is compared with the accepted code
+        train_from_overrides(words(inputs, accepted, *own, *more, *allowed))
     file.unlink()
     assert replay_losses(run, 2).mismatches == []
     run_finetune("generate", run, "Hello", "--max-new-tokens", "1", code=0)

@@ -89,6 +89,16 @@ def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
     assert headline_of(run) == expected
 
 
+@pytest.mark.process
+def test_what_was_asked_for_and_not_given_stands_above_the_curves(tmp_path):
+    fallback = {"what": "training.device", "wanted": "cuda", "used": "cpu", "why": "this process sees 0 CUDA devices"}
+    text = page_of(write_run(tmp_path / "run", fallbacks=[fallback])).text
+    assert text.count("cuda was wanted, cpu was used: this process sees 0 CUDA devices") == 1
+    assert text.index("cuda was wanted") < text.index("keys differ from their defaults") < text.index("How it ran")
+    assert "Nothing fell back" not in text
+
+
+@pytest.mark.process
 def test_metrics_that_cannot_be_read_are_told(tmp_path):
     run = write_run(tmp_path / "a")
     (run / "metrics.jsonl").unlink()
@@ -313,9 +323,27 @@ def test_a_row_is_shown_as_preview_shows_it(tmp_path):
 @pytest.mark.process
 def test_answers_of_both_models_stand_side_by_side(tmp_path):
     answers = [{"prompt": "Three crates?", "expected": "3", "base": "crates crates", "tuned": "3"}]
-    text = page_of(write_run(tmp_path / "a", result={"answers": answers})).text
-    assert [text.count(words) for words in ("Three crates?", "crates crates")] == [1, 1]
-    assert re.search(r"exactly right\s*12\.5 %\s*87\.5 %", text)
+    unended = {"sentence": "Did not end within testing.max_new_tokens: 1 of 1 answer of base."}
+    text = page_of(write_run(tmp_path / "a", result={"answers": answers, "unended": unended})).text
+    assert [text.count(words) for words in ("Three crates?", "crates crates", "1 of 1 answer of base")] == [1, 1, 1]
+    assert re.search(r"valid JSON\s*50 %\s*100 %", text)
+
+
+@pytest.mark.process
+def test_no_number_stands_twice_on_the_page(tmp_path):
+    """A page says the score once, and in the headline of a run without test rows the validation loss."""
+    tested, untested = write_run(tmp_path / "a"), write_run(tmp_path / "b")
+    events = [json.loads(line) for line in (untested / "metrics.jsonl").read_text().splitlines()]
+    kept = [json.dumps(event) for event in events if event["event"] != "test"]
+    (untested / "metrics.jsonl").write_text("\n".join(kept) + "\n")
+    text = page_of(tested).text
+    assert {value: text.count(value) for value in ("87.5 %", "12.5 %", "0.4167", "0.3167")} == {
+        **{"87.5 %": 1, "12.5 %": 1},
+        **{"0.4167": 1, "0.3167": 1},
+    }
+    text = page_of(untested).text
+    assert "Validation loss fell from 0.55 to 0.4167 in 60 steps" in text
+    assert [text.count(value) for value in ("0.4167", "0.55")] == [1, 1]
 
 
 @pytest.mark.process

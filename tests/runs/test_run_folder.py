@@ -3,10 +3,13 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
+from finetune import launch, load_config
 from finetune.errors import CheckpointError
 from finetune.runs import folder as run_folder
+from finetune.runs.file_lock import is_held, is_held_here
 from finetune.runs.folder import RunFolder
 from tests.runs.made_runs import write_run
 
@@ -152,10 +155,41 @@ def holder(tmp_path):
 
 
 @pytest.mark.process
-def test_a_living_run_keeps_others_out_and_is_named(tmp_path, holder, monkeypatch):
+def test_a_living_run_keeps_others_out_at_once_and_is_named(tmp_path, holder, monkeypatch):
+    monkeypatch.setattr(run_folder, "file_lock", lambda *_, **__: pytest.fail("it waited"))
+    folder = RunFolder(tmp_path / "run")
+    for refusing in (folder.refuse_living_holder, lambda: folder.open(resume="auto")):
+        with pytest.raises(CheckpointError, match=rf"is being written by process {holder.pid} on .*output_dir="):
+            refusing()
+    config = load_config(["model.path=none", "data.path=none", f"output_dir={folder.path}"])
+    with pytest.raises(CheckpointError, match="is being written by"), launch(config):
+        pytest.fail("it began")
+
+
+@pytest.mark.process
+def test_a_process_of_another_machine_is_waited_for(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(run_folder, "LOCK_TIMEOUT_SECONDS", 0.2)
-    with pytest.raises(CheckpointError, match=rf"being written.*process {holder.pid} on .*output_dir="):
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+    assert not is_held_here(RunFolder(tmp_path / "run").lock_file)
+    with pytest.raises(CheckpointError, match=rf"process {holder.pid} on .* still holds .* after 0.2 s.*output_dir="):
         RunFolder(tmp_path / "run").open(resume="auto")
+
+
+@pytest.mark.process
+def test_a_process_whose_launcher_was_killed_is_waited_for(tmp_path):
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLD!r}, {str(tmp_path / 'run')!r}])"
+    with subprocess.Popen([sys.executable, "-c", launcher], stdout=subprocess.PIPE) as started:
+        assert started.stdout.readline() == b"open\n"
+        (holder,) = psutil.Process(started.pid).children()
+        lock = RunFolder(tmp_path / "run").lock_file
+        try:
+            assert is_held_here(lock)
+            started.kill()
+            started.wait()
+            assert not is_held_here(lock)
+            assert is_held(lock)
+        finally:
+            holder.kill()
 
 
 @pytest.mark.process

@@ -37,6 +37,15 @@ def test_the_view_has_everything_in_one_place():
         assert part in text, text
 
 
+def test_a_wide_terminal_has_a_longer_curve_and_bar():
+    view = view_of([3.0 - 0.01 * step for step in range(200)], num_steps=400)
+    narrow, wide = shown(view, width=80), shown(view, width=160)
+    assert [sum(map(text.count, "▁▂▃▄▅▆▇█")) for text in (narrow, wide)] == [24, 104]
+    assert [text.count("━") + text.count("─") for text in (narrow, wide)] == [24, 104]
+    assert max(map(len, (line.rstrip() for line in wide.splitlines()))) <= 160
+    assert len(wide.splitlines()) == len(narrow.splitlines())
+
+
 @pytest.mark.parametrize("step", ["NaN", float("inf"), -1, None])
 def test_untrusted_text_and_steps_do_no_harm(step):
     view = RunView()

@@ -20,10 +20,21 @@ def test_equal_rows_are_one_file_however_they_are_given(tmp_path):
     keys = write_given_rows(ROWS, str(tmp_path))
     file = Path(keys["data.path"])
     assert [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] == ROWS
-    for same in (tuple(ROWS), (row for row in ROWS), datasets.Dataset.from_list(ROWS)):
+    frame = pandas.DataFrame(ROWS, index=["a", "b", "b"])
+    for same in (tuple(ROWS), (row for row in ROWS), datasets.Dataset.from_list(ROWS), frame):
         assert write_given_rows(same, str(tmp_path)) == keys
     assert write_given_rows(ROWS[:2], str(tmp_path)) != keys
     assert write_given_rows(ROWS, str(tmp_path)) == keys
+
+
+def test_a_missing_cell_of_a_frame_is_null_and_numbers_keep_their_digits(tmp_path):
+    frame = pandas.DataFrame({"a": [0.1234567890123456, None], "b": ["x", float("nan")], "c": [1, 2]})
+    frame["d"] = pandas.array([1, None], dtype="Int64")
+    lines = Path(write_given_rows(frame, str(tmp_path))["data.path"]).read_text().splitlines()
+    assert lines == [
+        '{"a": 0.1234567890123456, "b": "x", "c": 1, "d": 1}',
+        '{"a": null, "b": null, "c": 2, "d": null}',
+    ]
 
 
 def test_splits_are_named_as_usual(tmp_path):
@@ -45,8 +56,11 @@ def test_splits_are_named_as_usual(tmp_path):
         ({"prompt": ["a"], "completion": ["b"]}, "expected the names of splits"),
         ({"train": ROWS, "test": []}, r'data\["test"\] has no rows'),
         ({"dev": ROWS, "test": ROWS}, r'data has the splits dev, test, but no train\. Give data=\{"train": rows'),
-        (pandas.DataFrame(ROWS), r'data is a DataFrame; expected rows as dicts\. Give df\.to_dict\("records"\)'),
-        ({"train": pandas.DataFrame(ROWS)}, r'data\["train"\] is a DataFrame'),
+        (
+            pandas.DataFrame({"day": [pandas.Timestamp(0)]}),
+            "row 0 of data holds a value that JSON .*in the column 'day'",
+        ),
+        (pandas.DataFrame(), "data has no rows"),
         (["text"], "row 0 of data is str; expected a dict"),
     ],
 )

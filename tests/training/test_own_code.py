@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import finetune
 from finetune.config.config_files import resolve_shipped
+from finetune.config.schema import OptimSection
 from finetune.engine.loss import refuse_no_sum
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run
@@ -23,6 +24,7 @@ from finetune.replay.steps import replay_config
 from finetune.runs.recorded_run import RecordedRun
 from finetune.training.given import describe_given_model
 from finetune.training.hooks import Hooks
+from finetune.training.optim import build_optimizer, same_optimizer
 from tests.in_process import run_script
 from tests.launches import run_command, run_launched
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -229,6 +231,94 @@ def test_a_factory_makes_the_optimizer(tmp_path):
         finetune.train(
             finetune.load_config([f"run={tmp_path / 'run' / 'config.yaml'}", f"output_dir={tmp_path / 'b'}"])
         )
+
+
+@pytest.mark.slow
+def test_an_optimizer_of_its_own_trains_resumes_and_is_compared(tmp_path):
+    """A function of the weights and an object give the same run; a resumed run ends with the bytes of a whole one."""
+
+    def momentum(weights):
+        return torch.optim.SGD([{"params": weights[:1], "lr": 0.02}, {"params": weights[1:]}], lr=0.01, momentum=0.9)
+
+    def adapted():
+        torch.manual_seed(0)
+        return get_peft_model(shipped_model(), LoraConfig(r=4, target_modules=["qkv_proj", "o_proj"]))
+
+    def train(name, optimizer, model, **overrides):
+        settings = {**SETTINGS, "optim.learning_rate": 0.01, "data.cache_dir": str(tmp_path)}
+        settings |= {"output_dir": str(tmp_path / name), "resume": "auto", **overrides}
+        finetune.train(model=model, data=ROWS, optimizer=optimizer, overrides=settings)
+        return (tmp_path / name / "adapter" / "adapter_model.safetensors").read_bytes()
+
+    whole = train("whole", momentum, adapted())
+    model = adapted()
+    given = momentum([weight for weight in model.parameters() if weight.requires_grad])
+    torch.optim.lr_scheduler.LambdaLR(given, lambda step: 0.0)  # patches `step` of this object
+    for group, rate in zip(given.param_groups, (0.02, 0.01), strict=True):
+        group["lr"] = rate
+    assert train("object", given, model) == whole
+    assert not given.state
+    train("cut", momentum, adapted(), **{"training.max_steps": 1, "optim.schedule": "constant"})
+    train("flat", momentum, adapted(), **{"optim.schedule": "constant"})
+    cut = train("cut", momentum, adapted(), **{"optim.schedule": "constant"})
+    assert cut == (tmp_path / "flat" / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert record(tmp_path / "object")["script"]["optimizer"] == "torch.optim.sgd.SGD"
+
+    other = adapted()
+    heavier = torch.optim.SGD([weight for weight in other.parameters() if weight.requires_grad], lr=0.01, momentum=0.8)
+    with pytest.raises(CheckpointError, match="optimizer"):
+        train("object", heavier, other)
+
+
+def sgd(lr):
+    return lambda weights: torch.optim.SGD(weights, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message", "changes"),
+    [
+        (
+            sgd(0.5),
+            r'learning rate 0\.5, but optim\.learning_rate is 0\.01.*overrides={"optim\.learning_rate": 0\.5}',
+            {},
+        ),
+        (lambda weights: torch.optim.SGD(weights[:1], lr=0.01), "holds 1 tensors, and the run trains 2", {}),
+        (lambda weights, rate: None, "ours cannot be built of the trained weights: .* missing .* argument: 'rate'", {}),
+        (lambda weights: len(weights), "returned int; expected a torch.optim.Optimizer", {}),
+        (sgd(0.01), r"optim\.weight_decay is set, but .* gets no parameter groups", {"weight_decay": 0.1}),
+    ],
+)
+def test_an_optimizer_that_a_run_cannot_keep_is_refused(optimizer, message, changes):
+    section = OptimSection(learning_rate=0.01, **changes)
+    with pytest.raises(ConfigError, match=message):
+        build_optimizer(torch.nn.Linear(2, 2), section.with_factory(optimizer, "ours"))
+
+
+def test_an_optimizer_object_holds_the_trained_weights_and_is_new():
+    layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9)
+    with pytest.raises(ConfigError, match="the given SGD does not hold exactly the weights that this run trains"):
+        same_optimizer(optimizer, other)
+    layer(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ConfigError, match="the given SGD has made steps"):
+        same_optimizer(optimizer, layer)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"learning_rate": 1e-3}, r'overrides={"optim\.learning_rate": 0\.001}'),
+        ({"batch_size": 4}, r'training\.batch_size or .* overrides={"training\.batch_size": 4}'),
+        ({"gradient_accumulation_steps": 4}, r"Set training\.global_batch_size"),
+        ({"callback": print, "model_name": "x"}, r"Did you mean callbacks\?\n  .*model_name. Did you mean model\?$"),
+        ({"train_dataset": ROWS}, r"train has no argument train_dataset\. Did you mean data\?$"),
+        ({"foo": 1}, r"It takes model, data, task, overrides, callbacks, metrics, loss, optimizer \("),
+    ],
+)
+def test_an_unknown_argument_is_answered_with_what_it_means(given, message):
+    with pytest.raises(ConfigError, match=message):
+        finetune.train(**given)
 
 
 class WithHook:

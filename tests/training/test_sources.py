@@ -7,7 +7,7 @@ import json
 import pytest
 
 from finetune import load_config
-from finetune.cli.evaluate import evaluate
+from finetune.cli.evaluate import evaluate_command as evaluate
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError
 from finetune.runs.view import RunView

@@ -13,6 +13,7 @@ from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError, DataError, PreemptedError
 from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
+from finetune.training.hooks import Hooks
 from finetune.training.train import checked_objective
 from finetune.training.validation import (
     Criteria,
@@ -132,6 +133,13 @@ def test_a_metric_in_a_file_is_a_criterion(tmp_path, monkeypatch):
     metrics = check_metrics(config, ())
     assert list(metrics) == ["scores.bleu", "exact_match"]
     assert metrics["scores.bleu"]("four", "") == 4
+    before = Hooks().fingerprints(config)
+    assert before["validation.metrics"].startswith("scores.py ")
+    (tmp_path / "scores.py").write_text("def bleu(answer, expected): return 1.0\n")
+    after = Hooks().fingerprints(config)
+    assert after.keys() == before.keys() == {"validation.metrics"}
+    assert after != before
+    assert Hooks().fingerprints(config_of("validation.metrics=exact_match")) == {}
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------------
@@ -179,6 +187,8 @@ def best_of(run, name):
 def test_a_run_publishes_the_weights_that_answer_best_and_not_those_of_the_lowest_loss(trained):
     by_match, by_loss = best_of(trained, "exact_match"), best_of(trained, "loss")
     assert by_match < by_loss
+    cut = "Validation: 4 of 4 answers did not end within 6 tokens (validation.max_new_tokens)"
+    assert cut in (trained / "log.txt").read_text()
     result = record(trained)["result"]
     assert (result["best_step"], result["best_metric"], result["best_value"]) == (by_match, "exact_match", 1.0)
     weights = "adapter_model.safetensors"

@@ -235,6 +235,8 @@ class Journal:
         self.result["test_rows_left_out"] = evaluation.num_left_out
         if evaluation.verdicts:
             self.result["verdict"] = {name: verdict.as_record() for name, verdict in evaluation.verdicts.items()}
+        if evaluation.unended:
+            self.result["unended"] = {"sentence": evaluation.unended, **evaluation.num_unended}
         if evaluation.forgetting is not None:
             self.result["forgetting"] = evaluation.forgetting.as_record()
             _log.info("%s", evaluation.forgetting)
@@ -267,7 +269,8 @@ class Journal:
             if error is None:
                 self._say_what_was_written()
                 step = self.result.get("best_step")
-                show_what_next(self.folder.path, self._example_prompt, step=step, profile=self._profile_summary)
+                taken, profile = list(self._fallbacks), self._profile_summary
+                show_what_next(self.folder.path, self._example_prompt, step=step, profile=profile, fallbacks=taken)
             else:  # the command prints it on the screen
                 cause = "from the keyboard" if isinstance(error, KeyboardInterrupt) else reason
                 log_only_to(self._log_file, __name__, f"the run {status}: {cause}")

@@ -20,7 +20,11 @@ from finetune.signals import ctrl_c_is_shown, ctrl_c_to_show
 from finetune.terminal import as_written, say, screen_width, shown_folder, visible
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from rich.console import Console, RenderableType
+
+    from finetune.fallbacks import Fallback
 
 TRACE_VIEWER = "https://ui.perfetto.dev"
 _SECONDS_BETWEEN_VIEWS = 0.25
@@ -122,8 +126,15 @@ class TrainingProgress:
         return Group(self._view, *(Text(line, style="bold") for line in ctrl_c_to_show()))
 
 
-def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profile: str | None = None) -> None:
-    """Print the files of a finished run and the next command to try. What is None is left out."""
+def show_what_next(
+    folder: Path,
+    prompt: str | None,
+    *,
+    step: int | None,
+    profile: str | None = None,
+    fallbacks: Sequence[Fallback] = (),
+) -> None:
+    """Print the files of a finished run, the fallbacks and the next command to try. What is None is left out."""
     shown = shown_folder(folder)
     # A row may hold characters that steer the terminal, which quotes for the shell do not stop, or that it cannot show.
     is_exact = prompt and as_written(visible(prompt), sys.stdout) == prompt
@@ -137,6 +148,10 @@ def show_what_next(folder: Path, prompt: str | None, *, step: int | None, profil
     if profile:
         traces = f"  profile/       a trace of these steps, for {TRACE_VIEWER}\n"
         say(f"\n{profile[0].upper()}{profile[1:]}.")
+    if fallbacks:
+        say("\nNot as asked:")
+        for fallback in fallbacks:
+            say(f"  {fallback}", indent="    ")
     sys.stdout.write(
         f"\nWritten to {visible(str(shown))}:\n"
         f"  adapter/       {weights}, for finetune, peft and transformers\n"
