@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import compose, overrides_of
 from finetune.config.keys import did_you_mean, did_you_mean_key, fields, values
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
