@@ -24,6 +24,11 @@ _BESIDE = {
         "finetune.training.hooks.SaveResult",
         "finetune.training.hooks.EndResult",
     ],
+    "Results": [
+        "finetune.inference.scores.Evaluation",
+        "finetune.cli.generate.AnswerOfRun",
+        "finetune.export.model_card.Merged",
+    ],
     "Errors": ["finetune.errors"],
 }
 

@@ -142,8 +142,8 @@ class Hooks:
         settings: Any = self.optimizer
         if _is_object(settings):  # its class and its settings, without the weights
             groups = [{**group, "params": len(group["params"])} for group in settings.param_groups]
-            kind: Callable[..., Any] = type(settings)
-            settings = partial(kind, groups=groups)
+            optimizer_class: Callable[..., Any] = type(settings)
+            settings = partial(optimizer_class, groups=groups)
         functions = {"loss": self.loss, "optimizer": settings}
         of_script = {name: _fingerprint(code) for name, code in functions.items() if code is not None}
         sources = {

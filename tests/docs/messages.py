@@ -366,7 +366,7 @@ def being_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
         printed = printed_by(lambda: RunFolder(folder).open())
     holder = f"process {os.getpid()} on {socket.gethostname()}"
     printed = put(printed, **{str(folder): "/data/runs/chats", holder: "process 4711 on node1"})
-    return [re.sub(r"since [-0-9]+T[0-9:]+\S*", "since 2026-03-02T09:30:00+00:00", line) for line in printed]
+    return [re.sub(r"since [-0-9]+T[0-9:+]+", "since 2026-03-02T09:30:00+00:00", line) for line in printed]
 
 
 @maker
