@@ -76,7 +76,7 @@ def test_a_parquet_file_that_unpacks_to_far_more_is_refused_by_its_sizes(tmp_pat
     monkeypatch.setattr(readers, "_ALWAYS_BYTES", 1 << 20)
     monkeypatch.setattr(readers, "_MOST_RATIO", 2)
     with pytest.raises(
-        DataError, match=r"a\.parquet cannot be read as parquet: ValueError: it unpacks to [\d,]+ bytes"
+        DataError, match=r"a\.parquet cannot be read as parquet: ValueError: it unpacks to more than [\d.]+ MB"
     ):
         list(FileRows(file, "a.parquet").rows())
 
