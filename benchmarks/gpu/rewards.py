@@ -48,13 +48,15 @@ class _Sizes(NamedTuple):
 
 
 def train(session: Session, *, generates: bool) -> dict[str, Any]:
-    """Time steps of GRPO, and compare the peak of memory with the plan. A shared prompt counts once for each answer.
+    """Time steps of GRPO, and compare the peak of memory with the plan.
+
+    A shared prompt counts once for each answer, as in metrics.jsonl, and once in all among the distinct tokens.
 
     Args:
         session: where to compute.
         generates: whether the model generates the answers. Otherwise they are on record, so that a step is its update.
     """
-    sizes = _Sizes(2, 4, 24) if session.is_tiny else _Sizes(4, 8, 2048)
+    sizes = _Sizes(2, 4, 24) if session.is_tiny else _Sizes(8 if generates else 4, 8, 2048)
     steps, warmup = (2, 1) if generates or session.is_tiny else (6, 3)
     job = replace(session.job("mini"), steps=steps, warmup_steps=warmup)
     with TemporaryDirectory() as name, _rewarding_by_tokens():
@@ -71,11 +73,15 @@ def train(session: Session, *, generates: bool) -> dict[str, Any]:
         events = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
         learnt = [event for event in events if event["event"] == "step"]
     seconds = [after - before for before, after in pairwise(mark.wall for mark in report.marks)][warmup - 1 :]
-    rates = [event["num_tokens"] / time for event, time in zip(learnt[warmup:], seconds, strict=True)]
+    timed_steps = list(zip((event["num_tokens"] for event in learnt[warmup:]), seconds, strict=True))
+    rates = [num_tokens / time for num_tokens, time in timed_steps]
+    repeated = sizes.prompts * (sizes.answers - 1) * sizes.tokens
+    distinct_rates = [(num_tokens - repeated) / time for num_tokens, time in timed_steps]
     generated = {name: learnt[-1][name] for name in ("rollout_seconds", "answer_length")} if generates else {}
     return {
         "job": f"{job.name}, {sizes.prompts} prompts, {sizes.answers} answers each, {sizes.tokens} tokens",
         "median_tokens_per_second": statistics.median(rates),
+        "median_distinct_tokens_per_second": statistics.median(distinct_rates),
         "slowest_tokens_per_second": min(rates),
         "fastest_tokens_per_second": max(rates),
         "median_step_ms": 1e3 * statistics.median(seconds),
