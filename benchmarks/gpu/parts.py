@@ -146,6 +146,8 @@ def tasks() -> Iterator[Task]:
 
     yield Task("rewards/update", "benchmarks.gpu.rewards:train", 240, {"generates": False}, _OF_A_RUN)
     yield Task("rewards/step", "benchmarks.gpu.rewards:train", 540, {"generates": True}, _OF_A_RUN)
+    in_graphs = {"generates": True, "words": ("training.graphs=true",)}
+    yield Task("rewards/step-graphs", "benchmarks.gpu.rewards:train", 540, in_graphs, _OF_A_RUN)
     for batch, by in product(BATCHES, ("engine", "graph", "transformers")):
         how = {"by": by, "batch": batch}
         yield Task(f"rewards/{by}-{batch}", "benchmarks.gpu.rewards:sample", 120, how, _OF_A_RUN)

@@ -168,8 +168,23 @@ class Decoder:
         self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] | None = {} if is_constant else None
         self._merges = is_constant and _is_small(bare)
 
+    def angles(self, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of the rotation at some positions, each (tokens, rotated features), in the type of `like`.
+
+        The factors of LongRoPE follow from the largest position. Some versions of transformers wait for the device to
+        read it.
+        """
+        cos, sin = self._modules.rotary_emb(like, position_ids.unsqueeze(0))
+        return cos.squeeze(0), sin.squeeze(0)
+
     def hidden_states(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        layout: Any,
+        at: torch.Tensor | None = None,
+        *,
+        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Compute the input of the head for some tokens, in the type of the embedding or of a surrounding autocast.
 
@@ -178,6 +193,7 @@ class Decoder:
             position_ids: (tokens,), each token's position in its own document.
             layout: passed on to the attention.
             at: (n,), indices of tokens, ascending, each once; None: all.
+            angles: see the method of this name; None: they are computed.
 
         Returns:
             (n, hidden)
@@ -190,7 +206,7 @@ class Decoder:
             h = h if dtype is None else h.to(dtype)
             if self._family.is_parallel:
                 h = self._modules.embed_dropout(h)
-            cos, sin = (angle.squeeze(0) for angle in self._modules.rotary_emb(h, position_ids.unsqueeze(0)))
+            cos, sin = self.angles(position_ids, h) if angles is None else angles
             everywhere, there = (_Tokens(cos=cos, sin=sin, layout=layout, at=where) for where in (None, at))
             last = self._modules.layers[-1]
             for modules in self._modules.layers:

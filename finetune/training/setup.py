@@ -17,6 +17,7 @@ from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
+from finetune.inference.decoding import agree_on_replays
 from finetune.model.base import add_embedding_noise, checkpoint_gradients
 from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.quantized import (
@@ -122,6 +123,7 @@ def set_up(
         convert_weights(measured, runtime.precision)
         runtime.placement.shard(model)
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
+    agree_on_replays(runtime, config.training, model)
     setup = Setup(
         runtime=runtime,
         config=config,
