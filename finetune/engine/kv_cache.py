@@ -72,7 +72,7 @@ class CachedDecoder:
         return logits
 
 
-class Block(NamedTuple):
+class BlockOfTokens(NamedTuple):
     """What the steps of a block chose, (rows, steps)."""
 
     tokens: torch.Tensor
@@ -115,14 +115,14 @@ class SteppedDecoder(CachedDecoder):
         self._angles = self._decoder.angles(torch.arange(self._cache.most_tokens, device=like.device), like)
         return logits
 
-    def begin(self, levels: torch.Tensor | None) -> Block:
+    def begin(self, levels: torch.Tensor | None) -> BlockOfTokens:
         """Compute all rows, and choose the first token after each. `levels`: see `advance`."""
         logits = self.start()
         self._begin_block(levels)
         self.choose(logits)
         return self._block(1)
 
-    def advance(self, num_steps: int, levels: torch.Tensor | None) -> Block:
+    def advance(self, num_steps: int, levels: torch.Tensor | None) -> BlockOfTokens:
         """Append the token that was chosen last to each row and choose the next one, several times.
 
         Args:
@@ -176,8 +176,8 @@ class SteppedDecoder(CachedDecoder):
         if levels is not None:
             self._levels[:, : levels.shape[1]].copy_(levels, non_blocking=True)
 
-    def _block(self, num_steps: int) -> Block:
-        return Block(self._tokens[:, :num_steps], self._nats[:, :num_steps].clone() if self._has_nats else None)
+    def _block(self, num_steps: int) -> BlockOfTokens:
+        return BlockOfTokens(self._tokens[:, :num_steps], self._nats[:, :num_steps].clone() if self._has_nats else None)
 
     def _capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Capture a step without computing it."""

@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.batches import derived_seed
 from finetune.engine.fused import replays_answers, switch_replays
-from finetune.engine.kv_cache import STEPS_OF_BLOCK, Block, CachedDecoder, SteppedDecoder
+from finetune.engine.kv_cache import STEPS_OF_BLOCK, BlockOfTokens, CachedDecoder, SteppedDecoder
 from finetune.engine.products import unchanged_weights
 from finetune.engine.quantized import FP8, is_in_4_bits
 from finetune.engine.reference import in_float64
@@ -310,7 +310,7 @@ def _continue_in_steps(
     def levels(num_steps: int) -> torch.Tensor | None:
         return None if draw is None else draw.levels(num_steps)
 
-    def begin() -> tuple[SteppedDecoder, Block]:
+    def begin() -> tuple[SteppedDecoder, BlockOfTokens]:
         rows = [[*batch[row], *answers[row]] for row in alive]
         # With the short factors of LongRoPE there are no later positions.
         is_short = boundary is not None and max(map(len, rows)) <= boundary

@@ -116,8 +116,7 @@ def set_up(
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collate(config, forward.collate)
-    states = states_in_4_bits(model)
-    measured = model
+    measured, states = model, states_in_4_bits(model)
     if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
         measured = copy_without_data(model)
         convert_weights(measured, runtime.precision)
