@@ -143,7 +143,7 @@ class Planner:
         if self._shards.size > 1:
             refuse_uneven_shards(config, self._world_size)
         self._config = config
-        self._planned = PlannedModel(config, self.precision)
+        self._planned = PlannedModel(config, self.precision, device.type)
         self.findings += self._planned.findings
         self.model = self._planned.model
         self.forward = forward = self._planned.forward
