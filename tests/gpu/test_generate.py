@@ -37,9 +37,11 @@ def test_answers(
     assert any(len(answer) == 12 for answer in here)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("way", [*WAYS, "drawn"])
-@pytest.mark.parametrize("family", ["phi-3", "phi-4", "phi-4-mini", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [("phi-3", "fp32"), ("phi-4-mini", "fp32"), *((family, "bf16") for family in ("phi-4", "phi-4-mini", "qwen3"))],
+)
+@pytest.mark.parametrize("way", WAYS)
 def test_answers_that_are_replayed_are_those_of_the_engine(
     family: str, way: str, precision: Any, device: torch.device, monkeypatch: Any
 ) -> None:
@@ -50,8 +52,7 @@ def test_answers_that_are_replayed_are_those_of_the_engine(
     monkeypatch.setattr(kv_cache, "COLUMNS_OF_STEP", 16)
     monkeypatch.setattr(decoding, "_engine_continues", lambda _: True)
     model = placed(family, precision, device).eval()
-    sampling = Sampling(temperature=1.5, seed=3) if way == "drawn" else WAYS[way]
-    asked = Decoding(stop_ids=[5, 6, 63], max_new_tokens=40, sampling=sampling, keeps_stop=True)
+    asked = Decoding(stop_ids=[5, 6, 63], max_new_tokens=40, sampling=WAYS[way], keeps_stop=True)
     allocated = torch.cuda.memory_allocated if device.type == "cuda" else lambda: 0
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
         with replayed_or_not(True):
