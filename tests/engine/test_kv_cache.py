@@ -222,6 +222,7 @@ def test_a_step_reads_the_same_tensors_each_time_and_leaves_nothing_when_it_is_u
         assert tokens_of(tries=True) == tokens_of(tries=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["phi3", "longrope", "qwen3"])
 def test_the_host_does_not_wait_for_the_device_in_a_step(device, kind, way):
