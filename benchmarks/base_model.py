@@ -51,8 +51,13 @@ def write_wide_base(job: Job, folder: Path) -> None:
     layers, bf16 changes the gradient by a sixth, and a base in fp8 by more than the gradient itself. These are as large
     for any width as 0.02 is for 512 features.
     """
-    make_base(job, job.shape, _wide_config(job.shape), dtype=TORCH_TYPES[job.precision]).save_pretrained(folder)
+    make_wide_base(job, dtype=TORCH_TYPES[job.precision]).save_pretrained(folder)
     write_tokenizer(folder)
+
+
+def make_wide_base(job: Job, **arguments: Any) -> Any:
+    """Make the model that `write_wide_base` writes. The arguments are those of transformers' `from_config`."""
+    return make_base(job, job.shape, _wide_config(job.shape), **arguments)
 
 
 def _wide_config(shape: Size) -> Any:

@@ -222,6 +222,7 @@ SIZES: dict[str, Size] = {
     # For an accelerator: the real shapes, with long rows and with chat rows.
     "phi4-mini": _PHI4_MINI,
     "phi4-mini-chat": replace(_PHI4_MINI, num_rows=1280, row_tokens=None),
+    "phi4-mini-short": replace(_PHI4_MINI, row_tokens=1024),
     "phi4": _published("microsoft/phi-4"),
     # For `benchmarks.sharding`: 197 million parameters.
     "sharded": Size(hidden=1024, intermediate=2816, layers=16, heads=16, kv_heads=8, vocabulary=8192, tied=True),
@@ -249,7 +250,7 @@ class Job:
         global_batch: rows of an optimizer step over all ranks.
         seed: of weights and rows.
         objective: `dpo`: rows 2k and 2k + 1 are the chosen and the rejected answer to one prompt.
-        method: `full`: all weights train, with ours only.
+        method: `full`: all weights train, with ours and with the plain loops of that name.
     """
 
     size: str

@@ -12,6 +12,12 @@ def ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
+def ceil_bucket(number: int) -> int:
+    """Return a positive number, rounded up to a power of two or to three quarters of one: 1, 2, 3, 4, 6, 8, 12, 16."""
+    power = 1 << (number - 1).bit_length()
+    return next(bucket for bucket in (power * 3 // 4, power) if bucket >= number)
+
+
 def ceil_share(share: float, number: int) -> int:
     """Return a share of a number, rounded up. The decimal digits of the share count: 0.07 of 100 is 7, not 8."""
     return math.ceil(Fraction(repr(share)) * number)

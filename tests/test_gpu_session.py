@@ -27,7 +27,7 @@ CUDA = Session(device="cuda", is_tiny=False)
 FEW = [
     *("kernels/signatures", "kernels/attention-bf16-64", "kernels/engine", "kernels/syncs", "profile/limit"),
     *("profile/512", "peers/mini/ours", "peers/chat/trl-grouped-16", "peers/attention", "phi4/defaults"),
-    *("rewards/update", "rewards/step", "rewards/engine-8", "full/mini"),
+    *("rewards/update", "rewards/step", "rewards/engine-8", "full/mini", "full/full-bf16-liger"),
     *("gains/prompt/without-share_prefixes", "recovery/deterministic", "recovery/default"),
     "ranks/torchrun-bf16",
 ]

@@ -11,6 +11,7 @@ _TRL = "benchmarks.engines.trl_sft"
 _TRL_DPO = "benchmarks.engines.trl_dpo"
 _TRAINER = "benchmarks.engines.transformers_trainer"
 _ACCELERATE = "benchmarks.engines.accelerate_loop"
+_LOOP = "benchmarks.engines.plain_loop"
 _FOR_TRL = ("trl", "datasets")
 
 
@@ -41,6 +42,8 @@ _FLAT = {"batch_size": 16, "flattened": True}
 _STEP = {"batch_size": 64}
 _PACKED_4096 = _PACKED | {"pack_tokens": 4096}
 _FOR_TRL_LIGER = (*_FOR_TRL, "liger_kernel")
+_NF4 = {"quantized": True}
+_FOR_NF4_LIGER = ("bitsandbytes", "liger_kernel")
 
 ENGINES: dict[str, Engine] = {
     "ours": Engine(_OURS, "finetune, micro-batches cut by tokens"),
@@ -130,5 +133,21 @@ ENGINES: dict[str, Engine] = {
         ("datasets", "liger_kernel"),
         True,
     ),
+    "peft-nf4-liger": Engine(
+        _LOOP,
+        "a plain loop with PEFT, bitsandbytes (NF4) and Liger's layers, one row in a micro-batch",
+        _NF4,
+        _FOR_NF4_LIGER,
+    ),
+    "peft-nf4-checkpointed-liger": Engine(
+        _LOOP, "the same with gradient checkpointing", _NF4 | {"checkpointed": True}, _FOR_NF4_LIGER
+    ),
+    "full-fp32-liger": Engine(
+        _LOOP,
+        "a plain loop with transformers and Liger's layers, all weights in fp32, one row in a micro-batch",
+        {"weights": "fp32"},
+        ("liger_kernel",),
+    ),
+    "full-bf16-liger": Engine(_LOOP, "the same with weights in bf16", {"weights": "bf16"}, ("liger_kernel",)),
     "accelerate": Engine(_ACCELERATE, "a plain Accelerate loop, four rows in a micro-batch", {"batch_size": 4}),
 }

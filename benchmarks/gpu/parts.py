@@ -14,7 +14,7 @@ from benchmarks.gpu.session import Kind, Session
 
 TOKENS = (512, 1024, 2048, 4096, 8192, 16384)
 """Of the micro-batches that part `profile` looks at."""
-BATCHES = (8, 64, 256)
+BATCHES = (1, 8, 64, 256)
 """Of answers that part `rewards` samples together."""
 HEAD_SIZES = (64, 96, 128)
 """The widths of one head: of the tests, of Phi-3-mini, of phi-4 and Phi-4-mini."""
@@ -47,11 +47,16 @@ PHI4_RUNS: Mapping[str, tuple[str, ...]] = {
 }
 """The words of the runs of part `phi4`. By default, memory decides."""
 
+_ONE_ROW = ("training.batch_size=1", "training.gradient_checkpointing=false")
 QLORA_RUNS: Mapping[str, tuple[str, ...]] = {
     "defaults": ("lora.quantize=nf4",),
+    "one-row": ("lora.quantize=nf4", *_ONE_ROW),
     "least": ("lora.quantize=nf4", "training.memory=least"),
 }
-"""The words of the runs of part `qlora`."""
+"""The words of the runs of part `qlora`. One row in a micro-batch is what its peers train."""
+QLORA_PEERS = ("peft-nf4-liger", "peft-nf4-checkpointed-liger")
+FULL_PEERS = ("full-fp32-liger", "full-bf16-liger")
+"""The other engines of the parts `qlora` and `full`."""
 
 LAUNCH_FORMS = ("torchrun", "accelerate", "spawn")
 """The ways in which part `ranks` starts two ranks; the last is `parallel.num_processes=2`."""
@@ -130,6 +135,7 @@ def tasks() -> Iterator[Task]:
     yield Task("profile/chat", profile, 120, needs=("peft",))
     for way in ("unfused", "graph"):
         yield Task(f"profile/1024-{way}", profile, 120, {"tokens": 1024, "way": way}, ("peft",), way == "graph")
+    yield _run("profile/1024-train", 180, kind="short", words=("training.batch_size=1",))
 
     for kind, engines in PEERS.items():
         yield from (_run(f"peers/{kind}/{engine}", 180, engine=engine, kind=kind) for engine in engines)
@@ -140,6 +146,8 @@ def tasks() -> Iterator[Task]:
 
     yield Task("rewards/update", "benchmarks.gpu.rewards:train", 240, {"generates": False}, _OF_A_RUN)
     yield Task("rewards/step", "benchmarks.gpu.rewards:train", 540, {"generates": True}, _OF_A_RUN)
+    in_graphs = {"generates": True, "words": ("training.graphs=true",)}
+    yield Task("rewards/step-graphs", "benchmarks.gpu.rewards:train", 540, in_graphs, _OF_A_RUN)
     for batch, by in product(BATCHES, ("engine", "graph", "transformers")):
         how = {"by": by, "batch": batch}
         yield Task(f"rewards/{by}-{batch}", "benchmarks.gpu.rewards:sample", 120, how, _OF_A_RUN)
@@ -153,12 +161,14 @@ def tasks() -> Iterator[Task]:
             reads_weights=True,
             compares_with_plan=True,
         )
+    yield from (_run(f"qlora/{engine}", 240, engine=engine, kind="phi4") for engine in QLORA_PEERS)
     yield Task("real/gradient", "benchmarks.gpu.real:gradient", 120, needs=(*_OF_A_RUN, "gguf"), needs_cut=True)
     for precision in REAL_PRECISIONS:
         needs = (*_OF_A_RUN, "gguf", *(("bitsandbytes",) if precision == "nf4" else ()))
         how, is_for_cuda = {"precision": precision}, precision == "fp16"
         yield Task(f"real/{precision}", "benchmarks.gpu.real:train", 120, how, needs, is_for_cuda, needs_cut=True)
     yield _run("full/mini", 240, kind="mini", method="full", compares_with_plan=True)
+    yield from (_run(f"full/{engine}", 240, engine=engine, kind="mini", method="full") for engine in FULL_PEERS)
 
     for kind in dict.fromkeys(switch.kind for switch in SWITCHES.values()):
         yield _run(f"gains/{kind}/all", 150, kind=kind)

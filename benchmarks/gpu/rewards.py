@@ -6,7 +6,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
@@ -21,14 +21,13 @@ import torch
 from benchmarks.base_model import TORCH_TYPES, make_base, write_base_without_weights
 from benchmarks.clock import RankReport, StepClock, forget_peak, peak_memory
 from benchmarks.engines import ours
-from benchmarks.gpu.decoding_graph import GraphedDecoder
 from benchmarks.gpu.runs import against_plan, planned_peak
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.timing import synchronize, with_adapter
 from benchmarks.job import FIRST_TEXT_ID, Job
 from benchmarks.worker import Order, timed
 from finetune.data.encoded import EncodedExamples, EncodedSplits
-from finetune.engine.fused import fused_or_not
+from finetune.engine.fused import fused_or_not, replayed_or_not
 from finetune.inference import decoding
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import write_rollout
@@ -47,22 +46,29 @@ class _Sizes(NamedTuple):
     """Of a prompt, and of an answer."""
 
 
-def train(session: Session, *, generates: bool) -> dict[str, Any]:
-    """Time steps of GRPO, and compare the peak of memory with the plan. A shared prompt counts once for each answer.
+def train(session: Session, *, generates: bool, words: Sequence[str] = ()) -> dict[str, Any]:
+    """Time steps of GRPO, and compare the peak of memory with the plan.
+
+    A shared prompt counts once for each answer, as in metrics.jsonl, and once in all among the distinct tokens.
 
     Args:
         session: where to compute.
         generates: whether the model generates the answers. Otherwise they are on record, so that a step is its update.
+        words: more settings.
     """
-    sizes = _Sizes(2, 4, 24) if session.is_tiny else _Sizes(4, 8, 2048)
+    sizes = _Sizes(2, 4, 24) if session.is_tiny else _Sizes(8 if generates else 4, 8, 2048)
     steps, warmup = (2, 1) if generates or session.is_tiny else (6, 3)
     job = replace(session.job("mini"), steps=steps, warmup_steps=warmup)
     with TemporaryDirectory() as name, _rewarding_by_tokens():
         folder = Path(name)
         write_base_without_weights(job, folder / "base")
-        words = _words(sizes, folder / "base")
         order = Order(
-            engine="ours", words=words, job=job, base=str(folder / "base"), folder=str(folder), has_weights=False
+            engine="ours",
+            words=(*_words(sizes, folder / "base"), *words),
+            job=job,
+            base=str(folder / "base"),
+            folder=str(folder),
+            has_weights=False,
         )
         planned = planned_peak(order, task="finetune_grpo")
         recorded = None if generates else _recorded(RunFolder(folder / "recorded"), job, sizes)
@@ -71,11 +77,15 @@ def train(session: Session, *, generates: bool) -> dict[str, Any]:
         events = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
         learnt = [event for event in events if event["event"] == "step"]
     seconds = [after - before for before, after in pairwise(mark.wall for mark in report.marks)][warmup - 1 :]
-    rates = [event["num_tokens"] / time for event, time in zip(learnt[warmup:], seconds, strict=True)]
+    timed_steps = list(zip((event["num_tokens"] for event in learnt[warmup:]), seconds, strict=True))
+    rates = [num_tokens / time for num_tokens, time in timed_steps]
+    repeated = sizes.prompts * (sizes.answers - 1) * sizes.tokens
+    distinct_rates = [(num_tokens - repeated) / time for num_tokens, time in timed_steps]
     generated = {name: learnt[-1][name] for name in ("rollout_seconds", "answer_length")} if generates else {}
     return {
         "job": f"{job.name}, {sizes.prompts} prompts, {sizes.answers} answers each, {sizes.tokens} tokens",
         "median_tokens_per_second": statistics.median(rates),
+        "median_distinct_tokens_per_second": statistics.median(distinct_rates),
         "slowest_tokens_per_second": min(rates),
         "fastest_tokens_per_second": max(rates),
         "median_step_ms": 1e3 * statistics.median(seconds),
@@ -93,7 +103,8 @@ def sample(session: Session, *, by: Literal["engine", "graph", "transformers"], 
 
     Args:
         session: where to compute.
-        by: the engine, which a run uses on CPUs only, the engine with a CUDA graph, or transformers' `generate`.
+        by: the engine, which a run uses on CPUs only, the engine with CUDA graphs (`training.graphs=true`), which a
+            CPU computes step by step, or transformers' `generate`.
         batch: the number of answers.
     """
     batch, prompt, new = (min(batch, 4), 8, 6) if session.is_tiny else (batch, 512, 128)
@@ -115,8 +126,7 @@ def sample(session: Session, *, by: Literal["engine", "graph", "transformers"], 
     is_cuda = session.device == "cuda"
     autocast = torch.autocast(session.device, dtype=torch.bfloat16) if is_cuda else nullcontext()
     chosen = patch.object(decoding, "_engine_continues", lambda _: by != "transformers")
-    decoder = patch.object(decoding, "CachedDecoder", GraphedDecoder if by == "graph" else decoding.CachedDecoder)
-    with chosen, decoder, fused_or_not(is_cuda), autocast:
+    with chosen, replayed_or_not(by == "graph"), fused_or_not(is_cuda), autocast:
         seconds_for(2)
         forget_peak(session.device)
         whole, beginning = seconds_for(new), seconds_for(1)

@@ -10,12 +10,14 @@ from typing import Literal
 
 from benchmarks.job import Job
 
-Kind = Literal["phi4", "mini", "chat", "prompt"]
-"""Long rows of phi-4's shape or of Phi-4-mini's; chat rows of the latter, without or with a shared prompt."""
+Kind = Literal["phi4", "mini", "short", "chat", "prompt"]
+"""Long rows of phi-4's shape or of Phi-4-mini's; of the latter also rows of 1,024 tokens, and chat rows, without or
+with a shared prompt."""
 
 _SIZES: dict[Kind, tuple[str, str]] = {
     "phi4": ("phi4", "tiny-long"),
     "mini": ("phi4-mini", "tiny-long"),
+    "short": ("phi4-mini-short", "tiny-long"),
     "chat": ("phi4-mini-chat", "tiny"),
     "prompt": ("phi4-mini-chat", "tiny"),
 }
@@ -36,7 +38,7 @@ class Session:
     def job(self, kind: Kind) -> Job:
         """Return the job of this kind: bf16 on a GPU, fp32 on a CPU."""
         size = _SIZES[kind][self.is_tiny]
-        is_long = kind in ("phi4", "mini")
+        is_long = kind in ("phi4", "mini", "short")
         return Job(
             size=size,
             precision="bf16" if self.device == "cuda" else "fp32",

@@ -301,25 +301,27 @@ class EvaluationLoader(DataLoader[Microbatch]):
 def packer(
     *,
     share_prefixes: bool,
+    to_bucket: bool = False,
     prepare_attention: Callable[..., Any] | None = None,
     windows: Sequence[int | None] = (None,),
 ) -> Collate:
-    """Make a collation that packs rows without padding; for `share_prefixes` see `pack`.
+    """Make a collation that packs rows; for `share_prefixes` and `to_bucket` see `pack`.
 
     `prepare_attention` prepares attention for the windows of the model's layers here, perhaps in a worker. Without it,
     the first layer that attends does.
     """
-    return partial(_packed, share_prefixes=share_prefixes, prepare_attention=prepare_attention, windows=windows)
+    make = partial(pack, share_prefixes=share_prefixes, to_bucket=to_bucket)
+    return partial(_packed, make, prepare_attention=prepare_attention, windows=windows)
 
 
 def _packed(
+    make: Callable[..., PackedMicrobatch],
     examples: Sequence[EncodedExample],
     *,
-    share_prefixes: bool,
     prepare_attention: Callable[..., Any] | None,
     windows: Sequence[int | None],
 ) -> PackedMicrobatch:
-    packed = pack(examples, share_prefixes=share_prefixes)
+    packed = make(examples)
     if prepare_attention is not None:
         packed.prepare_attention(prepare_attention, windows)
     return packed

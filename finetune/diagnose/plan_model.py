@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.distributed.device import Precision, convert_weights
+from finetune.distributed.device import DTYPES, Precision, convert_weights
 from finetune.findings import Finding, warning
 from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients
 from finetune.model.from_hub import published_sizes, with_sizes_here
 from finetune.model.lora import attach_adapter
 from finetune.model.quantized import quantize_without_data, refuse_fp8_without_engine, round_frozen_layers, wants_fp8
 from finetune.model.targets import resolve_targets
-from finetune.training.forward import choose_forward
+from finetune.training.forward import choose_forward, wants_padding
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -30,7 +30,7 @@ class PlannedModel:
         findings: what differs from the run, or from what was asked for.
     """
 
-    def __init__(self, config: Config, precision: Precision) -> None:
+    def __init__(self, config: Config, precision: Precision, device_type: str) -> None:
         self._config = config
         self._precision = precision
         self.findings: list[Finding] = []
@@ -44,7 +44,8 @@ class PlannedModel:
         for difference in () if published is None else published.differences(self.model.config):
             message = f"{self.sizes.path}: {difference}; this plan takes the former"
             self.findings.append(warning("Model", message, "without the hub a plan would differ: update finetune"))
-        self.forward = choose_forward(config.training, self.model)
+        pads = wants_padding(config.training, device_type, DTYPES[precision])
+        self.forward = choose_forward(config.training, self.model, pads=pads)
         is_computed = self.forward.why_not_engine is None and not self.forward.called_layers
         if config.training.kernels != "reference" and not is_computed:
             message = "the engine does not compute all of this model, so steps take longer: `forward` says why"

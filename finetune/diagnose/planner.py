@@ -33,7 +33,7 @@ from finetune.engine.fused import why_not_fused
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
-from finetune.inference.decoding import room_for_answer
+from finetune.inference.decoding import room_for_answer, wants_replays, why_not_replayed
 from finetune.model.base import checkpoint_gradients, count_parameters, longrope_boundary
 from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
@@ -143,7 +143,7 @@ class Planner:
         if self._shards.size > 1:
             refuse_uneven_shards(config, self._world_size)
         self._config = config
-        self._planned = PlannedModel(config, self.precision)
+        self._planned = PlannedModel(config, self.precision, device.type)
         self.findings += self._planned.findings
         self.model = self._planned.model
         self.forward = forward = self._planned.forward
@@ -153,6 +153,7 @@ class Planner:
             dtype=DTYPES[self.precision],
             is_fused=wants_fused(config.training, device.type),
         )
+        self._replays = wants_replays(config.training, device.type) and why_not_replayed(self.model) is None
         self._prompts: list[list[int]] | None = None
         self._splits = self._encode()
         self._answers: AssumedAnswers | None = None
@@ -291,14 +292,15 @@ class Planner:
         self, batch: AnswerBatch, where: str, optimizer: OptimizerNeed, shards: Shards
     ) -> Generating | None:
         """Predict the memory while a batch of answers is generated; None if it cannot be known."""
-        by_engine = engine_generates(self.model, self._device.type, shards)
+        by_engine = engine_generates(self.model, self._device.type, shards, replays=self._replays)
         if (where, by_engine) not in self._generations:
             # Products of weights in 4 bits need data. The model in 16 bits has the same activations.
             quantized = self.model if self._planned.is_in_4_bits else None
             model = self.model if quantized is None else self._planned.build(is_in_4_bits=False)
             # A single process generates the answers that it learns from without autocast.
             dtype = self._how.dtype if where or max(self._world_size, shards.size) > 1 else torch.float32
-            forecast = partial(forecast_generation, model, batch, dtype, by_engine=by_engine, quantized=quantized)
+            how: dict[str, Any] = {"by_engine": by_engine, "replays": self._replays, "quantized": quantized}
+            forecast = partial(forecast_generation, model, batch, dtype, **how)
             self._generations[where, by_engine] = self._predict(
                 forecast, f"generating answers{where}", "number of answers at once"
             )
@@ -371,7 +373,7 @@ class Planner:
         seconds = measure_seconds(self.model, microbatch, replace(self._how, is_fused=can_fuse), self._config.optim)
         per_step = seconds / max(1, microbatch.num_computed) * self.batching.computed_per_step / self._world_size
         generating = None
-        by_engine = engine_generates(self.model, self._device.type, self._shards)
+        by_engine = engine_generates(self.model, self._device.type, self._shards, replays=False)
         if self._answers is not None and self._config.rollout.server is None and by_engine:
             order, size = self.batching.first_examples, self._world_size
             generating = measure_generating(self._config, self.model, self._answers, order=order, world_size=size)

@@ -44,7 +44,7 @@ from finetune.distributed.environment import (
 from finetune.distributed.liveness import explain
 from finetune.distributed.runtime import Runtime
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
-from finetune.engine.fused import kernels_kept_in, switch_fused
+from finetune.engine.fused import kernels_kept_in, switch_fused, switch_replays
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs
@@ -123,6 +123,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
         for fallback in joined_fallbacks() if is_adopted else ():
             fallbacks.take(fallback)
         leaving.callback(switch_fused, False)
+        leaving.callback(switch_replays, False)
         leaving.enter_context(kernels_kept_in(_folder_of_kernels(config)))
         leaving.enter_context(deterministic_algorithms() if config.training.deterministic else nullcontext())
         _refuse_what_mps_lacks(config, context.device)

@@ -19,12 +19,13 @@ _GRADIENT_HOOK = "make_inputs_require_grads"
 _DORA = "DoraLinearVariant"
 
 
-def read_linear(module: Any, like: Any) -> Linear | nn.Module:
+def read_linear(module: Any, like: Any, *, num_padding: int = 0) -> Linear | nn.Module:
     """Read the tensors of a linear layer, with a new mask if its adapter has dropout, or return a module to be called.
 
     Args:
         module: a layer for which `unknown_linear` returns None.
         like: a tensor with the rows, the type and the device of the module's input.
+        num_padding: the number of its last rows that are padding.
     """
     if reason_to_call(module) is not None:
         called: nn.Module = module
@@ -41,7 +42,7 @@ def read_linear(module: Any, like: Any) -> Linear | nn.Module:
         base.bias,
         module.lora_A[adapter].weight,
         module.lora_B[adapter].weight,
-        draw_keep(like, base.in_features, p) if p else None,
+        draw_keep(like, base.in_features, p, num_padding=num_padding) if p else None,
         row_scale,
         module.scaling[adapter] / (1 - p),
     )

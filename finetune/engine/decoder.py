@@ -127,6 +127,7 @@ class _Tokens:
     sin: torch.Tensor
     layout: Any
     at: torch.Tensor | None
+    num_padding: int
 
     def chosen(self, x: torch.Tensor) -> torch.Tensor:
         """Select the requested tokens: (tokens, features) to (n, features)."""
@@ -168,8 +169,24 @@ class Decoder:
         self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] | None = {} if is_constant else None
         self._merges = is_constant and _is_small(bare)
 
+    def angles(self, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cos and sin of the rotation at some positions, each (tokens, rotated features), in the type of `like`.
+
+        The factors of LongRoPE follow from the largest position. Some versions of transformers wait for the device to
+        read it.
+        """
+        cos, sin = self._modules.rotary_emb(like, position_ids.unsqueeze(0))
+        return cos.squeeze(0), sin.squeeze(0)
+
     def hidden_states(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, layout: Any, at: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        layout: Any,
+        at: torch.Tensor | None = None,
+        *,
+        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        num_padding: int = 0,
     ) -> torch.Tensor:
         """Compute the input of the head for some tokens, in the type of the embedding or of a surrounding autocast.
 
@@ -178,6 +195,8 @@ class Decoder:
             position_ids: (tokens,), each token's position in its own document.
             layout: passed on to the attention.
             at: (n,), indices of tokens, ascending, each once; None: all.
+            angles: see the method of this name; None: they are computed.
+            num_padding: the number of tokens at the end that are padding, none of them in `at`.
 
         Returns:
             (n, hidden)
@@ -190,8 +209,9 @@ class Decoder:
             h = h if dtype is None else h.to(dtype)
             if self._family.is_parallel:
                 h = self._modules.embed_dropout(h)
-            cos, sin = (angle.squeeze(0) for angle in self._modules.rotary_emb(h, position_ids.unsqueeze(0)))
-            everywhere, there = (_Tokens(cos=cos, sin=sin, layout=layout, at=where) for where in (None, at))
+            cos, sin = self.angles(position_ids, h) if angles is None else angles
+            of_tokens = partial(_Tokens, cos=cos, sin=sin, layout=layout, num_padding=num_padding)
+            everywhere, there = (of_tokens(at=where) for where in (None, at))
             last = self._modules.layers[-1]
             for modules in self._modules.layers:
                 layer = partial(self._layer, modules, tokens=there if modules is last else everywhere)
@@ -207,7 +227,7 @@ class Decoder:
     def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
         """Apply a layer: (tokens, hidden) to (tokens, hidden), or to (n, hidden) for n requested tokens."""
         family, norm = self._family, modules.input_layernorm
-        projections = self._linears(modules, [family.projections], h)
+        projections = self._linears(modules, [family.projections], h, tokens.num_padding)
         if family.is_parallel:
             x, project = _normalize(norm, h), _with_input
         else:
@@ -217,7 +237,8 @@ class Decoder:
         attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=window).flatten(1)
 
         h = tokens.chosen(h if family.is_parallel else x)
-        output, *widen, narrow = self._linears(modules, family.groups[1:], h)
+        num_padding = tokens.num_padding if tokens.at is None else 0
+        output, *widen, narrow = self._linears(modules, family.groups[1:], h, num_padding)
         if not family.is_parallel:
             h = _side_by_side(attended, output, residual=h)
             return _gated_mlp(h, modules.post_attention_layernorm, widen, narrow, self._mlp_chunk_rows)
@@ -252,12 +273,14 @@ class Decoder:
         (q,) = split(project(tokens.chosen(x), queries)[0], cos[at], sin[at], [heads], [q_norm])
         return x, q, *split(project(x, *keys_values)[0], cos, sin, [kv_heads, kv_heads], [k_norm])
 
-    def _linears(self, modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor) -> list[AnyLinear]:
+    def _linears(
+        self, modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor, num_padding: int
+    ) -> list[AnyLinear]:
         key = modules.self_attn.layer_idx, groups[0]
         if self._read is not None and key in self._read:
             return self._read[key]
         linears: list[AnyLinear] = []
-        for group in _read_groups(modules, groups, like):
+        for group in _read_groups(modules, groups, like, num_padding):
             linears += merge_adapters(group, like.dtype) if self._merges and _are_read(group) else group
         if self._read is not None:
             self._read[key] = linears
@@ -282,9 +305,11 @@ def bytes_of_merged(model: Any) -> int:
     return total
 
 
-def _read_groups(modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor) -> Iterator[list[AnyLinear]]:
+def _read_groups(
+    modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor, num_padding: int = 0
+) -> Iterator[list[AnyLinear]]:
     for names in groups:
-        yield [read_linear(modules.get_submodule(name), like) for name in names]
+        yield [read_linear(modules.get_submodule(name), like, num_padding=num_padding) for name in names]
 
 
 def _split_heads(

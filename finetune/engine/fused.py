@@ -2,6 +2,8 @@
 
 Each fused function is registered as an operator of torch, so a dispatch mode sees one call. Fake tensors use the
 formula itself. If fusing is off, which is the default, the formula runs as ordinary torch operations.
+
+The module also has the switch of the other way to spare the host launches: replaying a step as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ FORMULAS: dict[str, Callable[..., Any]] = {}
 _log = logging.getLogger(__name__)
 _FOLDER_OF_KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 _is_on = False
+_replays = False
 _compiled_here: set[Callable[..., Any]] = set()
 
 
@@ -55,6 +58,28 @@ def fused_or_not(on: bool) -> Iterator[None]:
         yield
     finally:
         switch_fused(before)
+
+
+def switch_replays(on: bool) -> None:
+    """Turn replayed answers on or off for this process, see `SteppedDecoder`."""
+    global _replays
+    _replays = on
+
+
+def replays_answers() -> bool:
+    """Return whether answers are generated in steps that CUDA graphs replay."""
+    return _replays
+
+
+@contextmanager
+def replayed_or_not(on: bool) -> Iterator[None]:
+    """Turn replayed answers on or off inside."""
+    before = _replays
+    switch_replays(on)
+    try:
+        yield
+    finally:
+        switch_replays(before)
 
 
 @contextmanager

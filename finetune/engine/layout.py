@@ -1,4 +1,4 @@
-"""Pack the rows of a micro-batch into one sequence of tokens, without padding and with each shared prefix only once.
+"""Pack the rows of a micro-batch into one sequence of tokens, with each shared prefix only once and padding on request.
 
 The flat tokens are the nodes of a prefix tree, depth first; a node is called a segment. Token i attends to token j if
 j <= i < visible_until[j]: i is after j in the same segment, or in the subtree below it. Without shared prefixes, each
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy
 import torch
 
 from finetune.engine.prefixes import PrefixTree, Tokens, build_prefix_tree, separate_rows
+from finetune.units import ceil_bucket
 
+TOKENS_WITHOUT_PADDING = 8192
+"""From this many tokens on, a GPU takes longer for a micro-batch than its host (estimated)."""
 Made = TypeVar("Made")
 Change = Callable[[torch.Tensor], torch.Tensor]
 """A function that is applied to each tensor, for example one that moves it to a device."""
@@ -146,6 +150,7 @@ class PackedMicrobatch:
         target_row: the row of each target, int64, shape (targets,).
         num_rows: the number of rows.
         num_tokens: the number of tokens; a shared token counts once for each row.
+        num_padding: the number of flat tokens after those of the rows, which carry no loss.
     """
 
     input_ids: torch.Tensor
@@ -158,6 +163,7 @@ class PackedMicrobatch:
     target_row: torch.Tensor
     num_rows: int
     num_tokens: int
+    num_padding: int = 0
 
     @property
     def num_targets(self) -> int:
@@ -166,8 +172,8 @@ class PackedMicrobatch:
 
     @property
     def num_computed(self) -> int:
-        """Tokens that go through the model."""
-        return len(self.input_ids)
+        """Tokens that go through the model, padding left out."""
+        return len(self.input_ids) - self.num_padding
 
     def at_terms(self, hidden: torch.Tensor) -> torch.Tensor:
         """Repeat hidden states for the terms of each position: (positions, hidden) to (terms, hidden)."""
@@ -218,13 +224,21 @@ class PackedMicrobatch:
         )
 
 
-def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: bool = True) -> PackedMicrobatch:
-    """Pack rows without padding.
+def padding_of(num_tokens: int) -> int:
+    """Return the number of tokens by which a micro-batch is padded, so that small ones have one of few sizes."""
+    return ceil_bucket(num_tokens) - num_tokens if num_tokens < TOKENS_WITHOUT_PADDING else 0
+
+
+def pack(
+    rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: bool = True, to_bucket: bool = False
+) -> PackedMicrobatch:
+    """Pack rows.
 
     Args:
         rows: (token ids, is target) of each row, int64 and bool, both of shape (time,). The mark of a row's first token
             is ignored, since nothing predicts it.
         share_prefixes: compute shared prefixes only once.
+        to_bucket: append as much padding as `padding_of` says. By default there is none.
 
     Raises:
         ValueError: there is no row, or one without a token.
@@ -237,6 +251,9 @@ def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: b
     tree = build_prefix_tree(tokens) if share_prefixes else separate_rows(tokens)
     layout, input_ids = _lay_out(tree, tokens)
     flat = flat_tokens_of_rows(layout, tree.last_node, [len(ids) for ids in tokens])
+    num_padding = padding_of(len(input_ids)) if to_bucket else 0
+    if num_padding:
+        layout, input_ids = _with_padding(layout, input_ids, num_padding)
 
     marks = [is_target.numpy()[1:] for _, is_target in rows]
     predictor = numpy.concatenate([row[:-1][mark] for row, mark in zip(flat, marks, strict=True)])
@@ -255,6 +272,7 @@ def pack(rows: Sequence[tuple[torch.Tensor, torch.Tensor]], *, share_prefixes: b
         target_row=torch.from_numpy(target_row),
         num_rows=len(rows),
         num_tokens=sum(map(len, tokens)),
+        num_padding=num_padding,
     )
 
 
@@ -317,6 +335,19 @@ def flat_tokens_of_rows(
         numpy.concatenate([numpy.arange(*layout.segments[index][:2]) for index in layout.path(last)])[:length]
         for last, length in zip(last_node, lengths, strict=True)
     ]
+
+
+def _with_padding(layout: Layout, input_ids: torch.Tensor, num_padding: int) -> tuple[Layout, torch.Tensor]:
+    """Append rows of zeros. None is longer than the longest row, which decides the factors of LongRoPE."""
+    first, longest = len(input_ids), layout.longest_row
+    edges = [*range(first, first + num_padding, longest), first + num_padding]
+    rows = [Segment(start, end, -1, 0) for start, end in pairwise(edges)]
+    padded = Layout(
+        position_ids=torch.cat([layout.position_ids, torch.arange(num_padding) % longest]),
+        visible_until=torch.cat([layout.visible_until, *(torch.full((end - start,), end) for start, end, *_ in rows)]),
+        segments=(*layout.segments, *rows),
+    )
+    return padded, torch.cat([input_ids, input_ids.new_zeros(num_padding)])
 
 
 def _lay_out(tree: PrefixTree, rows: Sequence[Tokens]) -> tuple[Layout, torch.Tensor]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import functional
 
 from finetune.engine import norm
 from finetune.engine.products import LowRank, added, cast, plus_product, product, scaled_product, wide_type
@@ -110,9 +111,13 @@ def merge_adapters(layers: Sequence[Linear], dtype: torch.dtype) -> list[Linear]
     return [Linear(weight, biases[0] if len(biases) == 1 else torch.cat(biases))]
 
 
-def draw_keep(like: torch.Tensor, features: int, p: float) -> torch.Tensor:
-    """Draw a dropout mask (rows of `like`, features) from torch's global generator, as `functional.dropout` does."""
-    return like.new_empty(len(like), features).bernoulli_(1 - p).bool()
+def draw_keep(like: torch.Tensor, features: int, p: float, *, num_padding: int = 0) -> torch.Tensor:
+    """Draw a dropout mask (rows of `like`, features) from torch's global generator, as `functional.dropout` does.
+
+    No numbers are drawn for the last `num_padding` rows, so that padding does not change the masks of other rows.
+    """
+    keep = like.new_empty(len(like) - num_padding, features).bernoulli_(1 - p).bool()
+    return functional.pad(keep, (0, 0, 0, num_padding)) if num_padding else keep
 
 
 def linear(x: torch.Tensor, *layers: Linear, residual: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,17 +13,20 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.batches import derived_seed
-from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.fused import replays_answers, switch_replays
+from finetune.engine.kv_cache import STEPS_OF_BLOCK, BlockOfTokens, CachedDecoder, SteppedDecoder
 from finetune.engine.products import unchanged_weights
-from finetune.engine.quantized import is_in_4_bits
+from finetune.engine.quantized import FP8, is_in_4_bits
 from finetune.engine.reference import in_float64
-from finetune.engine.supported import unsupported_reason
+from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.errors import DataError
+from finetune.fallbacks import Fallback
 from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode, longrope_boundary, max_context
-from finetune.units import ceil_div
+from finetune.units import ceil_bucket, ceil_div
 
 if TYPE_CHECKING:
+    from finetune.config.schema import TrainingSection
     from finetune.distributed.runtime import Runtime
 
 _GOES_ON_WITH = 0.75
@@ -231,13 +234,16 @@ def _generate(
     What follows a stop id has no meaning. If the batch has one prompt, `on_token` is called with each of its tokens.
     """
     is_sharded = runtime is not None and runtime.placement.shard_size is not None
-    uses_engine = not (decoding.by_transformers or is_sharded) and _engine_continues(model)
+    may_use_engine = not (decoding.by_transformers or is_sharded)
+    replays = may_use_engine and replays_answers() and why_not_replayed(model) is None
+    uses_engine = replays or (may_use_engine and _engine_continues(model))
     batch = [prompts[row] for row in rows]
     draw = None if decoding.sampling is None else Draw(decoding.sampling, rows)
     room = room_for_answer(model, max(batch, key=len), decoding.max_new_tokens)
     with evaluation_mode(model):
         if uses_engine:
-            tokens = _continue_by_engine(model, batch, room, decoding.stop_ids, draw, on_token)
+            continue_ = _continue_in_steps if replays else _continue_by_engine
+            tokens = continue_(model, batch, room, decoding.stop_ids, draw, on_token)
         else:
             generate = partial(_continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
             tokens = generate(model) if runtime is None else runtime.placement.apply(generate, model)
@@ -249,6 +255,123 @@ def _engine_continues(model: Any) -> bool:
     """Return whether the engine generates a model's answers: on a CPU, where it was measured, and not in 4 bits."""
     is_plain = all(weight.device.type == "cpu" and not is_in_4_bits(weight) for weight in model.parameters())
     return is_plain and unsupported_reason(model) is None
+
+
+def why_not_replayed(model: Any) -> str | None:
+    """Return the reason why `SteppedDecoder` cannot continue rows of a model; None if it can."""
+    if any(is_in_4_bits(weight) or weight.dtype == FP8 for weight in model.parameters()):
+        return "the base is in 4 bits or in fp8"
+    reason = unsupported_reason(model)
+    if reason is not None:
+        return reason
+    if called := called_layers(model):
+        return f"the engine calls some linear layers: they are {' or '.join(called)}"
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    return "its rotation follows the longest row (rope_type dynamic)" if rope.get("rope_type") == "dynamic" else None
+
+
+def wants_replays(section: TrainingSection, device_type: str) -> bool:
+    """Return whether `training.graphs` asks for replayed answers, and this type of device has graphs."""
+    return section.graphs is True and device_type == "cuda" and not section.deterministic
+
+
+def agree_on_replays(runtime: Runtime, section: TrainingSection, model: Any) -> None:
+    """Replay the answers of a placed model until `launch` ends if `training.graphs` asks for it.
+
+    A model, a device or a setting that does not allow it is a fallback.
+    """
+    if section.graphs is not True:
+        return
+    if runtime.device.type != "cuda":
+        reason: str | None = f"the device is {runtime.device.type}, and only CUDA has graphs"
+    elif section.deterministic:
+        reason = "training.deterministic=true: CUDA has no running sum with a fixed order, which sampling needs"
+    elif runtime.placement.shard_size is not None:
+        reason = "the weights are sharded"
+    else:
+        reason = why_not_replayed(model)
+    if reason is not None:
+        used = "the engine without graphs" if _engine_continues(model) else "transformers' generate"
+        runtime.fallbacks.take(
+            Fallback(what="training.graphs", wanted="answers replayed as CUDA graphs", used=used, why=reason)
+        )
+    switch_replays(reason is None)
+
+
+def _continue_in_steps(
+    model: Any,
+    batch: Sequence[Sequence[int]],
+    room: int,
+    stop_ids: Sequence[int],
+    draw: Draw | None,
+    on_token: Callable[[int], object] | None,
+) -> list[list[int]]:
+    """Answer a batch with a `SteppedDecoder`, whose tokens are looked at after each block of steps.
+
+    Rows whose answers have ended are padding, until the others are so few that a smaller number of rows holds them.
+    """
+    boundary = longrope_boundary(model)
+    answers: list[list[int]] = [[] for _ in batch]
+    alive, ended, stops = list(range(len(batch))), set[int](), frozenset(stop_ids)
+    most_tokens = max(map(len, batch)) + room
+
+    def levels(num_steps: int) -> torch.Tensor | None:
+        return None if draw is None else draw.levels(num_steps)
+
+    def begin() -> tuple[SteppedDecoder, BlockOfTokens]:
+        rows = [[*batch[row], *answers[row]] for row in alive]
+        # With the short factors of LongRoPE there are no later positions.
+        is_short = boundary is not None and max(map(len, rows)) <= boundary
+        most = min(most_tokens, boundary) if is_short and boundary is not None else most_tokens
+        decoder = SteppedDecoder(model, rows, most_tokens=most, choose=most_likely if draw is None else draw.choose)
+        return decoder, decoder.begin(levels(1))
+
+    with unchanged_weights():
+        decoder, block = begin()
+        while True:
+            for row, tokens in zip(alive, block.tokens.tolist(), strict=True):
+                answers[row] += tokens
+                if not stops.isdisjoint(tokens):
+                    ended.add(row)
+            if draw is not None and block.nats is not None:
+                draw.note(block.nats)
+            if on_token is not None:
+                _pass_on(answers[0][-block.tokens.shape[1] :], stops, on_token)
+            going = [place for place, row in enumerate(alive) if row not in ended]
+            left = room - len(answers[alive[0]])
+            if not going or not left:
+                return answers
+            num_rows = ceil_bucket(len(going))
+            if num_rows < len(alive):
+                padding = [place for place, row in enumerate(alive) if row in ended][: num_rows - len(going)]
+                kept = sorted([*going, *padding])
+                decoder.keep(torch.tensor(kept, device=block.tokens.device))
+                alive = [alive[place] for place in kept]
+                if draw is not None:
+                    draw.keep(kept)
+            cached = len(batch[alive[0]]) + len(answers[alive[0]]) - 1
+            if cached == boundary:
+                # The next token is the first with the long factors, and the cache is computed with the short ones.
+                del decoder
+                decoder, block = begin()
+            else:
+                most_steps = boundary - cached if boundary is not None and cached < boundary else left
+                num_steps = min(STEPS_OF_BLOCK, left, most_steps)
+                block = decoder.advance(num_steps, levels(num_steps))
+
+
+def _pass_on(tokens: Sequence[int], stops: frozenset[int], on_token: Callable[[int], object]) -> None:
+    """Call `on_token` with each token of a block, up to the first stop token."""
+    for token in tokens:
+        on_token(token)
+        if token in stops:
+            return
+
+
+def most_likely(logits: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """Choose the most likely token of each row, as a `SteppedDecoder` calls it."""
+    del levels
+    return logits.argmax(-1), None
 
 
 def _continue_by_engine(
@@ -378,24 +501,38 @@ class Draw:
         """Return -log p of each token that was drawn, row after row, before temperature and filters."""
         nats: list[list[float]] = [[] for _ in range(self._num_rows)]
         for rows, values in self._nats:
-            for row, value in zip(rows, values.tolist(), strict=True):
-                nats[row].append(value)
+            for row, more in zip(rows, values.tolist(), strict=True):
+                nats[row] += more
         return nats
 
-    def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
+    def note(self, nats: torch.Tensor) -> None:
+        """Keep -log p of tokens that `choose` has chosen, (rows, tokens)."""
+        self._nats.append((self._alive, nats))
+
+    def levels(self, num_tokens: int) -> torch.Tensor:
+        """Return the next random numbers of each row, (rows, num_tokens), float64, on the CPU."""
+        drawn = [torch.rand((num_tokens,), generator=g, dtype=torch.float64) for g in self._generators]
+        return torch.stack(drawn)
+
+    def choose(self, scores: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the token of each row that a random number of [0, 1), (rows, 1), chooses, and its -log p."""
         filtered = scores.float()
         if torch.are_deterministic_algorithms_enabled():  # CUDA has no running sum with a fixed order
             filtered = filtered.cpu()
         for apply_filter in self._filters:
-            filtered = apply_filter(input_ids, filtered)
+            filtered = apply_filter(None, filtered)
         # In float64, so that the sample is the same on every device.
         below = in_float64(filtered).softmax(-1).cumsum(-1)
-        level = torch.stack([torch.rand((1,), generator=g, dtype=torch.float64) for g in self._generators])
-        drawn = torch.searchsorted(below, level.to(below.device) * below[:, -1:], right=True)
+        drawn = torch.searchsorted(below, levels.to(below.device) * below[:, -1:], right=True).to(scores.device)
         logits = scores.float()
-        self._nats.append((self._alive, logits.logsumexp(-1) - logits.gather(1, drawn.to(logits.device))[:, 0]))
-        return torch.full_like(scores, -torch.inf).scatter(1, drawn.to(scores.device), 0.0)
+        return drawn[:, 0], logits.logsumexp(-1) - logits.gather(1, drawn)[:, 0]
+
+    def __call__(self, input_ids: torch.Tensor | None, scores: torch.Tensor) -> torch.Tensor:
+        """Return scores of shape (rows, vocabulary): 0 for the sampled token, minus infinity for all others."""
+        del input_ids
+        tokens, nats = self.choose(scores, self.levels(1))
+        self.note(nats[:, None])
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
 def _refuse_too_long(model: Any, prompts: Sequence[Sequence[int]]) -> None:

@@ -160,7 +160,7 @@ def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
         ModelError: the base or the tokenizer cannot be loaded, or the adapter does not fit the base.
     """
     loaded = read_finished_run(runtime, run)
-    place_finished_run(runtime, loaded.model)
+    place_finished_run(runtime, run.config, loaded.model)
     return loaded
 
 
@@ -175,8 +175,10 @@ def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     return LoadedRun(model, tokenizer)
 
 
-def place_finished_run(runtime: Runtime, model: Any) -> None:
-    """Place a loaded model on the device, or shard it across the ranks. Collective."""
+def place_finished_run(runtime: Runtime, config: Config, model: Any) -> None:
+    """Place a loaded model on the device, or shard it across the ranks, and prepare its answers. Collective."""
+    from finetune.inference.decoding import agree_on_replays
+
     runtime.placement.fit_threads(model)
     if runtime.placement.shard_size is None:
         runtime.placement.place(model)
@@ -184,6 +186,7 @@ def place_finished_run(runtime: Runtime, model: Any) -> None:
     else:
         runtime.collectives.agree_set_up()  # a rank that cannot read the model ends the others before they share it
         runtime.placement.shard(model)
+    agree_on_replays(runtime, config.training, model)
 
 
 def put_adapter_on(base: Any, run: FinishedRun) -> Any:

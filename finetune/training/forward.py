@@ -35,20 +35,39 @@ class Forward:
 
 
 def choose_forward(
-    section: TrainingSection, model: torch.nn.Module, prepare_attention: Callable[..., Any] | None = None
+    section: TrainingSection,
+    model: torch.nn.Module,
+    prepare_attention: Callable[..., Any] | None = None,
+    *,
+    pads: bool = False,
 ) -> Forward:
-    """Choose the forward of a model for this process alone, without communication and without recording a fallback."""
+    """Choose the forward of a model for this process alone, without communication and without recording a fallback.
+
+    With `pads`, small micro-batches of an adapter that the engine computes whole are padded, see `wants_padding`.
+    """
     if section.kernels == "reference":
         return Forward(collate=pad, why_not_engine="training.kernels=reference")
     reason = unsupported_reason(model)
     if reason is not None:
         return Forward(collate=pad, why_not_engine=reason)
+    called = called_layers(model)
     collate = packer(
         share_prefixes=section.packing and section.share_prefixes,
+        to_bucket=pads and not called and not _draws_for_padding(model),
         prepare_attention=prepare_attention,
         windows=layer_windows(model),
     )
-    return Forward(collate=collate, called_layers=called_layers(model))
+    return Forward(collate=collate, called_layers=called)
+
+
+def wants_padding(section: TrainingSection, device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether micro-batches get few sizes: with an adapter in 16 bits on CUDA, if `training.graphs` is true."""
+    return section.graphs is True and section.method == "lora" and device_type == "cuda" and dtype != torch.float32
+
+
+def _draws_for_padding(model: Any) -> bool:
+    """Return whether dropout of the base draws numbers for padding, which would change the masks of all layers."""
+    return any(getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop"))
 
 
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:
@@ -56,7 +75,9 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
 
     `fused` is applied until `launch` ends. Collective: every rank, with a placed model.
     """
-    forward = choose_forward(section, model, prepared_by_the_host(runtime.device, _computed_in(runtime)))
+    dtype = _computed_in(runtime)
+    pads = wants_padding(section, runtime.device.type, dtype)
+    forward = choose_forward(section, model, prepared_by_the_host(runtime.device, dtype), pads=pads)
     if section.kernels == "reference":
         return forward
     reason = forward.why_not_engine

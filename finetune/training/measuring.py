@@ -68,7 +68,7 @@ def measure_split(
     known, (model, tokenizer) = known or KnownRows(), loaded
     # Before the model is sharded: the engine refuses one with hooks.
     forward = agree_on_forward(runtime, config.training, model)
-    place_finished_run(runtime, model)
+    place_finished_run(runtime, config, model)
     splits = encode_examples(load_examples(config.data), tokenizer, config.data, fallbacks=runtime.fallbacks)
     split = choose_split(split, named_splits(splits))
     examples = getattr(splits, split)

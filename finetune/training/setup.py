@@ -17,6 +17,7 @@ from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
+from finetune.inference.decoding import agree_on_replays
 from finetune.model.base import add_embedding_noise, checkpoint_gradients
 from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.quantized import (
@@ -115,13 +116,13 @@ def set_up(
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collate(config, forward.collate)
-    states = states_in_4_bits(model)
-    measured = model
+    measured, states = model, states_in_4_bits(model)
     if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
         measured = copy_without_data(model)
         convert_weights(measured, runtime.precision)
         runtime.placement.shard(model)
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
+    agree_on_replays(runtime, config.training, model)
     setup = Setup(
         runtime=runtime,
         config=config,

@@ -47,7 +47,7 @@ KEYS = {
         "max_grad_norm"
     ),
     "training": f"{LOADER_KEYS} method objective max_steps num_epochs global_batch_size max_tokens_per_microbatch "
-    "packing share_prefixes kernels fused neftune_alpha precision gradient_checkpointing memory memory_fraction "
+    "packing share_prefixes kernels fused graphs neftune_alpha precision gradient_checkpointing memory memory_fraction "
     "device deterministic debug "
     "log_every profile report_to on_nonfinite max_skipped_steps",
     "preference": "beta gamma desirable_weight undesirable_weight",

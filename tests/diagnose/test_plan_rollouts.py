@@ -13,9 +13,10 @@ from finetune.cli.plan import plan_from_overrides
 from finetune.config.compose import load_config
 from finetune.config.schema import LoraSection
 from finetune.diagnose.plan_batches import AssumedAnswers
-from finetune.diagnose.plan_devices import find_device
+from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
+from finetune.engine.fused import replayed_or_not
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.lora import add_lora
@@ -86,11 +87,12 @@ def test_the_plan_of_answers_is_what_a_run_learns_from(words, more):
         assert batches.tokens == sum(microbatch.num_tokens for microbatch in made) / repeats
 
 
-def generating_of(config, model, *, sampling=None, by_engine=True, prompts=PROMPTS):
+def generating_of(config, model, *, sampling=None, by_engine=True, replays=False, prompts=PROMPTS):
     """Predict 12 answers, 4 to each prompt."""
     rows = AssumedAnswers.of(config, model, prompts, 3).longest_prompts(12)
     batch = AnswerBatch(rows, config.rollout.max_completion_length, sampling)
-    forecast = forecast_generation(copy_without_data(model), batch, torch.float32, by_engine=by_engine)
+    how = {"by_engine": by_engine, "replays": replays}
+    forecast = forecast_generation(copy_without_data(model), batch, torch.float32, **how)
     return forecast.with_held(OptimizerNeed(0, 0), Shards(1))
 
 
@@ -151,6 +153,32 @@ def test_answers_take_the_planned_memory(words, family, by_engine, prompts, most
     rows = [prompt for prompt in prompts for _ in range(4)]
     measured = peak_of(lambda: sample_answers(model, rows, decoding, batch_size=12))
     assert planned.total - planned.held == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("sampling", [None, Sampling(top_p=0.9)], ids=["greedy", "drawn"])
+def test_replayed_answers_take_the_memory_of_a_second_step(words, sampling):
+    """A graph keeps that of its step. Without a GPU there is no graph, and the rest is measured."""
+    model = MODELS["LoRA"]()
+    config = load_config([*words, "rollout.max_completion_length=60"])
+    replayed = generating_of(config, model, sampling=sampling, replays=True)
+    rows = [prompt for prompt in PROMPTS for _ in range(4)]
+    decoding = Decoding(stop_ids=[-1], max_new_tokens=60, sampling=sampling)
+    with replayed_or_not(True):
+        measured = peak_of(lambda: sample_answers(model, rows, decoding, batch_size=12))
+    without_graph = replace(replayed, step=replayed.step // 2)
+    assert without_graph.total - replayed.held == pytest.approx(measured, rel=0.02)
+    assert replayed.total - without_graph.total == min(replayed.step // 2, replayed.step - replayed.prompts)
+
+
+@pytest.mark.slow
+def test_a_plan_for_cuda_counts_replayed_answers_only_if_they_are_possible(words):
+    def answers(*more):
+        return make_plan(load_config([*words, "training.graphs=true", *more]), read_device("H200")).generating
+
+    replayed, by_transformers = answers(), answers("training.deterministic=true")
+    assert replayed.cache != by_transformers.cache
+    assert replayed.step >= 2 * replayed.logits > 0
+    assert answers("training.graphs=auto") == by_transformers
 
 
 @pytest.mark.slow

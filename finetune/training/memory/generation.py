@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +18,11 @@ from transformers import masking_utils
 
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.decoder import bare_model, bytes_of_merged, layer_windows
-from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.kv_cache import CachedDecoder, SteppedDecoder
 from finetune.engine.products import unchanged_weights
 from finetune.engine.quantized import widened_bytes
 from finetune.engine.supported import unsupported_reason
-from finetune.inference.decoding import Decoding, Draw, Sampling, sample_answers
+from finetune.inference.decoding import Decoding, Draw, Sampling, most_likely, sample_answers
 from finetune.model.base import evaluation_mode
 from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights, trace_deep
 from finetune.training.memory.tracing import Allocations, Phases, fake_weights, one_rotation
@@ -88,6 +89,8 @@ class GenerationForecast(NamedTuple):
     merged: int
     widened: int
     """Bytes of the largest weight in 4 bits in 16 bits: it is dequantized for its product."""
+    replays: bool = False
+    """Whether a graph keeps the memory of a step, beside that of the steps that were computed before its capture."""
 
     def with_held(self, optimizer: OptimizerNeed, shards: Shards) -> Generating:
         """Return the memory of a process that also holds the weights and the state of the optimizer."""
@@ -95,25 +98,33 @@ class GenerationForecast(NamedTuple):
         cache = total[_BEFORE_LAST] - self.peaks[_BEFORE_LAST].get("logits", 0)
         state = optimizer.state // weights.trained_shards(shards)
         # What a phase needs is its peak less the cache, which all phases hold.
+        logits = max(0, total[_FIRST_LOGITS] - cache, total.get(_LAST_LOGITS, 0) - cache)
+        step = max(0, total[_LAST] + self.widened - cache) if _LAST in total else 0
         return Generating(
             answers=len(self.batch.prompts),
             tokens=self.batch.tokens,
             held=weights.held(shards) + weights.adapter + weights.gathered(shards) + state,
             merged=self.merged,
             cache=cache,
-            logits=max(0, total[_FIRST_LOGITS] - cache, total.get(_LAST_LOGITS, 0) - cache),
+            logits=logits,
             prompts=max(0, total[_PROMPTS] + self.widened - cache),
-            step=max(0, total[_LAST] + self.widened - cache) if _LAST in total else 0,
+            step=2 * max(step, logits) if self.replays else step,
         )
 
 
-def engine_generates(model: Any, device_type: str, shards: Shards) -> bool:
+def engine_generates(model: Any, device_type: str, shards: Shards, *, replays: bool) -> bool:
     """Return whether the engine generates the answers of a run, see `sample_answers`."""
-    return device_type == "cpu" and shards.size == 1 and unsupported_reason(model) is None
+    return (device_type == "cpu" or replays) and shards.size == 1 and unsupported_reason(model) is None
 
 
 def forecast_generation(
-    model: Any, batch: AnswerBatch, dtype: torch.dtype, *, by_engine: bool, quantized: Any | None = None
+    model: Any,
+    batch: AnswerBatch,
+    dtype: torch.dtype,
+    *,
+    by_engine: bool,
+    replays: bool = False,
+    quantized: Any | None = None,
 ) -> GenerationForecast:
     """Generate answers without data.
 
@@ -122,6 +133,7 @@ def forecast_generation(
         batch: the largest of the run.
         dtype: the type in which the run computes.
         by_engine: see `engine_generates`.
+        replays: whether the engine does so in steps that graphs replay.
         quantized: the same model with weights in 4 bits, if the run has it: its forward would need data.
 
     Raises:
@@ -131,37 +143,45 @@ def forecast_generation(
     with evaluation_mode(model):
         merged = bytes_of_merged(model) if by_engine else 0
         if by_engine:
-            peaks = trace_deep(model, lambda: _trace_engine(model, batch))
+            peaks = trace_deep(model, lambda: _trace_engine(model, batch, replays=replays))
         else:
             peaks = trace_deep(model, lambda: _trace_transformers(model, batch, dtype))
     widened = max(widened_bytes(weight) for weight in stored_model.parameters())
-    return GenerationForecast(batch, peaks, Weights(stored_model), merged, widened)
+    return GenerationForecast(batch, peaks, Weights(stored_model), merged, widened, replays and by_engine)
 
 
-def _trace_engine(model: Any, batch: AnswerBatch) -> Phases:
+def _trace_engine(model: Any, batch: AnswerBatch, *, replays: bool) -> Phases:
     """Trace a pass over the prompts, and one over the last tokens, for which the cache has memory from the start."""
+    draw = None if batch.sampling is None else Draw(batch.sampling, range(len(batch.prompts)))
     with _without_data(model, read=lambda _: batch.tokens - 1) as allocations, unchanged_weights():
         with unset_fake_temporarily():  # attention is prepared on real data
-            decoder = CachedDecoder(model, batch.prompts, most_tokens=batch.tokens)
+            choose = most_likely if draw is None else draw.choose
+            kind = partial(SteppedDecoder, choose=choose) if replays else CachedDecoder
+            decoder = kind(model, batch.prompts, most_tokens=batch.tokens)
             *windows, last = layer_windows(model)
             layout, ends = decoder._prompts.layout, decoder._prompts.ends
             for window in dict.fromkeys(windows):
                 layout.prepared(prepare_blocks, None, window)
             layout.prepared(prepare_blocks, ends, last)
         decoder._decoder._merges = False  # it is decided by all layers, see `GenerationForecast.merged`
-        draw = None if batch.sampling is None else Draw(batch.sampling, range(len(batch.prompts)))
 
-        def next_tokens(logits: torch.Tensor) -> torch.Tensor:
+        def choose_next(logits: torch.Tensor) -> torch.Tensor:
             return (logits if draw is None else draw(None, logits)).argmax(-1)
 
+        next_tokens: Callable[..., Any] = choose_next
+        go_on: Callable[..., torch.Tensor] = decoder.go_on
+        if isinstance(decoder, SteppedDecoder):
+            next_tokens, go_on = decoder.choose, lambda _: decoder.append(batch.tokens)
         with allocations:
             allocations.enter(_PROMPTS)
             logits = decoder.start()
             allocations.enter(_FIRST_LOGITS)
             tokens = next_tokens(logits)
+            if replays:
+                del logits  # a step keeps none for the next one
             allocations.enter(_BEFORE_LAST)
             allocations.enter(_LAST)
-            logits = decoder.go_on(tokens)
+            logits = go_on(tokens)
             allocations.enter(_LAST_LOGITS)
             next_tokens(logits)
     return {part: allocations.peak(part) for part in allocations.phases}
