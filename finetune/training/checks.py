@@ -159,15 +159,12 @@ def raw_digests(splits: Any) -> dict[str, list[str]]:
 def check_fit(config: Config, model: Any, splits: Any) -> None:
     """Raise ConfigError for rows or a model that contradict the configuration, and for rows beyond the context."""
     from finetune.data.encoded import EncodedExamples
-    from finetune.data.preferences import EncodedLabelled, EncodedPairs
     from finetune.model.base import max_context
     from finetune.training.optim import build_optimizer
 
-    row_type = {"pairs": EncodedPairs, "labelled": EncodedLabelled}.get(
-        OBJECTIVES[config.training.objective].rows, EncodedExamples
-    )
-    if not isinstance(splits.train, row_type):
-        read = {EncodedPairs: "pairs", EncodedLabelled: "labelled"}.get(type(splits.train), "answers")
+    wanted = OBJECTIVES[config.training.objective].rows
+    read = {"preference": "pairs", "labelled": "labelled"}.get(getattr(splits.train, "row_type", ""), "answers")
+    if not (read == wanted if wanted in ("pairs", "labelled") else isinstance(splits.train, EncodedExamples)):
         encoded_for = " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
         raise ConfigError(
             f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but the rows "
@@ -192,7 +189,7 @@ def check_fit(config: Config, model: Any, splits: Any) -> None:
             raise ConfigError(
                 f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. {advice}"
             )
-        if isinstance(split, EncodedLabelled) and split.max_length > context and split.longest_mismatched > context:
+        if read == "labelled" and split.max_length > context and split.longest_mismatched > context:
             raise ConfigError(
                 f"the {name} split: the longest prompt with the longest answer has {split.longest_mismatched} tokens, "
                 f"but the model's context ends at {context}. KTO puts prompts before the answers of other rows. "

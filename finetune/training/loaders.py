@@ -19,7 +19,6 @@ from finetune.data.batches import (
 )
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import holds_out_by_default
-from finetune.data.preferences import EncodedPairs
 from finetune.distributed.network import allow_open_files
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
@@ -65,7 +64,7 @@ def plan_batches(
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
-        each=rows_of_pair if isinstance(rows, EncodedPairs) else 1,
+        each=rows_of_pair if rows.row_type == "preference" else 1,
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
-from finetune.data.objective import AnySplits
 from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
@@ -34,12 +33,6 @@ from finetune.training.checks import check_fit, check_objective, named_splits, r
 from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
-from finetune.training.low_precision import (
-    LowPrecisionError,
-    compare_nf4_with_disk,
-    refuse_overflow,
-    round_base_to_fp8,
-)
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
@@ -56,6 +49,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.data.objective import AnySplits
+    from finetune.training.low_precision import LowPrecisionError
 
 _log = logging.getLogger(__name__)
 _TOKENS_FOR_ERROR = 1024
@@ -197,10 +192,14 @@ def _try_precision(
 ) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
     if runtime.precision == "fp16":
+        from finetune.training.low_precision import refuse_overflow
+
         row = splits.train[0]
         is_plain = isinstance(splits.train, EncodedExamples) and runtime.placement.shard_size is None
         refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
     if wants_fp8(config):
+        from finetune.training.low_precision import round_base_to_fp8
+
         refuse_fp8_without_engine(config, forward.why_not_engine)
         compare: Callable[..., LowPrecisionError | None] = round_base_to_fp8
     elif not states_in_4_bits:
@@ -209,6 +208,8 @@ def _try_precision(
         _log.warning("the error of a base in 4 bits is not measured, because the engine does not compute all layers")
         return
     else:
+        from finetune.training.low_precision import compare_nf4_with_disk
+
         compare = partial(compare_nf4_with_disk, states=states_in_4_bits)
     with runtime.collectives.failing_together("measuring the error of the base's precision"):
         measured = compare(runtime, config, model, collate(_first_rows(splits.train)))

@@ -15,7 +15,6 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.examples import holds_out_by_default, is_all_here
-from finetune.data.objective import AnySplits
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
@@ -38,7 +37,6 @@ from finetune.training.checks import refuse_no_update
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches
 from finetune.training.loop import run_loop
-from finetune.training.low_precision import LossScale
 from finetune.training.objective import Loaders, TrainingObjective
 from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
 from finetune.training.profiling import StepProfiler
@@ -47,6 +45,7 @@ from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import preempted_in_test, preempted_in_training, renumbered_in_epoch
 from finetune.training.saver import log_disk_need, publish_best
 from finetune.training.setup import set_up
+from finetune.training.step import LossScale
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, without_other_criteria
 
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.data.objective import AnySplits
 
 _log = logging.getLogger(__name__)
 

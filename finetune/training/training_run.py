@@ -25,12 +25,11 @@ from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import log_cut_examples, log_microbatches
-from finetune.training.low_precision import LossScale
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
 from finetune.training.optim import averaged_weights
 from finetune.training.profiling import StepProfiler
-from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
+from finetune.training.step import LossScale, StepResult, StepSettings, StepTooLargeError, train_step
 from finetune.training.validation import Validated, answered_rows
 
 if TYPE_CHECKING:
