@@ -23,7 +23,6 @@ from transformers import masking_utils
 
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
-from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import PackedMicrobatch
@@ -89,6 +88,7 @@ def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Comput
 
     The model is on the meta device, in training mode, and the micro-batch is on the CPU.
     """
+    from finetune.engine.attention_cuda import prepare_varlen
     from finetune.training.memory.engine_choices import choices_on  # most runs on a CPU fit without a trace
 
     rows = rows_of(microbatch)
