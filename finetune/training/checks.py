@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.hub import Repository
 from finetune.config.objectives import OBJECTIVES, SECTIONS
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
@@ -23,6 +22,7 @@ from finetune.units import counted, name_first
 if TYPE_CHECKING:
     import torch
 
+    from finetune.config.hub import Repository
     from finetune.config.schema import Config, ModelSection
     from finetune.training.step import StepResult
 _log = logging.getLogger(__name__)
