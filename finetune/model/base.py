@@ -179,6 +179,23 @@ def checkpoint_gradients(model: Any, *, offloads: bool = False) -> None:
         model.enable_input_require_grads()
 
 
+def train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
+    """Freeze what is behind the first `r` rows or columns of a matrix."""
+
+    def without_frozen_half(gradient: torch.Tensor) -> torch.Tensor:
+        masked = gradient.clone()
+        masked.narrow(dim, r, gradient.shape[dim] - r).zero_()
+        return masked
+
+    parameter.register_hook(without_frozen_half)  # type: ignore[no-untyped-call]
+    parameter._frozen_from = r  # type: ignore[attr-defined]
+
+
+def is_half_frozen(parameter: torch.nn.Parameter) -> bool:
+    """Return whether half of a parameter is frozen, so that weight decay must not change it."""
+    return hasattr(parameter, "_frozen_from")
+
+
 def max_context(model: Any) -> int | None:
     """Return the number of positions that the model computes correctly; None if its configuration has no limit.
 

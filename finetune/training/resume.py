@@ -21,7 +21,6 @@ from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import is_same_path, recorded_paths
 from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError, PreemptedError
-from finetune.runs.comparison import differing
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
@@ -182,6 +181,8 @@ def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> li
 
     Two paths are equal if they name the same place, `recorded` having the absolute paths of the start.
     """
+    from finetune.runs.comparison import differing
+
     known, current = values(before, only_set=True), values(now)
     if missing := current.keys() - known.keys():
         _log.warning(

@@ -20,7 +20,6 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import run_test_phase
-from finetune.inference.finished_run import LoadedRun
 from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.inference.prompts import read_opening
@@ -28,7 +27,7 @@ from finetune.inference.scores import Evaluation, ModelName, Scores, show_evalua
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
-from finetune.runs.model_files import has_adapter, load_model
+from finetune.runs.model_files import LoadedRun, has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
