@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -38,7 +38,6 @@ from finetune.training.loaders import build_loaders, global_batch_size, log_batc
 from finetune.training.loop import run_loop
 from finetune.training.objective import Loaders, TrainingObjective
 from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
-from finetune.training.profiling import StepProfiler
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import preempted_in_test, preempted_in_training, renumbered_in_epoch
@@ -54,6 +53,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.data.objective import AnySplits
+    from finetune.training.profiling import StepProfiler
 
 _log = logging.getLogger(__name__)
 
@@ -189,13 +189,7 @@ class Trainer:
         self._begin(train_loader, state, cadence, optimizer)
 
         self.model.train()
-        with StepProfiler(
-            runtime,
-            setup.folder,
-            num_profiled=config.training.profile,
-            done=state.step,
-            num_steps=cadence.num_steps,
-        ) as profiler:
+        with self._profiler(state, cadence) as profiler:
             run = self._run = TrainingRun(
                 setup,
                 optimizer,
@@ -223,6 +217,20 @@ class Trainer:
         # The script decides what comes next, and when.
         runtime.liveness.enter_phase("after training", end.state.step, timed=False)
         return TrainingResults(end.state, run.last_loss), run.last_validation
+
+    def _profiler(self, state: TrainerState, cadence: Cadence) -> AbstractContextManager[StepProfiler | None]:
+        num_profiled = self.config.training.profile
+        if not num_profiled:
+            return nullcontext()
+        from finetune.training.profiling import StepProfiler
+
+        return StepProfiler(
+            self.runtime,
+            self._setup.folder,
+            num_profiled=num_profiled,
+            done=state.step,
+            num_steps=cadence.num_steps,
+        )
 
     def _plan_steps(self, train_loader: TrainLoader) -> Cadence:
         """Return the steps of the run, and log how its rows become batches."""

@@ -25,7 +25,6 @@ from finetune.runs.record import RunRecord, RunStart, Status
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
 from finetune.terminal import shown_folder
-from finetune.training.profiling import Profile
 from finetune.training.reporting.events import Interval, RunEvents
 from finetune.training.reporting.progress import TRACE_VIEWER, show_what_next
 from finetune.training.reporting.run_warnings import RunWarnings
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
     from finetune.runs.checkpoints import Snapshot
+    from finetune.training.profiling import Profile
 
 _log = logging.getLogger(__name__)
 
