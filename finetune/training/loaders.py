@@ -19,7 +19,6 @@ from finetune.data.batches import (
 )
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import holds_out_by_default
-from finetune.distributed.network import allow_open_files
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
 from finetune.units import counted
@@ -150,6 +149,8 @@ def _prepare_for_workers() -> None:
     A worker hands over each tensor as an open file. Python waits at its end for processes that are left, and workers
     ignore the SIGTERM that it sends them.
     """
+    from finetune.distributed.network import allow_open_files
+
     allow_open_files()
     # Declares torch's handler of SIGCHLD as set. It would raise that a worker was killed while a file is written, too.
     signal_handling._SIGCHLD_handler_set = True
