@@ -2,8 +2,8 @@
 
     python tools/readers_load.py
 
-Trains three steps of the quickstart in this process, in a temporary folder, and prints the measures as JSON. A module
-counts as run if one of its functions was called. All lines of an imported module count, whether they run or not.
+Trains three steps of the quickstart in this process, on the CPU and in a temporary folder, and prints the measures as
+JSON. A module counts as run if one of its functions was called. All lines of an imported module count.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from types import CodeType, FrameType
 PACKAGE = Path(__file__).resolve().parents[1] / "finetune"
 _RUN = (
     *("train", "quickstart", "training.max_steps=3", "data.max_rows=24", "training.batch_size=4"),
-    *("optim.warmup_steps=0", "testing.num_samples=1", "testing.max_new_tokens=4"),
+    *("optim.warmup_steps=0", "testing.num_samples=1", "testing.max_new_tokens=4", "training.device=cpu"),
 )
 
 

@@ -15,7 +15,6 @@ import torch
 
 from finetune.errors import ConfigError, ModelError, first_line
 from finetune.model.base import count_parameters
-from finetune.model.quantized import refuse_unquantized
 from finetune.model.targets import (
     has_transposed_targets,
     refuse_foreign_adapter,
@@ -49,7 +48,10 @@ def add_lora(
         ConfigError: the recipe has not quantized the base or added the tokens that the section asks for.
         ModelError: a target matches no linear layer, or `lora.start_from` does not fit.
     """
-    refuse_unquantized(model, section)
+    if section.quantize != "none":
+        from finetune.model.quantized import refuse_unquantized
+
+        refuse_unquantized(model, section)
     ids = _ids_of_new_tokens(tokenizer, section)
     if ids:
         grow_embeddings(model, ids[-1] + 1)

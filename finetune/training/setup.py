@@ -16,14 +16,8 @@ from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
-from finetune.model.base import add_embedding_noise, checkpoint_gradients
+from finetune.model.base import add_embedding_noise, checkpoint_gradients, states_in_4_bits
 from finetune.model.lora import fingerprint_base, without_adapter
-from finetune.model.quantized import (
-    refuse_fp8_without_engine,
-    refuse_where_fp8_is_impossible,
-    states_in_4_bits,
-    wants_fp8,
-)
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
@@ -80,7 +74,10 @@ def set_up(
     hooks.check(config)
     hooks.refuse_no_sum(model, runtime.device)
     config = hooks.config(runtime.with_launcher_values(config))
-    refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
+    if config.model.frozen_precision == "fp8":
+        from finetune.model.quantized import refuse_where_fp8_is_impossible
+
+        refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, rows)
     prepared = objective.prepare(config, model, tokenizer, rows)
     splits: EncodedSplits = _with_subsets(config, prepared.splits)
@@ -197,7 +194,8 @@ def _try_precision(
         row = splits.train[0]
         is_plain = isinstance(splits.train, EncodedExamples) and runtime.placement.shard_size is None
         refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
-    if wants_fp8(config):
+    if config.model.frozen_precision == "fp8":
+        from finetune.model.quantized import refuse_fp8_without_engine
         from finetune.training.low_precision import round_base_to_fp8
 
         refuse_fp8_without_engine(config, forward.why_not_engine)
