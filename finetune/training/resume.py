@@ -21,7 +21,6 @@ from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import is_same_path, recorded_paths
 from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError, PreemptedError
-from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
 from finetune.signals import Terminated, received_stop_signal
@@ -31,6 +30,7 @@ from finetune.units import counted
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
     from finetune.runs.folder import RunFolder
+    from finetune.runs.recorded_run import RecordedRun
     from finetune.runs.state import TrainerState
 
 
@@ -80,6 +80,8 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     """
     if config.resume != "auto" or not folder.checkpoint_steps():
         return []
+    from finetune.runs.recorded_run import RecordedRun
+
     run = RecordedRun(folder.path)
     start = _recorded_start(run)
     before = _config_in(start) or run.config
