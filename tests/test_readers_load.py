@@ -11,7 +11,7 @@ from tools.readers_load import PACKAGE, lines_of_functions, names_defined_twice
 
 MOST_MODULES_RUN = 118
 MOST_MODULES_IMPORTED = 132
-MOST_LINES_IMPORTED = 29_239
+MOST_LINES_IMPORTED = 29_244
 
 
 def test_each_public_name_has_one_home():

@@ -183,7 +183,7 @@ def encode_rows(
         return problems
 
     if num_processes > 1:
-        from finetune.data.parallel import WorkerLostError, encode_in_processes
+        from finetune.data.parallel import WorkerLostError, encode_in_processes  # only large data needs them
 
         try:
             with encode_in_processes(tokens, train_on, num_processes) as encode:

@@ -31,6 +31,7 @@ def encode_for_objective(
     """
     rows = OBJECTIVES[config.training.objective].rows
     if rows != "answers":
+        # Most runs learn answers and need none of these.
         from finetune.data.preferences import encode_labelled, encode_preferences, refuse_each_turn
 
         if rows == "pairs":

@@ -98,10 +98,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     fallbacks = Fallbacks(strict=config.strict)
     launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
-    if config.parallel.sharding != "none":
-        from finetune.distributed.sharding import refuse_what_is_not_sharded
-
-        refuse_what_is_not_sharded(config, trains=trains)
+    _check_keys_of_sharding(config, trains=trains)
     _compare_with_launch(config, environment, fallbacks)
     place = config.parallel
     master_addr, master_port = (
@@ -236,6 +233,13 @@ def _choose_folder(config: Config, runtime: Runtime) -> str:
     chosen = runtime.collectives.broadcast_from_main(chosen)
     runtime.set_folder(chosen)
     return chosen
+
+
+def _check_keys_of_sharding(config: Config, *, trains: bool) -> None:
+    if config.parallel.sharding != "none":
+        from finetune.distributed.sharding import refuse_what_is_not_sharded
+
+        refuse_what_is_not_sharded(config, trains=trains)
 
 
 def _check_sharding(config: Config, runtime: Runtime) -> None:

@@ -68,7 +68,7 @@ class Liveness:
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
-        from finetune.distributed.network import address_of_rank_0
+        from finetune.distributed.network import address_of_rank_0  # one process needs no address
 
         self.watchdog = self._make_watchdog(
             master_addr=address_of_rank_0(environment),

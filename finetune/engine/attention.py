@@ -95,7 +95,7 @@ def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> 
         return "blocks"
     if device_type != "cuda":
         return "dense"
-    from finetune.engine.attention_cuda import VARLEN_TYPES
+    from finetune.engine.attention_cuda import VARLEN_TYPES  # see `attention`
 
     if dtype in VARLEN_TYPES and has_varlen:
         return "varlen"

@@ -103,7 +103,8 @@ def repository_of(where: str, revision: str | None) -> Repository | None:
     """Return the repository that `locate` found; None for a folder."""
     if Path(where).is_absolute():
         return None
-    from finetune.config.hub import Repository  # the module is imported only by runs that name a hub id
+    # This module imports `config.hub` only for a model that a hub id names.
+    from finetune.config.hub import Repository
 
     return Repository(where, revision, "model")
 

@@ -282,7 +282,7 @@ class Watch:
             self._say(self._view.headline)
 
     def _read_state(self) -> str:
-        from finetune.runs.recorded_run import RecordedRun
+        from finetune.runs.recorded_run import RecordedRun  # a run that shows itself reads no files
 
         run = RecordedRun(self._folder.path)
         state, reason = run.state, run.why

@@ -51,17 +51,21 @@ def check_settings(config: Config) -> None:
         from finetune.distributed.sharding import refuse_what_is_not_sharded
 
         refuse_what_is_not_sharded(config, trains=True)
-    if config.model.frozen_precision == "fp8":
-        from finetune.model.quantized import refuse_where_fp8_is_impossible
-
-        precision = "bf16" if config.training.precision == "auto" else config.training.precision
-        refuse_where_fp8_is_impossible(config, precision=precision, device=None)
+    check_fp8(config, precision="bf16" if config.training.precision == "auto" else config.training.precision)
     optim, starts = config.optim, config.lora.init
     is_adamw = optim.factory is None and optim.optimizer == "torch.optim.AdamW" and not optim.args
     if not is_adamw or optim.lora_plus_ratio != 1 or (optim.weight_decay and starts != "default"):
         from finetune.training.optim import check_optimizer
 
         check_optimizer(config)
+
+
+def check_fp8(config: Config, *, precision: str, device: torch.device | None = None) -> None:
+    """Refuse a run with a base in fp8 that could not compute with it; see `refuse_where_fp8_is_impossible`."""
+    if config.model.frozen_precision == "fp8":
+        from finetune.model.quantized import refuse_where_fp8_is_impossible
+
+        refuse_where_fp8_is_impossible(config, precision=precision, device=device)
 
 
 def check_objective(config: Config) -> None:

@@ -183,7 +183,7 @@ def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> li
 
     Two paths are equal if they name the same place, `recorded` having the absolute paths of the start.
     """
-    from finetune.runs.comparison import differing
+    from finetune.runs.comparison import differing  # only a resumed run compares
 
     known, current = values(before, only_set=True), values(now)
     if missing := current.keys() - known.keys():

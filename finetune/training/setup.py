@@ -23,7 +23,7 @@ from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
-from finetune.training.checks import check_fit, check_objective, named_splits, raw_digests
+from finetune.training.checks import check_fit, check_fp8, check_objective, named_splits, raw_digests
 from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
@@ -74,10 +74,7 @@ def set_up(
     hooks.check(config)
     hooks.refuse_no_sum(model, runtime.device)
     config = hooks.config(runtime.with_launcher_values(config))
-    if config.model.frozen_precision == "fp8":
-        from finetune.model.quantized import refuse_where_fp8_is_impossible
-
-        refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
+    check_fp8(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, rows)
     prepared = objective.prepare(config, model, tokenizer, rows)
     splits: EncodedSplits = _with_subsets(config, prepared.splits)

@@ -23,7 +23,7 @@ from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
-from finetune.training.checks import check_inputs, check_paths, check_settings
+from finetune.training.checks import check_fp8, check_inputs, check_paths, check_settings
 from finetune.training.hooks import GIVEN, Hooks
 from finetune.training.objective import TrainingObjective
 from finetune.training.trainer import Trainer, training_objective
@@ -208,10 +208,7 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
         from finetune.model.quantized import refuse_where_quantizing_is_impossible
 
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
-    if config.model.frozen_precision == "fp8":
-        from finetune.model.quantized import refuse_where_fp8_is_impossible
-
-        refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
+    check_fp8(config, precision=runtime.precision, device=runtime.device)
     with runtime.collectives.failing_together("looking for the model and the rows"):
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()

@@ -88,8 +88,9 @@ def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Comput
 
     The model is on the meta device, in training mode, and the micro-batch is on the CPU.
     """
+    # Most runs on a CPU fit without a trace.
     from finetune.engine.attention_cuda import prepare_varlen
-    from finetune.training.memory.engine_choices import choices_on  # most runs on a CPU fit without a trace
+    from finetune.training.memory.engine_choices import choices_on
 
     rows = rows_of(microbatch)
     if isinstance(rows, PackedMicrobatch):  # on real data; the layout keeps the result for the layers
