@@ -1,10 +1,12 @@
-"""Format durations, sizes in bytes and lists of names for messages, logs and pages; divide and round up."""
+"""Format durations, sizes in bytes, and lists of names and ranks for messages, logs and pages; divide and round up."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+
+_MOST_RANKS = 8
 
 
 def ceil_div(number: int, divisor: int) -> int:
@@ -55,3 +57,12 @@ def format_bytes(num_bytes: float) -> str:
             break
         size, unit = size / 1000, larger
     return f"{size:.3g} {unit}"
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Format ranks for a message: `rank 1`, `ranks 0, 2` or `none`. At most eight are named by number."""
+    numbers = sorted(ranks)
+    if not numbers:
+        return "none"
+    more = f" and {len(numbers) - _MOST_RANKS} others" if len(numbers) > _MOST_RANKS else ""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MOST_RANKS]))}{more}"

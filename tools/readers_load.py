@@ -2,8 +2,8 @@
 
     python tools/readers_load.py
 
-Trains three steps of the quickstart in this process, in a temporary folder, and prints the measures as JSON. A module
-counts as run if one of its functions was called.
+Trains three steps of the quickstart in this process, on the CPU and in a temporary folder, and prints the measures as
+JSON. A module counts as run if one of its functions was called. All lines of an imported module count.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 
 PACKAGE = Path(__file__).resolve().parents[1] / "finetune"
 _RUN = (
     *("train", "quickstart", "training.max_steps=3", "data.max_rows=24", "training.batch_size=4"),
-    *("optim.warmup_steps=0", "testing.num_samples=1", "testing.max_new_tokens=4"),
+    *("optim.warmup_steps=0", "testing.num_samples=1", "testing.max_new_tokens=4", "training.device=cpu"),
 )
 
 
@@ -71,9 +71,15 @@ def names_defined_twice() -> list[str]:
     return sorted(name for name, count in names.items() if count > 1)
 
 
+def number_of_lines(files: Iterable[Path]) -> int:
+    """Return how many lines all files have together."""
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
 def measure() -> dict[str, object]:
     """Return all measures."""
     called = functions_of_run()
+    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "finetune"]
     files = list(PACKAGE.rglob("*.py"))
     run = {
         file: [length for first, length in lines_of_functions(file) if (file, first) in called]
@@ -82,9 +88,10 @@ def measure() -> dict[str, object]:
     run = {file: lengths for file, lengths in run.items() if lengths}
     return {
         "files": len(files),
-        "lines": sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files),
+        "lines": number_of_lines(files),
         "modules_run": len(run),
-        "modules_imported": sum(name.partition(".")[0] == "finetune" for name in sys.modules),
+        "modules_imported": len(modules),
+        "lines_imported": number_of_lines(Path(module.__file__) for module in modules if module.__file__),
         "functions_run": sum(map(len, run.values())),
         "lines_of_functions_run": sum(map(sum, run.values())),
         "names_defined_twice": names_defined_twice(),

@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
     from finetune.distributed.runtime import Runtime
     from finetune.inference.answers import Metric
-    from finetune.inference.finished_run import FinishedRun, LoadedRun
+    from finetune.inference.finished_run import FinishedRun
     from finetune.inference.harness import Results
     from finetune.inference.scores import Evaluation
+    from finetune.runs.model_files import LoadedRun
 
 Split = Literal["train", "validation", "test"]
 

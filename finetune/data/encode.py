@@ -14,14 +14,6 @@ from finetune.data.columns import leave_out
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
 from finetune.data.examples import ExampleSplits
 from finetune.data.formats import Example, RowType, as_messages
-from finetune.data.parallel import (
-    PAYS_FROM_CHARACTERS,
-    ROWS_AT_ONCE,
-    Encoded,
-    WorkerLostError,
-    choose_processes,
-    encode_in_processes,
-)
 from finetune.data.row_checks import check_rows, name_some, warn_of_date
 from finetune.data.row_file import RowFacts, RowWriter, encoding_key, load_or_encode
 from finetune.data.rows import ROW_TYPE_NAMES, Examples, RowProblems
@@ -32,14 +24,22 @@ from finetune.data.values import BadRowError
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import waiting
-from finetune.units import counted
+from finetune.threads import num_cores
+from finetune.units import ceil_div, counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import DataSection
+    from finetune.data.parallel import Encoded
 
 _log = logging.getLogger(__name__)
+
+ROWS_AT_ONCE = 512
+"""Rows of a batch: one call of the template and of the tokenizer."""
+PAYS_FROM_CHARACTERS = 24_000_000
+"""With less text, one process with the tokenizer's own threads is as fast: measured in docs/data.md."""
+MOST_PROCESSES = 16
 
 
 def encode_examples(
@@ -182,16 +182,18 @@ def encode_rows(
         problems.raise_if_any(examples.label, scan.num_rows)
         return problems
 
-    try:
-        if num_processes > 1:
+    if num_processes > 1:
+        from finetune.data.parallel import WorkerLostError, encode_in_processes  # only large data needs them
+
+        try:
             with encode_in_processes(tokens, train_on, num_processes) as encode:
                 problems = write(encode(batches()))
-    except WorkerLostError as error:
-        wanted = f"{num_processes} processes that encode {examples.label}"
-        used = "this process alone"
-        fallbacks.take(Fallback(what="data.num_processes", wanted=wanted, used=used, why=str(error)))
-        num_processes = 1
-        writer.restart()
+        except WorkerLostError as error:
+            wanted = f"{num_processes} processes that encode {examples.label}"
+            used = "this process alone"
+            fallbacks.take(Fallback(what="data.num_processes", wanted=wanted, used=used, why=str(error)))
+            num_processes = 1
+            writer.restart()
     if num_processes == 1:
         problems = write((batch, encode_batch(batch, tokens, train_on)) for batch in batches())
     if not any(writer.num_targets):
@@ -202,6 +204,16 @@ def encode_rows(
         )
     num_dropped = facts.num_dropped + problems.count
     return facts._replace(read_as=facts.read_as + problems.describe(), num_dropped=num_dropped)
+
+
+def choose_processes(num_rows: int, characters: int, requested: int | None) -> int:
+    """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
+    num_batches = ceil_div(num_rows, ROWS_AT_ONCE)
+    if requested is not None:
+        return min(requested, num_batches)
+    if num_batches < 2 or num_cores() < 2 or characters < PAYS_FROM_CHARACTERS:
+        return 1
+    return min(int(num_cores()), num_batches, MOST_PROCESSES)
 
 
 class _Seen(NamedTuple):

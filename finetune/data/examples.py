@@ -15,8 +15,17 @@ from typing import Any, NamedTuple
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
 from finetune.data.formats import Reads
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, quiet_datasets, stem_of, suffix_of
-from finetune.data.remote import JoinedRows, RemoteRows, RowSource, name_of, names_at
+from finetune.data.readers import (
+    SUFFIXES,
+    DatasetRows,
+    FileRows,
+    JoinedRows,
+    RowFile,
+    RowSource,
+    quiet_datasets,
+    stem_of,
+    suffix_of,
+)
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.splits import (
     AUTO_NEEDS_ROWS,
@@ -149,7 +158,7 @@ def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
         if any(map(is_hub_id, as_list(source.path))):
             continue
         for rows in _find_sources(source).sources.values():
-            if isinstance(rows, (FileRows, RemoteRows, JoinedRows)):
+            if rows is not None and not isinstance(rows, DatasetRows):
                 rows.check()
             first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
             if reads is not None and rows and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
@@ -367,11 +376,13 @@ def _find_splits(section: DataSection) -> _Splits | None:
 def _rows_at(key: str, files: str | list[str], section: DataSection) -> RowSource:
     """Return the rows of a file, of the files of a list, or of those that a glob matches, or raise a DataError."""
     names = [name for path in as_list(files) for name in ([path] if _is_file(path) else _matching(path) or [path])]
-    sources: list[FileRows | RemoteRows] = []
+    sources: list[RowFile] = []
     for name in names:
         path = local_path(resolve_shipped(name))
         if is_address(name):
             section.refuse_untrusted(name)
+            from finetune.data.remote import RemoteRows
+
             sources.append(RemoteRows(f"data.{key}", name, section.cache_dir, section.separator))
         elif not _is_here(name):
             raise DataError(_not_there(key, name))
@@ -391,6 +402,8 @@ def _rows_at(key: str, files: str | list[str], section: DataSection) -> RowSourc
 
 
 def _at_address(address: str, section: DataSection) -> _Splits:
+    from finetune.data.remote import RemoteRows, name_of, names_at
+
     if suffix_of(name_of(address)) in SUFFIXES:
         source = _rows_at("path", address, section)
         return _Splits(_ONE_FILE, source.label, ["train"], lambda _: source)
@@ -417,7 +430,7 @@ def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
     return _split_folder(label, names, open_file)
 
 
-def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], FileRows | RemoteRows]) -> _Splits:
+def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowFile]) -> _Splits:
     files: dict[str, str] = {}
     for name in in_order(names):
         split = stem_of(PurePath(name))

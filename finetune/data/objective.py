@@ -8,21 +8,15 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
-from finetune.data.preferences import (
-    EncodedLabelledSplits,
-    EncodedPairSplits,
-    encode_labelled,
-    encode_preferences,
-    refuse_each_turn,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.data.preferences import EncodedLabelledSplits, EncodedPairSplits
     from finetune.fallbacks import Fallbacks
 
-AnySplits: TypeAlias = EncodedSplits | EncodedPairSplits | EncodedLabelledSplits
+    AnySplits: TypeAlias = EncodedSplits | EncodedPairSplits | EncodedLabelledSplits
 
 
 def encode_for_objective(
@@ -36,11 +30,14 @@ def encode_for_objective(
         DataError: a row cannot be used.
     """
     rows = OBJECTIVES[config.training.objective].rows
-    if rows == "pairs":
-        return encode_preferences(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
-    if rows == "labelled":
-        return encode_labelled(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
-    if rows == "prompts":
+    if rows != "answers":
+        # Most runs learn answers and need none of these.
+        from finetune.data.preferences import encode_labelled, encode_preferences, refuse_each_turn
+
+        if rows == "pairs":
+            return encode_preferences(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
+        if rows == "labelled":
+            return encode_labelled(config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
         refuse_each_turn(config.data)
     examples = load_examples(config.data, rows)
     return encode_examples(examples, tokenizer, config.data, fallbacks=fallbacks, is_checked=is_checked)

@@ -26,16 +26,9 @@ from finetune.data.rendering import start_child
 from finetune.data.templates import AnswerTokens, TokenisedRow, TrainOn, encode_batch
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
-from finetune.threads import num_cores
-from finetune.units import ceil_div
 
 _log = logging.getLogger(__name__)
 
-ROWS_AT_ONCE = 512
-"""Rows of a batch: one call of the template and of the tokenizer."""
-PAYS_FROM_CHARACTERS = 24_000_000
-"""With less text, one process with the tokenizer's own threads is as fast: measured in docs/data.md."""
-MOST_PROCESSES = 16
 _ENDING_SECONDS = 5.0
 
 Encoded = tuple[list[Example], list[TokenisedRow | BadRowError]]
@@ -44,16 +37,6 @@ Encoded = tuple[list[Example], list[TokenisedRow | BadRowError]]
 
 class WorkerLostError(RuntimeError):
     """An encoding process cannot be started, or has ended."""
-
-
-def choose_processes(num_rows: int, characters: int, requested: int | None) -> int:
-    """Return the number of encoding processes: as many as wanted; otherwise one, or one per core if it pays."""
-    num_batches = ceil_div(num_rows, ROWS_AT_ONCE)
-    if requested is not None:
-        return min(requested, num_batches)
-    if num_batches < 2 or num_cores() < 2 or characters < PAYS_FROM_CHARACTERS:
-        return 1
-    return min(int(num_cores()), num_batches, MOST_PROCESSES)
 
 
 @contextlib.contextmanager

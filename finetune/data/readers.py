@@ -10,12 +10,12 @@ import json
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from io import BufferedReader, RawIOBase, TextIOWrapper
 from itertools import zip_longest
 from pathlib import Path, PurePath
-from typing import IO, Any, AnyStr
+from typing import IO, Any, AnyStr, Protocol, TypeAlias
 
 from finetune.data.values import DuplicateKeyError, refuse_constant, with_unique_keys
 from finetune.errors import DataError, extra_command
@@ -238,6 +238,66 @@ class DatasetRows:
     def rows(self) -> Iterator[RawRow]:
         """Yield every row."""
         return (RawRow(number, row) for number, row in enumerate(self.dataset, start=1))
+
+
+class RowFile(Protocol):
+    """The rows of a file, here (`FileRows`) or at an address (`RemoteRows`)."""
+
+    @property
+    def label(self) -> str:
+        """See `FileRows.label`."""
+        ...
+
+    def place(self, number: int) -> str:
+        """See `FileRows.place`."""
+        ...
+
+    def check(self) -> None:
+        """See `FileRows.check`."""
+        ...
+
+    def digest(self) -> str:
+        """See `FileRows.digest`."""
+        ...
+
+    def rows(self) -> Iterator[RawRow]:
+        """See `FileRows.rows`."""
+        ...
+
+
+_BITS_OF_A_NUMBER = 40
+"""A row of `JoinedRows` has the number of its part above these bits, and its own number in them."""
+
+
+@dataclass(frozen=True)
+class JoinedRows:
+    """The rows of several files, one file after the other, as one source."""
+
+    parts: Sequence[RowFile]
+    label: str
+
+    def place(self, number: int) -> str:
+        """Name one row by its own file; see `FileRows.place`."""
+        return self.parts[number >> _BITS_OF_A_NUMBER].place(number & ((1 << _BITS_OF_A_NUMBER) - 1))
+
+    def check(self) -> None:
+        """Refuse a file that cannot be opened. Raises the error of `digest`."""
+        for part in self.parts:
+            part.check()
+
+    def digest(self) -> str:
+        """Compute a SHA-256 over the digests of the files, in their order. Raises their errors."""
+        return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
+
+    def rows(self) -> Iterator[RawRow]:
+        """Yield every row of every file. Raises the errors of `FileRows.rows`."""
+        for index, part in enumerate(self.parts):
+            for row in part.rows():
+                yield RawRow((index << _BITS_OF_A_NUMBER) + row.number, row.value, row.problem)
+
+
+RowSource: TypeAlias = RowFile | DatasetRows | JoinedRows
+"""The rows of one split, wherever they are."""
 
 
 def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:

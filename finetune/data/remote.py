@@ -11,15 +11,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, RawRow, suffix_of, suffixes_of
+from finetune.data.readers import SUFFIXES, FileRows, RawRow, suffix_of, suffixes_of
 from finetune.errors import DataError, PreemptedError, extra_command, first_line
 from finetune.limits import DeadlineExceededError, StopRequestedError, call_within, is_own_file
 from finetune.logs import waiting
@@ -132,41 +132,6 @@ def _read_piece(file: Any) -> bytes:
     while len(piece) < _PIECE_BYTES and (part := file.read(_PIECE_BYTES - len(piece))):
         piece += part
     return bytes(piece)
-
-
-_BITS_OF_A_NUMBER = 40
-"""A row of `JoinedRows` has the number of its part above these bits, and its own number in them."""
-
-
-@dataclass(frozen=True)
-class JoinedRows:
-    """The rows of several files, one file after the other, as one source."""
-
-    parts: Sequence[FileRows | RemoteRows]
-    label: str
-
-    def place(self, number: int) -> str:
-        """Name one row by its own file; see `FileRows.place`."""
-        return self.parts[number >> _BITS_OF_A_NUMBER].place(number & ((1 << _BITS_OF_A_NUMBER) - 1))
-
-    def check(self) -> None:
-        """Refuse a file that cannot be opened. Raises the error of `digest`."""
-        for part in self.parts:
-            part.check()
-
-    def digest(self) -> str:
-        """Compute a SHA-256 over the digests of the files, in their order. Raises their errors."""
-        return hashlib.sha256("".join(part.digest() for part in self.parts).encode()).hexdigest()
-
-    def rows(self) -> Iterator[RawRow]:
-        """Yield every row of every file. Raises the errors of `FileRows.rows`."""
-        for index, part in enumerate(self.parts):
-            for row in part.rows():
-                yield RawRow((index << _BITS_OF_A_NUMBER) + row.number, row.value, row.problem)
-
-
-RowSource: TypeAlias = FileRows | DatasetRows | RemoteRows | JoinedRows
-"""The rows of one split, wherever they are."""
 
 
 def names_at(key: str, address: str) -> dict[str, str]:

@@ -24,8 +24,7 @@ from finetune.data.columns import (
     unread_columns,
 )
 from finetune.data.formats import FORMATS_OF, LABELS, OF_PROMPT, Example, Format, Reads, detect_format, parse_row
-from finetune.data.readers import RawRow
-from finetune.data.remote import RowSource
+from finetune.data.readers import RawRow, RowSource
 from finetune.data.splits import digest_row
 from finetune.data.values import BadRowError
 from finetune.errors import DataError

@@ -19,7 +19,7 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows
-from finetune.data.objective import AnySplits, encode_for_objective
+from finetune.data.objective import encode_for_objective
 from finetune.diagnose.plan import Evaluating, Plan, ShardedNeed, Trade, judge, most_memory
 from finetune.diagnose.plan_batches import AssumedAnswers, Batching, PlannedEvaluation, Section, evaluations_of
 from finetune.diagnose.plan_devices import Device
@@ -68,6 +68,7 @@ from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
+    from finetune.data.objective import AnySplits
 
 Forecast = TypeVar("Forecast", StepForecast, GenerationForecast)
 

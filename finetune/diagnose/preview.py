@@ -15,7 +15,7 @@ from finetune.config.schema import name_files
 from finetune.data import row_checks
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
-from finetune.data.objective import AnySplits, encode_for_objective
+from finetune.data.objective import encode_for_objective
 from finetune.data.preferences import EncodedLabelled, EncodedPairs
 from finetune.data.templates import AnswerTokens
 from finetune.diagnose.preview_splits import (
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.data.objective import AnySplits
 
 SCHEMA_VERSION = 2
 """The version of the JSON form, which docs/preview.md describes."""

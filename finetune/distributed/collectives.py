@@ -21,9 +21,9 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from finetune.distributed.accelerate_library import broadcast_object_list, gather_object
 from finetune.distributed.ddp_init import ProcessContext, rendezvous_store
 from finetune.distributed.environment import GLOO_INTERFACE_VARIABLE
-from finetune.distributed.guardian.faults import format_ranks
 from finetune.distributed.liveness import LATE_FAULT_SECONDS, Liveness
 from finetune.errors import Fault, FinetuneError, LaunchError, PeerFailedError, RunFailedError, first_line
+from finetune.units import format_ranks
 
 _LOOK_SECONDS = 0.02
 _PATIENCE_SECONDS = 2.0

@@ -16,7 +16,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,11 +37,12 @@ from finetune.distributed.environment import (
     read_environment,
     with_place,
 )
-from finetune.distributed.network import address_of_rank_0, interface_towards, is_own_address, own_address_towards
-from finetune.distributed.rendezvous import Rendezvous, Verdict
 from finetune.errors import LaunchError, LeftToMain, first_line
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs, is_configured
+
+if TYPE_CHECKING:  # a process alone needs neither a rendezvous nor the network
+    from finetune.distributed.rendezvous import Rendezvous, Verdict
 
 _log = logging.getLogger(__name__)
 
@@ -238,6 +239,9 @@ def _initialize_distributed(
     fallbacks: Fallbacks,
 ) -> None:
     """Form the group, or raise what `_obey` raises. Collective."""
+    from finetune.distributed.network import address_of_rank_0, own_address_towards
+    from finetune.distributed.rendezvous import Rendezvous, Verdict
+
     host = address_of_rank_0(environment)
     identity = None if shares_gpus else device_identity(device)
     note = [f"{device.type} with {backend}", identity, own_address_towards(host)]
@@ -274,11 +278,15 @@ def _why_not_wanted(environment: LaunchEnvironment) -> str:
 
 def _verdict(failure: str, fallbacks: Fallbacks) -> Verdict:
     """Return what rank 0 decides if the ranks cannot train together."""
+    from finetune.distributed.rendezvous import Verdict
+
     return Verdict("refused", f"{failure}. No rank goes on alone.") if fallbacks.strict else Verdict("alone", failure)
 
 
 def _compare_devices(rendezvous: Rendezvous) -> Verdict:
     """Refuse ranks on different types of device or two on one GPU: a backend would hang with them."""
+    from finetune.distributed.rendezvous import Verdict
+
     ranks = {rank: json.loads(note) for rank, note in rendezvous.joined().items()}
     try:
         refuse_different_devices({rank: device_type for rank, (device_type, _, _) in ranks.items()})
@@ -294,6 +302,8 @@ def _choose_interface(rendezvous: Rendezvous, host: str) -> None:
     On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come; an
     address of another machine does.
     """
+    from finetune.distributed.network import interface_towards, is_own_address
+
     addresses = (json.loads(note)[2] for note in rendezvous.joined().values())
     peers = (address for address in addresses if address and not is_own_address(address))
     interface = interface_towards(next(peers, host))

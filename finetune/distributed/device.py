@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 import torch.utils.deterministic
 
-from finetune.distributed.guardian.faults import format_ranks
 from finetune.errors import LaunchError
+from finetune.units import format_ranks
 
 _log = logging.getLogger(__name__)
 

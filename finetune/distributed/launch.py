@@ -43,7 +43,6 @@ from finetune.distributed.environment import (
 )
 from finetune.distributed.liveness import explain
 from finetune.distributed.runtime import Runtime
-from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import kernels_kept_in, switch_fused, switch_replays
 from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -99,7 +98,7 @@ def launch(config: Config, *, trains: bool = True, log_level: int = logging.INFO
     fallbacks = Fallbacks(strict=config.strict)
     launcher_settings = settings_of_accelerate(config, os.environ, world_size=started, trains=trains)
     config = config.with_values(launcher_settings)
-    refuse_what_is_not_sharded(config, trains=trains)
+    _check_keys_of_sharding(config, trains=trains)
     _compare_with_launch(config, environment, fallbacks)
     place = config.parallel
     master_addr, master_port = (
@@ -239,12 +238,21 @@ def _choose_folder(config: Config, runtime: Runtime) -> str:
     return chosen
 
 
+def _check_keys_of_sharding(config: Config, *, trains: bool) -> None:
+    if config.parallel.sharding != "none":
+        from finetune.distributed.sharding import refuse_what_is_not_sharded
+
+        refuse_what_is_not_sharded(config, trains=trains)
+
+
 def _check_sharding(config: Config, runtime: Runtime) -> None:
     """Record that one process keeps all weights, or refuse a shard size that does not divide the world."""
     if config.parallel.sharding != "none" and not runtime.context.distributed:
         why = "one process has no other to shard the weights with; start several, or drop the key"
         runtime.fallbacks.take(Fallback(what="parallel.sharding", wanted="fsdp2", used="none", why=why))
     elif runtime.placement.shard_size is not None:
+        from finetune.distributed.sharding import refuse_uneven_shards
+
         refuse_uneven_shards(config, runtime.world_size)
 
 

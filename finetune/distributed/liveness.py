@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, launcher_pid
-from finetune.distributed.network import address_of_rank_0
 from finetune.errors import Fault, FinetuneError, PeerFailedError, PreemptedError, RunFailedError, first_line
 from finetune.signals import Terminated, received_stop_signal
 
@@ -69,6 +68,8 @@ class Liveness:
         self, environment: LaunchEnvironment, *, step_timeout_minutes: float, broadcast: Callable[[Any], Any]
     ) -> None:
         """Watch over all ranks from here on. Collective, as `broadcast` is: it returns rank 0's value on every rank."""
+        from finetune.distributed.network import address_of_rank_0  # one process needs no address
+
         self.watchdog = self._make_watchdog(
             master_addr=address_of_rank_0(environment),
             launcher_pid=launcher_pid(os.environ, environment),

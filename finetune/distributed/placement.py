@@ -21,13 +21,13 @@ from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import Precision, convert_weights
 from finetune.distributed.gradients import LossFunction, Reducer, gradient_norm, sum_flat
 from finetune.distributed.liveness import Liveness
-from finetune.distributed.sharding import ShardedModel, copy_trained_from_main
 from finetune.distributed.stop_requests import StopRequests
 from finetune.runs.tensors import is_sharded
 from finetune.threads import is_for_one_thread
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
+    from finetune.distributed.sharding import ShardedModel
 
 Value = TypeVar("Value")
 
@@ -87,6 +87,8 @@ class Placement:
         convert_weights(model, self._precision, self.context.device)
         self._accelerator.prepare_model(model, evaluation_mode=True)
         if self.context.distributed:
+            from finetune.distributed.sharding import copy_trained_from_main
+
             with self._liveness.collective("copying rank 0's weights"):
                 copy_trained_from_main(model.parameters())
 
@@ -95,6 +97,8 @@ class Placement:
 
         From here on `apply`, `forward` and `loss` are the only ways through the model. Collective.
         """
+        from finetune.distributed.sharding import ShardedModel
+
         assert self.shard_size is not None
         self._collectives.start_store_barrier()
         with self._liveness.collective("sharding the model"):

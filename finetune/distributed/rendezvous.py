@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # documented, not in __all__
 
 from finetune.distributed.environment import DEFAULT_MASTER_ADDR, LaunchEnvironment, has_agent_store, launcher_pid
-from finetune.distributed.guardian.faults import format_ranks
 from finetune.distributed.network import (
     NO_STORE,
     PROBE_SECONDS,
@@ -37,6 +36,7 @@ from finetune.distributed.network import (
     probe_store,
 )
 from finetune.errors import LaunchError, RunFailedError
+from finetune.units import format_ranks
 
 _log = logging.getLogger(__name__)
 

@@ -15,14 +15,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch.nn import functional
 
-from finetune.engine.attention_cuda import (
-    VARLEN_TYPES,
-    efficient_attention,
-    prepare_efficient,
-    prepare_varlen,
-    varlen_attention,
-    why_not_varlen,
-)
 from finetune.engine.layout import Layout, dense_mask
 from finetune.engine.products import wide_type
 
@@ -67,11 +59,13 @@ def attention(
     kernel = _kernel_of(q.device, q.dtype)
     if kernel == "blocks":
         return attend_in_blocks(q, k, v, layout.prepared(prepare_blocks, queries, window), scale)
+    if kernel == "dense":
+        return dense_attention(q, k, v, layout.prepared(dense_mask, queries, window), scale)
+    from finetune.engine import attention_cuda as cuda  # only where there is a GPU
+
     if kernel == "varlen":
-        return varlen_attention(q, k, v, layout.prepared(prepare_varlen, queries, window), scale)
-    if kernel == "efficient":
-        return efficient_attention(q, k, v, layout.prepared(prepare_efficient, queries, window), scale)
-    return dense_attention(q, k, v, layout.prepared(dense_mask, queries, window), scale)
+        return cuda.varlen_attention(q, k, v, layout.prepared(cuda.prepare_varlen, queries, window), scale)
+    return cuda.efficient_attention(q, k, v, layout.prepared(cuda.prepare_efficient, queries, window), scale)
 
 
 def prepared_by_the_host(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
@@ -79,11 +73,20 @@ def prepared_by_the_host(device: torch.device, dtype: torch.dtype) -> Callable[.
 
     Return None if attention can be prepared on the device without making the host wait.
     """
-    return {"varlen": prepare_varlen, "efficient": prepare_efficient}.get(_kernel_of(device, dtype))
+    kernel = _kernel_of(device, dtype)
+    if kernel in ("blocks", "dense"):
+        return None
+    from finetune.engine import attention_cuda as cuda
+
+    return cuda.prepare_varlen if kernel == "varlen" else cuda.prepare_efficient
 
 
 def _kernel_of(device: torch.device, dtype: torch.dtype) -> Kernel:
-    return choose_kernel(device.type, dtype, has_varlen=device.type == "cuda" and why_not_varlen(device) is None)
+    if device.type != "cuda":
+        return choose_kernel(device.type, dtype, has_varlen=False)
+    from finetune.engine.attention_cuda import why_not_varlen
+
+    return choose_kernel(device.type, dtype, has_varlen=why_not_varlen(device) is None)
 
 
 def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> Kernel:
@@ -92,6 +95,8 @@ def choose_kernel(device_type: str, dtype: torch.dtype, *, has_varlen: bool) -> 
         return "blocks"
     if device_type != "cuda":
         return "dense"
+    from finetune.engine.attention_cuda import VARLEN_TYPES  # see `attention`
+
     if dtype in VARLEN_TYPES and has_varlen:
         return "varlen"
     return "efficient"

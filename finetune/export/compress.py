@@ -35,11 +35,12 @@ from finetune.export.vectors import (
     read_vectors,
     write_vectors,
 )
-from finetune.inference.finished_run import FinishedRun, LoadedRun, read_finished_run
+from finetune.inference.finished_run import FinishedRun, read_finished_run
 from finetune.inference.scores import Evaluation
 from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import FolderWriter
+from finetune.runs.model_files import LoadedRun
 from finetune.runs.row_record import read_row_record
 from finetune.training.measuring import KnownRows, measure_split
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import load_run_config
 from finetune.config.schema import Config, ModelSection, ParallelSection
@@ -17,9 +17,8 @@ from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from finetune.distributed.runtime import Runtime
+    from finetune.runs.model_files import LoadedRun
 
 _log = logging.getLogger(__name__)
 
@@ -66,14 +65,6 @@ class FinishedRun:
     def weights_name(self) -> str:
         """The path of the weights in the run's folder: `adapter`, `checkpoints/step-000012`."""
         return self.weights.relative_to(self.folder.path).as_posix()
-
-
-class LoadedRun(NamedTuple):
-    """A run's model and tokenizer."""
-
-    model: Any
-    """A PeftModel, or a transformers model if every weight was trained."""
-    tokenizer: PreTrainedTokenizerBase
 
 
 def find_run(
@@ -167,6 +158,7 @@ def load_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
 def read_finished_run(runtime: Runtime, run: FinishedRun) -> LoadedRun:
     """Read a run's model and tokenizer on the CPU, as `load_finished_run` does before it places the model."""
     from finetune.model.tokens import build_run_tokenizer
+    from finetune.runs.model_files import LoadedRun
 
     tokenizer = build_run_tokenizer(run.config)
     model = _load_base(runtime, run.config)

@@ -27,7 +27,7 @@ from finetune.runs.model_files import has_adapter
 from finetune.units import counted, format_duration
 
 if TYPE_CHECKING:
-    from finetune.inference.finished_run import LoadedRun
+    from finetune.runs.model_files import LoadedRun
 
 _MAX_NEW_TOKENS = 32
 _AT_ONCE = 4

@@ -13,6 +13,7 @@ import torch
 
 from finetune.errors import CheckpointError, ModelError
 from finetune.limits import read_regular
+from finetune.model.base import train_first_half
 from finetune.runs.model_files import load_model
 from finetune.units import name_first
 
@@ -58,11 +59,6 @@ def start_from_principal_values(model: Any, r: int, init: Literal["pissa", "piss
         train_first_half(layer.lora_B[adapter].weight, r, dim=1)
 
 
-def is_half_frozen(parameter: torch.nn.Parameter) -> bool:
-    """Return whether half of a parameter is frozen, so that weight decay must not change it."""
-    return hasattr(parameter, "_frozen_from")
-
-
 def start_from_adapter(model: Any, section: LoraSection) -> None:
     """Read all weights of the adapter at `section.start_from` into a model's adapter, which was built from the section.
 
@@ -106,18 +102,6 @@ def _principal_factors(
         right = transposed.T
     root = (values[:r] / scaling).sqrt()
     return root[:, None] * right[:r], left[:, :r] * root
-
-
-def train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
-    """Freeze what is behind the first `r` rows or columns of a matrix."""
-
-    def without_frozen_half(gradient: torch.Tensor) -> torch.Tensor:
-        masked = gradient.clone()
-        masked.narrow(dim, r, gradient.shape[dim] - r).zero_()
-        return masked
-
-    parameter.register_hook(without_frozen_half)  # type: ignore[no-untyped-call]
-    parameter._frozen_from = r  # type: ignore[attr-defined]
 
 
 def _locate_adapter(path: str) -> Path:

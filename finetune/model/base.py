@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from finetune.engine.decoder import OFFLOADS, bare_model
-from finetune.engine.quantized import full_shape
+from finetune.engine.quantized import full_shape, holds_nf4
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
 from finetune.model.unsupported import (
@@ -177,6 +177,32 @@ def checkpoint_gradients(model: Any, *, offloads: bool = False) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if hasattr(model, "peft_config"):
         model.enable_input_require_grads()
+
+
+def train_first_half(parameter: torch.nn.Parameter, r: int, dim: int) -> None:
+    """Freeze what is behind the first `r` rows or columns of a matrix."""
+
+    def without_frozen_half(gradient: torch.Tensor) -> torch.Tensor:
+        masked = gradient.clone()
+        masked.narrow(dim, r, gradient.shape[dim] - r).zero_()
+        return masked
+
+    parameter.register_hook(without_frozen_half)  # type: ignore[no-untyped-call]
+    parameter._frozen_from = r  # type: ignore[attr-defined]
+
+
+def is_half_frozen(parameter: torch.nn.Parameter) -> bool:
+    """Return whether half of a parameter is frozen, so that weight decay must not change it."""
+    return hasattr(parameter, "_frozen_from")
+
+
+def states_in_4_bits(model: Any) -> dict[str, Any]:
+    """Return what bitsandbytes keeps beside each weight in NF4, by the weight's name on disk.
+
+    Sharding a model keeps these objects, but hides them.
+    """
+    modules = [(name.removesuffix(".base_layer"), module) for name, module in bare_model(model).named_modules()]
+    return {f"{name}.weight": module.weight.quant_state for name, module in modules if holds_nf4(module)}
 
 
 def max_context(model: Any) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import yaml
 
 from finetune.config.config_files import resolve_shipped
-from finetune.config.hub import HubFault, Repository, cache_only, cached_file, explain_hub_fault, fault_of, find_fault
 from finetune.errors import ModelError, first_line
 from finetune.logs import hear_libraries, waiting, warn_once
 from finetune.model.unsupported import refuse_irregular_folder
@@ -22,6 +21,7 @@ from finetune.units import name_first
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from finetune.config.hub import HubFault, Repository
     from finetune.config.schema import ModelSection
 
 Loaded = TypeVar("Loaded")
@@ -101,7 +101,12 @@ def locate(path: str, key: str) -> str:
 
 def repository_of(where: str, revision: str | None) -> Repository | None:
     """Return the repository that `locate` found; None for a folder."""
-    return None if Path(where).is_absolute() else Repository(where, revision, "model")
+    if Path(where).is_absolute():
+        return None
+    # This module imports `config.hub` only for a model that a hub id names.
+    from finetune.config.hub import Repository
+
+    return Repository(where, revision, "model")
 
 
 def load_part(
@@ -121,15 +126,21 @@ def load_part(
     key = "model.path" if own is None else "model.tokenizer"
     noun = "tokenizer" if part == "tokenizer" else "model"
     name = own or section.path or (section.config or {}).get("model_type")
-    reads_cache = repository is not None and has_to_use_cache(repository, part, key)
-    with cache_only() if reads_cache else nullcontext():
+    source: AbstractContextManager[None] = nullcontext()
+    if repository is not None and has_to_use_cache(repository, part, key):
+        from finetune.config.hub import cache_only
+
+        source = cache_only()
+    with source:
         try:
             with waiting(f"loading the {noun} {name}"):
                 return load()
         except Exception as error:  # a damaged file alone raises a dozen types, from many libraries
-            fault = None if repository is None else fault_of(error)
-            if repository is not None and fault is not None:
-                raise hub_error(fault, repository, key) from error
+            if repository is not None:
+                from finetune.config.hub import fault_of
+
+                if fault := fault_of(error):
+                    raise hub_error(fault, repository, key) from error
             raise ModelError(f"the {noun} {name} cannot be loaded: {first_line(error)}") from error
 
 
@@ -139,6 +150,8 @@ def has_to_use_cache(repository: Repository, part: Part, key: str) -> bool:
     Raises:
         ModelError: the hub does not give it, and the cache does not have all of it.
     """
+    from finetune.config.hub import find_fault
+
     lacking = missing_from_cache(repository, part)
     fault = find_fault(repository, is_cached=lacking is None)
     if fault is None:
@@ -155,6 +168,8 @@ def hub_error(fault: HubFault, repository: Repository, key: str) -> ModelError:
     """Make the error for a model that the hub does not give."""
     from huggingface_hub import constants
 
+    from finetune.config.hub import cached_file, explain_hub_fault
+
     here, lacking = f"the hub's cache ({constants.HF_HUB_CACHE})", missing_from_cache(repository, "weights")
     state = f"is not complete in {here} ({lacking} is missing)" if lacking else f"is in {here}"
     if cached_file(repository, "config.json") is None:
@@ -164,6 +179,8 @@ def hub_error(fault: HubFault, repository: Repository, key: str) -> ModelError:
 
 def missing_from_cache(repository: Repository, part: Part) -> str | None:
     """Name a file of this part that is not in the hub's cache; None if all are."""
+    from finetune.config.hub import cached_file
+
     if part == "tokenizer":
         return None if any(cached_file(repository, name) for name in _TOKENIZERS) else _TOKENIZERS[0]
     if cached_file(repository, "config.json") is None:
@@ -190,7 +207,11 @@ def stored_weights(where: str, revision: str | None) -> dict[str, Any]:
     repository = repository_of(where, revision)
 
     def find(name: str) -> Path | None:
-        return Path(where, name) if repository is None else cached_file(repository, name)
+        if repository is None:
+            return Path(where, name)
+        from finetune.config.hub import cached_file
+
+        return cached_file(repository, name)
 
     try:
         single, index = find(_WEIGHTS), find(_INDEX)
@@ -217,6 +238,8 @@ def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
     repository = None if published is None else repository_of(locate_model(section), section.revision)
     if published is None or repository is None or missing_from_cache(repository, "config") is None:
         return section, None
+    from finetune.config.hub import find_fault
+
     fault = find_fault(repository)
     if fault is None:
         return section, None

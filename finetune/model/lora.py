@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.errors import ConfigError, ModelError, first_line
-from finetune.model.adapter_start import start_from_adapter, start_from_principal_values, update_scale
 from finetune.model.base import count_parameters
-from finetune.model.quantized import refuse_unquantized
 from finetune.model.targets import (
     has_transposed_targets,
     refuse_foreign_adapter,
@@ -50,7 +48,10 @@ def add_lora(
         ConfigError: the recipe has not quantized the base or added the tokens that the section asks for.
         ModelError: a target matches no linear layer, or `lora.start_from` does not fit.
     """
-    refuse_unquantized(model, section)
+    if section.quantize != "none":
+        from finetune.model.quantized import refuse_unquantized
+
+        refuse_unquantized(model, section)
     ids = _ids_of_new_tokens(tokenizer, section)
     if ids:
         grow_embeddings(model, ids[-1] + 1)
@@ -59,8 +60,12 @@ def add_lora(
     if ids:
         _start_from_mean_row(adapted, ids)
     if section.init != "default":
+        from finetune.model.adapter_start import start_from_principal_values
+
         start_from_principal_values(adapted, section.r, section.init)
     if section.start_from is not None:
+        from finetune.model.adapter_start import start_from_adapter
+
         start_from_adapter(adapted, section)
     trainable, total = count_parameters(adapted)
     _log.info(
@@ -186,6 +191,8 @@ def _adapter_config(model: PreTrainedModel, section: LoraSection, targets: list[
     is_tied = getattr(model.config, "tie_word_embeddings", False)
     rank, alpha, is_root = section.r, section.alpha, section.rslora
     if section.init != "default":
+        from finetune.model.adapter_start import update_scale
+
         rank, alpha, is_root = 2 * rank, 2 * rank * update_scale(rank, alpha, is_root), False
     return LoraConfig(
         task_type="CAUSAL_LM",

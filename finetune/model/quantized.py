@@ -16,7 +16,7 @@ import torch
 
 from finetune.engine.adapted import Fp8Linear
 from finetune.engine.decoder import FAMILIES, Family, bare_model
-from finetune.engine.quantized import MULTIPLE, holds_nf4, in_4_bits_without_data, why_not_fp8
+from finetune.engine.quantized import MULTIPLE, in_4_bits_without_data, why_not_fp8
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model
 from finetune.model.from_hub import locate_model, stored_weights
@@ -80,20 +80,11 @@ def quantize_without_data(model: Any) -> None:
             module.weight = in_4_bits_without_data(module.weight)
 
 
-def states_in_4_bits(model: Any) -> dict[str, Any]:
-    """Return what bitsandbytes keeps beside each weight in NF4, by the weight's name on disk.
-
-    Sharding a model keeps these objects, but hides them.
-    """
-    modules = [(name.removesuffix(".base_layer"), module) for name, module in bare_model(model).named_modules()]
-    return {f"{name}.weight": module.weight.quant_state for name, module in modules if holds_nf4(module)}
-
-
 @contextmanager
 def weights_from_disk(section: ModelSection, states: Mapping[str, Any]) -> Iterator[None]:
     """Within the block, let the engine read each weight from disk where it would dequantize it.
 
-    See `states_in_4_bits` for the states.
+    For the states see `states_in_4_bits` in model/base.py.
 
     Raises:
         ModelError: the files hold no weights of these names and shapes.

@@ -8,7 +8,7 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 
 _METADATA = ("format", "pt")
 _log = logging.getLogger(__name__)
+
+
+class LoadedRun(NamedTuple):
+    """A run's model and tokenizer."""
+
+    model: Any
+    """A PeftModel, or a transformers model if every weight was trained."""
+    tokenizer: PreTrainedTokenizerBase
 
 
 def has_adapter(model: torch.nn.Module) -> bool:

@@ -25,7 +25,6 @@ from finetune.runs.metrics import (
     step_of,
     subset_metrics_in,
 )
-from finetune.runs.recorded_run import RecordedRun
 from finetune.terminal import visible
 from finetune.units import format_bytes, format_duration
 
@@ -287,6 +286,8 @@ class Watch:
             self._say(self._view.headline)
 
     def _read_state(self) -> str:
+        from finetune.runs.recorded_run import RecordedRun  # a run that shows itself reads no files
+
         run = RecordedRun(self._folder.path)
         state, reason = run.state, run.why
         if state == "stopped" and run.status == "running":

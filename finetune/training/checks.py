@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.hub import Repository
 from finetune.config.objectives import OBJECTIVES, SECTIONS
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
@@ -23,6 +22,7 @@ from finetune.units import counted, name_first
 if TYPE_CHECKING:
     import torch
 
+    from finetune.config.hub import Repository
     from finetune.config.schema import Config, ModelSection
     from finetune.training.step import StepResult
 _log = logging.getLogger(__name__)
@@ -51,17 +51,21 @@ def check_settings(config: Config) -> None:
         from finetune.distributed.sharding import refuse_what_is_not_sharded
 
         refuse_what_is_not_sharded(config, trains=True)
-    if config.model.frozen_precision == "fp8":
-        from finetune.model.quantized import refuse_where_fp8_is_impossible
-
-        precision = "bf16" if config.training.precision == "auto" else config.training.precision
-        refuse_where_fp8_is_impossible(config, precision=precision, device=None)
+    check_fp8(config, precision="bf16" if config.training.precision == "auto" else config.training.precision)
     optim, starts = config.optim, config.lora.init
     is_adamw = optim.factory is None and optim.optimizer == "torch.optim.AdamW" and not optim.args
     if not is_adamw or optim.lora_plus_ratio != 1 or (optim.weight_decay and starts != "default"):
         from finetune.training.optim import check_optimizer
 
         check_optimizer(config)
+
+
+def check_fp8(config: Config, *, precision: str, device: torch.device | None = None) -> None:
+    """Refuse a run with a base in fp8 that could not compute with it; see `refuse_where_fp8_is_impossible`."""
+    if config.model.frozen_precision == "fp8":
+        from finetune.model.quantized import refuse_where_fp8_is_impossible
+
+        refuse_where_fp8_is_impossible(config, precision=precision, device=device)
 
 
 def check_objective(config: Config) -> None:
@@ -159,15 +163,12 @@ def raw_digests(splits: Any) -> dict[str, list[str]]:
 def check_fit(config: Config, model: Any, splits: Any) -> None:
     """Raise ConfigError for rows or a model that contradict the configuration, and for rows beyond the context."""
     from finetune.data.encoded import EncodedExamples
-    from finetune.data.preferences import EncodedLabelled, EncodedPairs
     from finetune.model.base import max_context
     from finetune.training.optim import build_optimizer
 
-    row_type = {"pairs": EncodedPairs, "labelled": EncodedLabelled}.get(
-        OBJECTIVES[config.training.objective].rows, EncodedExamples
-    )
-    if not isinstance(splits.train, row_type):
-        read = {EncodedPairs: "pairs", EncodedLabelled: "labelled"}.get(type(splits.train), "answers")
+    wanted = OBJECTIVES[config.training.objective].rows
+    read = {"preference": "pairs", "labelled": "labelled"}.get(getattr(splits.train, "row_type", ""), "answers")
+    if not (read == wanted if wanted in ("pairs", "labelled") else isinstance(splits.train, EncodedExamples)):
         encoded_for = " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
         raise ConfigError(
             f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but the rows "
@@ -192,7 +193,7 @@ def check_fit(config: Config, model: Any, splits: Any) -> None:
             raise ConfigError(
                 f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. {advice}"
             )
-        if isinstance(split, EncodedLabelled) and split.max_length > context and split.longest_mismatched > context:
+        if read == "labelled" and split.max_length > context and split.longest_mismatched > context:
             raise ConfigError(
                 f"the {name} split: the longest prompt with the longest answer has {split.longest_mismatched} tokens, "
                 f"but the model's context ends at {context}. KTO puts prompts before the answers of other rows. "

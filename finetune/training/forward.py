@@ -11,7 +11,6 @@ import torch
 from finetune.data.batches import Collate, packer, pad
 from finetune.distributed.device import DTYPES
 from finetune.engine.attention import prepared_by_the_host
-from finetune.engine.attention_cuda import attention_fallback
 from finetune.engine.decoder import layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
 from finetune.engine.supported import called_layers, unsupported_reason
@@ -101,6 +100,8 @@ def _record_attention(runtime: Runtime) -> None:
     """Record that this GPU or this torch lacks the engine's attention for the run's type."""
     if runtime.device.type != "cuda":
         return
+    from finetune.engine.attention_cuda import attention_fallback
+
     fallback = attention_fallback(runtime.device, _computed_in(runtime))
     if fallback is not None:
         wanted, used, why = fallback

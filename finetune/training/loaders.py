@@ -19,8 +19,6 @@ from finetune.data.batches import (
 )
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import holds_out_by_default
-from finetune.data.preferences import EncodedPairs
-from finetune.distributed.network import allow_open_files
 from finetune.errors import ConfigError, DataError
 from finetune.signals import leave_signals_to_parent
 from finetune.units import counted
@@ -65,7 +63,7 @@ def plan_batches(
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
-        each=rows_of_pair if isinstance(rows, EncodedPairs) else 1,
+        each=rows_of_pair if rows.row_type == "preference" else 1,
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,
@@ -151,6 +149,8 @@ def _prepare_for_workers() -> None:
     A worker hands over each tensor as an open file. Python waits at its end for processes that are left, and workers
     ignore the SIGTERM that it sends them.
     """
+    from finetune.distributed.network import allow_open_files
+
     allow_open_files()
     # Declares torch's handler of SIGCHLD as set. It would raise that a worker was killed while a file is written, too.
     signal_handling._SIGCHLD_handler_set = True

@@ -1,4 +1,4 @@
-"""What training in low precision needs: for fp16 a scale of the loss and a check, for fp8 and NF4 a measure.
+"""Try a low precision before step 1: fp16 by a check, fp8 and NF4 by a measure.
 
 The largest fp16 value is 65504. Before step 1, a base in fp8 or NF4 is measured: what the rounding does to the loss and
 to the gradient is held against limits. fp8 is refused beyond them. NF4 is a fallback there: it saves memory that a run
@@ -28,11 +28,8 @@ from finetune.training.optim import trainable_parameters
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
-    from finetune.runs.state import TrainerState
 
 _log = logging.getLogger(__name__)
-_STEPS_UNTIL_GROWTH = 2000
-_LARGEST = 2**24
 GRADIENT_LIMIT = 0.5
 """The largest accepted relative difference of the gradient.
 
@@ -43,35 +40,6 @@ a layer has two products of two factors each (4.7 %), and the residual stream su
 so it is off by 4.7 % · sqrt(1 + 1/2 + … + 1/32) = 9.5 % in both directions, forward and backward:
 sqrt(2) · 9.5 % = 13 %.
 """
-
-
-class LossScale(NamedTuple):
-    """The factor of the loss in fp16, without which small gradients would become zero.
-
-    It is doubled after 2,000 steps without an overflow, and halved when a gradient overflows. The step is then computed
-    again, so that no batch is lost. Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2; the numbers are
-    the defaults of torch.amp.GradScaler.
-    """
-
-    value: int = 2**16
-    """A power of two, so that it changes no bit of a gradient that does not overflow or underflow."""
-    num_steps: int = 0
-    """Steps since it last changed."""
-
-    @classmethod
-    def of(cls, state: TrainerState) -> LossScale:
-        """Return the scale with which training goes on from a state."""
-        return cls() if state.loss_scale is None else cls(state.loss_scale, state.steps_at_loss_scale)
-
-    def after_step(self) -> LossScale:
-        """Return the scale after a step without an overflow."""
-        if self.num_steps + 1 < _STEPS_UNTIL_GROWTH:
-            return self._replace(num_steps=self.num_steps + 1)
-        return LossScale(min(2 * self.value, _LARGEST))
-
-    def after_overflow(self) -> LossScale:
-        """Return the scale with which the step is computed again."""
-        return LossScale(max(1, self.value // 2))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ import torch
 
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, SCRIPT_PREFIX, is_allowed_object
 from finetune.errors import ConfigError
-from finetune.model.adapter_start import is_half_frozen, train_first_half
+from finetune.model.base import is_half_frozen, train_first_half
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, OptimSection

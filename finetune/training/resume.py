@@ -21,8 +21,6 @@ from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import is_same_path, recorded_paths
 from finetune.config.schema import Config, OnResume
 from finetune.errors import CheckpointError, ConfigError, PreemptedError
-from finetune.runs.comparison import differing
-from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
 from finetune.signals import Terminated, received_stop_signal
@@ -32,6 +30,7 @@ from finetune.units import counted
 if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
     from finetune.runs.folder import RunFolder
+    from finetune.runs.recorded_run import RecordedRun
     from finetune.runs.state import TrainerState
 
 
@@ -86,6 +85,8 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     """
     if config.resume != "auto" or not folder.checkpoint_steps():
         return []
+    from finetune.runs.recorded_run import RecordedRun
+
     run = RecordedRun(folder.path)
     start = _recorded_start(run)
     before = _config_in(start) or run.config
@@ -187,6 +188,8 @@ def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> li
 
     Two paths are equal if they name the same place, `recorded` having the absolute paths of the start.
     """
+    from finetune.runs.comparison import differing  # only a resumed run compares
+
     known, current = values(before, only_set=True), values(now)
     if missing := current.keys() - known.keys():
         _log.warning(

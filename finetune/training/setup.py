@@ -12,35 +12,22 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
-from finetune.data.objective import AnySplits
 from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
 from finetune.inference.decoding import agree_on_replays
-from finetune.model.base import add_embedding_noise, checkpoint_gradients
+from finetune.model.base import add_embedding_noise, checkpoint_gradients, states_in_4_bits
 from finetune.model.lora import fingerprint_base, without_adapter
-from finetune.model.quantized import (
-    refuse_fp8_without_engine,
-    refuse_where_fp8_is_impossible,
-    states_in_4_bits,
-    wants_fp8,
-)
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
-from finetune.training.checks import check_fit, check_objective, named_splits, raw_digests
+from finetune.training.checks import check_fit, check_fp8, check_objective, named_splits, raw_digests
 from finetune.training.forward import Forward, agree_on_forward
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
-from finetune.training.low_precision import (
-    LowPrecisionError,
-    compare_nf4_with_disk,
-    refuse_overflow,
-    round_base_to_fp8,
-)
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
@@ -57,6 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.data.objective import AnySplits
+    from finetune.training.low_precision import LowPrecisionError
 
 _log = logging.getLogger(__name__)
 _TOKENS_FOR_ERROR = 1024
@@ -86,7 +75,7 @@ def set_up(
     hooks.check(config)
     hooks.refuse_no_sum(model, runtime.device)
     config = hooks.config(runtime.with_launcher_values(config), model)
-    refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
+    check_fp8(config, precision=runtime.precision, device=runtime.device)
     check_fit(config, model, rows)
     prepared = objective.prepare(config, model, tokenizer, rows)
     splits: EncodedSplits = _with_subsets(config, prepared.splits)
@@ -198,10 +187,15 @@ def _try_precision(
 ) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
     if runtime.precision == "fp16":
+        from finetune.training.low_precision import refuse_overflow
+
         row = splits.train[0]
         is_plain = isinstance(splits.train, EncodedExamples) and runtime.placement.shard_size is None
         refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
-    if wants_fp8(config):
+    if config.model.frozen_precision == "fp8":
+        from finetune.model.quantized import refuse_fp8_without_engine
+        from finetune.training.low_precision import round_base_to_fp8
+
         refuse_fp8_without_engine(config, forward.why_not_engine)
         compare: Callable[..., LowPrecisionError | None] = round_base_to_fp8
     elif not states_in_4_bits:
@@ -210,6 +204,8 @@ def _try_precision(
         _log.warning("the error of a base in 4 bits is not measured, because the engine does not compute all layers")
         return
     else:
+        from finetune.training.low_precision import compare_nf4_with_disk
+
         compare = partial(compare_nf4_with_disk, states=states_in_4_bits)
     with runtime.collectives.failing_together("measuring the error of the base's precision"):
         measured = compare(runtime, config, model, collate(_first_rows(splits.train)))

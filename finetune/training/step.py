@@ -26,9 +26,11 @@ from finetune.training.optim import learning_rate_at, set_learning_rate, trainab
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
-    from finetune.training.low_precision import LossScale
+    from finetune.runs.state import TrainerState
 
 Result = TypeVar("Result")
+_STEPS_UNTIL_GROWTH = 2000
+_LARGEST_SCALE = 2**24
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,35 @@ class LossWithMetrics:
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
         """Return the loss and the metrics."""
         return self.sums(model, microbatch)
+
+
+class LossScale(NamedTuple):
+    """The factor of the loss in fp16, without which small gradients would become zero.
+
+    It is doubled after 2,000 steps without an overflow, and halved when a gradient overflows. The step is then computed
+    again, so that no batch is lost. Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2; the numbers are
+    the defaults of torch.amp.GradScaler.
+    """
+
+    value: int = 2**16
+    """A power of two, so that it changes no bit of a gradient that does not overflow or underflow."""
+    num_steps: int = 0
+    """Steps since it last changed."""
+
+    @classmethod
+    def of(cls, state: TrainerState) -> LossScale:
+        """Return the scale with which training goes on from a state."""
+        return cls() if state.loss_scale is None else cls(state.loss_scale, state.steps_at_loss_scale)
+
+    def after_step(self) -> LossScale:
+        """Return the scale after a step without an overflow."""
+        if self.num_steps + 1 < _STEPS_UNTIL_GROWTH:
+            return self._replace(num_steps=self.num_steps + 1)
+        return LossScale(min(2 * self.value, _LARGEST_SCALE))
+
+    def after_overflow(self) -> LossScale:
+        """Return the scale with which the step is computed again."""
+        return LossScale(max(1, self.value // 2))
 
 
 class StepTooLargeError(Exception):

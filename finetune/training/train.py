@@ -22,14 +22,9 @@ from finetune.inference.losses import LossSums
 from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora
-from finetune.model.quantized import (
-    build_quantized_base,
-    refuse_where_fp8_is_impossible,
-    refuse_where_quantizing_is_impossible,
-)
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
-from finetune.training.checks import check_inputs, check_paths, check_settings
+from finetune.training.checks import check_fp8, check_inputs, check_paths, check_settings
 from finetune.training.hooks import GIVEN, Hooks
 from finetune.training.objective import TrainingObjective
 from finetune.training.trainer import Trainer, training_objective
@@ -245,8 +240,10 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
     if is_quantized and given_model is not None:
         raise ConfigError("lora.quantize is set, but a model is given. Give its name, or remove lora.quantize.")
     if is_quantized:  # before any file is read
+        from finetune.model.quantized import refuse_where_quantizing_is_impossible
+
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
-    refuse_where_fp8_is_impossible(config, precision=runtime.precision, device=runtime.device)
+    check_fp8(config, precision=runtime.precision, device=runtime.device)
     with runtime.collectives.failing_together("looking for the model and the rows"):
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()
@@ -258,6 +255,8 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
 
         return Parts(adopt_given_model(given_model, config, tokenizer), tokenizer, splits)
     if is_quantized:
+        from finetune.model.quantized import build_quantized_base
+
         base = build_quantized_base(config.model, config.lora, runtime.device)
     else:
         base = build_base_model(config.model)

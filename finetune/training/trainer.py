@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,13 +15,11 @@ from finetune.config.objectives import OBJECTIVES
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
 from finetune.data.examples import holds_out_by_default, is_all_here
-from finetune.data.objective import AnySplits
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
 from finetune.inference.evaluation import run_test_phase
-from finetune.inference.finished_run import LoadedRun
 from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.inference.prompts import read_opening
@@ -29,7 +27,7 @@ from finetune.inference.scores import Evaluation, ModelName, Scores, show_evalua
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
-from finetune.runs.model_files import has_adapter, load_model
+from finetune.runs.model_files import LoadedRun, has_adapter, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
@@ -38,15 +36,14 @@ from finetune.training.checks import refuse_no_update
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches
 from finetune.training.loop import run_loop
-from finetune.training.low_precision import LossScale
 from finetune.training.objective import Loaders, TrainingObjective
 from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
-from finetune.training.profiling import StepProfiler
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import preempted_in_test, preempted_in_training, renumbered_in_epoch
 from finetune.training.saver import log_disk_need, publish_best
 from finetune.training.setup import set_up
+from finetune.training.step import LossScale
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, without_other_criteria
 
@@ -55,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.data.objective import AnySplits
+    from finetune.training.profiling import StepProfiler
 
 _log = logging.getLogger(__name__)
 
@@ -190,13 +189,7 @@ class Trainer:
         self._begin(train_loader, state, cadence, optimizer)
 
         self.model.train()
-        with StepProfiler(
-            runtime,
-            setup.folder,
-            num_profiled=config.training.profile,
-            done=state.step,
-            num_steps=cadence.num_steps,
-        ) as profiler:
+        with self._profiler(state, cadence) as profiler:
             run = self._run = TrainingRun(
                 setup,
                 optimizer,
@@ -224,6 +217,20 @@ class Trainer:
         # The script decides what comes next, and when.
         runtime.liveness.enter_phase("after training", end.state.step, timed=False)
         return TrainingResults(end.state, run.last_loss), run.last_validation
+
+    def _profiler(self, state: TrainerState, cadence: Cadence) -> AbstractContextManager[StepProfiler | None]:
+        num_profiled = self.config.training.profile
+        if not num_profiled:
+            return nullcontext()
+        from finetune.training.profiling import StepProfiler
+
+        return StepProfiler(
+            self.runtime,
+            self._setup.folder,
+            num_profiled=num_profiled,
+            done=state.step,
+            num_steps=cadence.num_steps,
+        )
 
     def _plan_steps(self, train_loader: TrainLoader) -> Cadence:
         """Return the steps of the run, and log how its rows become batches."""

@@ -25,16 +25,16 @@ from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import log_cut_examples, log_microbatches
-from finetune.training.low_precision import LossScale
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
 from finetune.training.optim import averaged_weights
-from finetune.training.profiling import StepProfiler
-from finetune.training.step import StepResult, StepSettings, StepTooLargeError, train_step
+from finetune.training.step import LossScale, StepResult, StepSettings, StepTooLargeError, train_step
 from finetune.training.validation import Validated, answered_rows
 
 if TYPE_CHECKING:
     import torch
+
+    from finetune.training.profiling import StepProfiler
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class TrainingRun:
         cadence: Cadence,
         train_loader: TrainLoader,
         val_loader: EvaluationLoader | None,
-        profiler: StepProfiler,
+        profiler: StepProfiler | None,
         loss_scale: LossScale | None,
     ) -> None:
         self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks)
@@ -98,7 +98,8 @@ class TrainingRun:
         self._batches = self._train_loader.steps(epoch, first_step)
         try:
             for step in itertools.count(epoch * self._train_loader.rule.steps_per_epoch + first_step + 1):
-                self._profiler.before(step)
+                if self._profiler is not None:
+                    self._profiler.before(step)
                 self._runtime.liveness.enter_phase("data", step)
                 started = time.monotonic()
                 microbatches = next(self._batches, None)
@@ -209,7 +210,7 @@ class TrainingRun:
                 self._runtime.collectives.fail_in_next_step(error, "saving in the background")
         self._update_watch.after_step(state, result)
         # A preempted run has no time to write a profile; the resumed run makes one of its own.
-        profile = None if result.num_preempted else self._profiler.after(state.step)
+        profile = None if self._profiler is None or result.num_preempted else self._profiler.after(state.step)
         if profile is not None and journal is not None:
             journal.profile(profile)
         self.callbacks.call("on_step", result._replace(metrics=MappingProxyType(dict(result.metrics))))

@@ -17,16 +17,16 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.config.schema import DataSection
 from finetune.data import parallel
-from finetune.data.encode import encode_examples
+from finetune.data.encode import PAYS_FROM_CHARACTERS, ROWS_AT_ONCE, choose_processes, encode_examples
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.parallel import PAYS_FROM_CHARACTERS, WorkerLostError, choose_processes
+from finetune.data.parallel import WorkerLostError
 from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallbacks
 from tests.tiny import tiny_tokenizer
 
-NUM_ROWS = 3 * parallel.ROWS_AT_ONCE + 7
+NUM_ROWS = 3 * ROWS_AT_ONCE + 7
 
 
 def row(number: int) -> dict[str, Any]:
@@ -139,13 +139,13 @@ def test_a_process_that_has_started_ends_if_a_later_one_cannot_start(monkeypatch
 
 
 def test_several_processes_are_taken_only_where_it_pays(monkeypatch):
-    monkeypatch.setattr(parallel, "num_cores", lambda: 8)
+    monkeypatch.setattr("finetune.data.encode.num_cores", lambda: 8)
     assert choose_processes(4096, PAYS_FROM_CHARACTERS, None) == 8
     assert choose_processes(1536, PAYS_FROM_CHARACTERS, None) == 3
     assert choose_processes(4096, PAYS_FROM_CHARACTERS // 2, None) == 1
     assert choose_processes(100, PAYS_FROM_CHARACTERS, None) == 1
     assert choose_processes(4096, 4096, 3) == 3
-    monkeypatch.setattr(parallel, "num_cores", lambda: 1)
+    monkeypatch.setattr("finetune.data.encode.num_cores", lambda: 1)
     assert choose_processes(4096, PAYS_FROM_CHARACTERS, None) == 1
 
 

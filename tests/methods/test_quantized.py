@@ -22,13 +22,12 @@ from finetune.engine.products import unchanged_weights
 from finetune.engine.quantized import _state_tensors, holds_nf4, widened
 from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
-from finetune.model.base import build_base_model, count_parameters
+from finetune.model.base import build_base_model, count_parameters, states_in_4_bits
 from finetune.model.lora import load_adapter
 from finetune.model.quantized import (
     build_quantized_base,
     load_in_4_bits,
     refuse_where_quantizing_is_impossible,
-    states_in_4_bits,
     weights_from_disk,
 )
 from finetune.training.memory.choice import MOST_TOKENS

@@ -10,8 +10,9 @@ import torch
 
 from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
-from finetune.training import low_precision, training_run
-from finetune.training.low_precision import LossScale
+from finetune.training import step as training_step
+from finetune.training import training_run
+from finetune.training.step import LossScale
 from tests.methods.tiny_training import break_at, contents, curve, record, words_for
 from tests.training.test_trainer import train
 
@@ -55,7 +56,7 @@ def test_a_scale_grows_slowly_and_shrinks_at_once():
     assert scale.after_step().after_step() == (8, 0)
     assert scale.after_overflow() == (2, 0)
     assert LossScale(1, 5).after_overflow() == (1, 0)
-    assert LossScale(low_precision._LARGEST, 1999).after_step().value == low_precision._LARGEST
+    assert LossScale(training_step._LARGEST_SCALE, 1999).after_step().value == training_step._LARGEST_SCALE
 
 
 def test_the_base_is_in_fp16_and_the_curve_is_near_that_of_fp32(words, in_fp32, tmp_path):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from finetune.errors import Fault
 from finetune.terminal import visible
+from finetune.units import format_ranks
 
 # In seconds. Together they keep the promise: every rank is gone 15 s after a fault.
 TICK_SECONDS = 0.1
@@ -106,12 +106,3 @@ def describe_late(positions: dict[int, Position], limit: float) -> Fault | None:
 def _describe(words: dict[int, str]) -> str:
     text = "; ".join(f"rank {rank} {words[rank]}" for rank in list(words)[:_MOST_NAMED])
     return text + (f"; so have {len(words) - _MOST_NAMED} others" if len(words) > _MOST_NAMED else "")
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Format ranks for a message: `rank 1`, `ranks 0, 2` or `none`. At most eight are named by number."""
-    numbers = sorted(ranks)
-    if not numbers:
-        return "none"
-    more = f" and {len(numbers) - _MOST_NAMED} others" if len(numbers) > _MOST_NAMED else ""
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:_MOST_NAMED]))}{more}"

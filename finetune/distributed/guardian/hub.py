@@ -14,13 +14,13 @@ from finetune.distributed.guardian.faults import (
     START_SECONDS,
     TICK_SECONDS,
     describe_late,
-    format_ranks,
     found_at_start,
     lost_rank,
 )
 from finetune.distributed.guardian.link import Message, Peer
 from finetune.distributed.network import open_listener
 from finetune.errors import Fault
+from finetune.units import format_ranks
 
 _CONNECT_SECONDS = 1.0
 _HELLO_SECONDS = 5.0

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.encoded import EncodedExamples
-from finetune.data.preferences import EncodedLabelled, EncodedPairs
 from finetune.engine.decoder import bare_model
 from finetune.engine.microbatch import Microbatch, WithRows
 from finetune.engine.quantized import is_in_4_bits, state_bytes, weight_without_data
@@ -35,6 +34,9 @@ from finetune.training.memory.tracing import (
     trace,
 )
 from finetune.units import ceil_div
+
+if TYPE_CHECKING:
+    from finetune.data.preferences import EncodedLabelled, EncodedPairs
 
 PARTS: tuple[Part, ...] = (
     *("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"),
@@ -278,9 +280,13 @@ def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | 
         return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
 
     row_type = OBJECTIVES[objective].rows
+    if row_type in ("answers", "prompts"):
+        return side(0)
+    from finetune.data.preferences import EncodedLabelled, EncodedPairs
+
     if row_type == "labelled":
         return EncodedLabelled(side(0, least=2), "train", max_length=length)
-    return side(0) if row_type in ("answers", "prompts") else EncodedPairs(side(0), side(number), "train")
+    return EncodedPairs(side(0), side(number), "train")
 
 
 def trace_deep(model: torch.nn.Module, trace_layers: Callable[[], Phases]) -> Phases:

@@ -23,7 +23,6 @@ from transformers import masking_utils
 
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
-from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import PackedMicrobatch
@@ -89,7 +88,9 @@ def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Comput
 
     The model is on the meta device, in training mode, and the micro-batch is on the CPU.
     """
-    from finetune.training.memory.engine_choices import choices_on  # most runs on a CPU fit without a trace
+    # Most runs on a CPU fit without a trace.
+    from finetune.engine.attention_cuda import prepare_varlen
+    from finetune.training.memory.engine_choices import choices_on
 
     rows = rows_of(microbatch)
     if isinstance(rows, PackedMicrobatch):  # on real data; the layout keeps the result for the layers

@@ -22,10 +22,8 @@ from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import subset_key
 from finetune.runs.record import RunRecord, RunStart, Status
-from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import TrainerState
 from finetune.terminal import shown_folder
-from finetune.training.profiling import Profile
 from finetune.training.reporting.events import Interval, RunEvents
 from finetune.training.reporting.progress import TRACE_VIEWER, show_what_next
 from finetune.training.reporting.run_warnings import RunWarnings
@@ -38,6 +36,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
     from finetune.runs.checkpoints import Snapshot
+    from finetune.training.profiling import Profile
 
 _log = logging.getLogger(__name__)
 
@@ -108,7 +107,11 @@ class Journal:
 
     def recorded_memory(self) -> Mapping[str, Any] | None:
         """Return the recorded memory choice of a resumed run, empty if it has none; None if the run is new."""
-        return RecordedRun(self.folder.path).part("memory") if self.folder.checkpoint_steps() else None
+        if not self.folder.checkpoint_steps():
+            return None
+        from finetune.runs.recorded_run import RecordedRun
+
+        return RecordedRun(self.folder.path).part("memory")
 
     def record(self, **entries: Any) -> None:
         """Record in run.json what was chosen or measured before step 1, for example the memory choice."""
