@@ -550,7 +550,7 @@ def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged,
         assert re.search(said, " ".join(done.errors.split())) or form == "verify", (form, done.errors)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["target_modules", "rank_pattern", "alpha_pattern"])
 def test_a_pattern_of_a_run_that_never_ends_is_stopped(untrusted, tmp_path, monkeypatch, key):
     monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)

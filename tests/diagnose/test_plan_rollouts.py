@@ -155,6 +155,7 @@ def test_answers_take_the_planned_memory(words, family, by_engine, prompts, most
     assert planned.total - planned.held == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [None, Sampling(top_p=0.9)], ids=["greedy", "drawn"])
 def test_replayed_answers_take_the_memory_of_a_second_step(words, sampling):
     """A graph keeps that of its step. Without a GPU there is no graph, and the rest is measured."""
@@ -217,6 +218,7 @@ def test_a_device_that_is_too_small_for_the_answers_is_refused_with_what_fits(wo
     assert make_plan(load_config([*words, *more, f"rollout.batch_size={fit}"]), tight).fits
 
 
+@pytest.mark.slow
 def test_a_server_takes_the_memory_and_the_time_of_answers(words):
     plan = make_plan(load_config([*words, "rollout.server=http://localhost:1"]), find_device("cpu"), is_probed=True)
     assert (plan.generating, plan.seconds_generating) == (None, None)

@@ -147,6 +147,7 @@ def streamed(model, prompt, settings):
     return given
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("in_steps")
 @pytest.mark.parametrize("sampling", [None, WAYS["drawn"]], ids=["greedy", "drawn"])
 def test_an_answer_in_steps_crosses_the_boundary_of_longrope_and_is_streamed(sampling):

@@ -69,6 +69,7 @@ def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_p
     assert json.loads(run_finetune(*asked, *with_test, code=0).answer)["split"] == "test"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_evaluate_refuses_before_it_imports_torch(rows, tmp_path):
     folder, data = tmp_path / "run", Path(shutil.copy(rows, tmp_path / "rows.jsonl"))
