@@ -184,6 +184,8 @@ class ChatSession:
 
     def _answer(self, name: str, ids: list[int]) -> Answer:
         """Print one model's answer token by token, up to its end or to Ctrl-C."""
+        from finetune.inference.decoding import count_unended
+
         if self._compare:
             self._write(f"{name}: ")
         answer_ids: list[int] = []
@@ -194,6 +196,9 @@ class ChatSession:
             self._note("stopped.")
         else:
             self._write("\n" if self._generator.text(answer_ids).strip() else f"{EMPTY}\n")
+            limit = self._generator.decoding.max_new_tokens
+            if count_unended(self._generator.model, [ids], [answer_ids], limit):
+                self._note(f"the answer did not end within {limit:,} tokens (--max-new-tokens).")
         return self._generator.read(answer_ids)
 
     def _obey(self, command: str, text: str) -> None:

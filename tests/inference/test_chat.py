@@ -103,6 +103,7 @@ def test_a_full_run_cannot_compare_and_says_so(piped, full_run):
     assert "base: " not in shown
     assert "no adapter to switch off" in notes
     assert "/system TEXT" in notes
+    assert notes.count("the answer did not end within 12 tokens (--max-new-tokens).") == 1
     with pytest.raises(ConfigError, match="--compare switches the adapter off"):
         piped(full_run, compare=True)
 
