@@ -63,7 +63,7 @@ def plan_batches(
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
-        each=rows_of_pair if rows.row_type == "preference" else 1,
+        each=rows_of_pair if getattr(rows, "row_type", "") == "preference" else 1,
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,
