@@ -29,7 +29,7 @@ ELSEWHERE = {
 _LINK_FROM_THE_TOP = re.compile(r"\]\((?:docs/([\w./-]+\.md)|(ARCHITECTURE|CONTRIBUTING|CHANGELOG)\.md)")
 
 
-_ROW = re.compile(r"^\| (?!you want to|---)(.+?) \| (.+) \|$", re.MULTILINE)
+_ROW = re.compile(r"^\| (?!you want to|Start|---)(.+) \|$", re.MULTILINE)
 _LINK = re.compile(r"\[([^]]+)\]\(([\w/-]+)\.md(#[\w-]+)?\)")
 
 
@@ -37,7 +37,10 @@ def llms_txt(index: str) -> str:
     """Return the text of llms.txt, a list of the pages for language models (https://llmstxt.org), from index.md."""
     title, about = index.removeprefix("# ").split("\n\n")[:2]
     about = " ".join(_LINK.sub(r"\1", about).split())
-    links = [(aim, *link) for aim, row in _ROW.findall(index) for link in _LINK.findall(row)]
+    rows = [row.split(" | ") for row in _ROW.findall(index)]
+    # A cell of the first table has a link and what it leads to. The others have an aim and the pages for it.
+    cells = [[(cell, cell) for cell in row] if _LINK.search(row[0]) else [(row[0], row[1])] for row in rows]
+    links = [(_LINK.sub(r"\1", aim), *link) for row in cells for aim, cell in row for link in _LINK.findall(cell)]
     lines = [f"- [{name}]({page}.html{part}): {aim}" for aim, name, page, part in links]
     return "\n".join([f"# {title}", "", f"> {about}", "", "## Pages", "", *lines, ""])
 

@@ -56,7 +56,7 @@ def test_the_site_is_complete_and_a_reader_fetches_nothing_from_elsewhere(site):
         assert (site / page.relative_to(DOCS)).with_suffix(".html").is_file()
     listed = (site / "llms.txt").read_text(encoding="utf-8")
     assert listed.startswith("# finetune\n\n> Fine-tune Phi models on your own chats")
-    assert "- [Quickstart](quickstart.html): see it work, without a GPU\n" in listed
+    assert "- [See it work](quickstart.html): See it work: two minutes, no GPU\n" in listed
     links = re.findall(r"^- \[.+?\]\(([^#)]+)(?:#([^)]+))?\): \w", listed, re.MULTILINE)
     in_first_paragraph = 1
     assert len(links) + in_first_paragraph == (DOCS / "index.md").read_text(encoding="utf-8").count(".md")
