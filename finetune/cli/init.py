@@ -54,7 +54,7 @@ _REPLACED = {
 _STAND_INS = {"model.path": "shipped:phi_tiny", "data.path": "shipped:orders", "reward.functions": "length"}
 """What takes the place of keys that a translation leaves open, while it is checked."""
 _MOST_ROWS = 1000
-"""Rows whose tokens are counted."""
+"""The most rows that are encoded to find the mean number of tokens in a row."""
 _ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40), null, a number, a share or a file"
 
 

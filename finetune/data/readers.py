@@ -293,7 +293,7 @@ class JoinedRows:
         """Yield every row of every file. Raises the errors of `FileRows.rows`."""
         for index, part in enumerate(self.parts):
             for row in part.rows():
-                yield RawRow((index << _BITS_OF_A_NUMBER) + row.number, row.value, row.problem)
+                yield replace(row, number=(index << _BITS_OF_A_NUMBER) + row.number)
 
 
 RowSource: TypeAlias = RowFile | DatasetRows | JoinedRows

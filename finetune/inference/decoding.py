@@ -306,9 +306,9 @@ def _continue_in_steps(
     draw: Draw | None,
     on_token: Callable[[int], object] | None,
 ) -> list[list[int]]:
-    """Answer a batch with a `SteppedDecoder`, whose tokens are looked at after each block of steps.
+    """Answer a batch with a `SteppedDecoder`, and look at the tokens after each block of steps.
 
-    Rows whose answers have ended are padding, until the others are so few that a smaller number of rows holds them.
+    A row stays as padding when its answer has ended. Rows leave together, once the rest fits a smaller number of rows.
     """
     boundary = longrope_boundary(model)
     answers: list[list[int]] = [[] for _ in batch]

@@ -44,7 +44,7 @@ _LINE_EVERY = 10
 _CURVE_WIDTH = 24
 _BAR_WIDTH = 24
 _NARROW = 80
-"""The columns of a terminal that every row fits with these widths. On a wider one, the curve and the bar are longer."""
+"""With these widths, every row fits a terminal of 80 columns. On a wider one, the curve and the bar are longer."""
 _OF_BOTH_SIDES = ("chosen_reward", "rejected_reward")
 """Metrics of a validation that are left out, because their difference is shown."""
 

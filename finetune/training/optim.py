@@ -162,8 +162,8 @@ def _refuse_other_weights(optimizer: torch.optim.Optimizer, weights: list[torch.
     if held != {id(weight) for weight in weights}:
         raise ConfigError(
             f"the given {type(optimizer).__name__} does not hold exactly the weights that this run trains: it holds "
-            f"{len(held)} tensors, and the run trains {len(weights)}. A model by name, or one that gets its adapter "
-            "from the run, has other weights. Give a function: optimizer=lambda weights: SGD(weights, lr=1e-4)."
+            f"{len(held)} tensors, and the run trains {len(weights)}. A run that loads the model or adds "
+            "the adapter itself has other weights. Give a function: optimizer=lambda weights: SGD(weights, lr=1e-4)."
         )
 
 

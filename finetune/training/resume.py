@@ -226,7 +226,7 @@ def _other_base(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
 
 
 def _other_code(run: RecordedRun, now: Mapping[str, str]) -> list[_Difference]:
-    """Return the functions whose code has changed, and those of a script that only one of the two starts has."""
+    """Return the functions with changed code, and a script's functions that only one of the two starts has."""
     before = run.part("fingerprints")
     # If only one start names functions, the keys differ. Runs of earlier versions recorded no digests of them.
     changed = [key for key in _CODE_OF_KEYS if before.keys() & now.keys() >= {key} and before[key] != now[key]]

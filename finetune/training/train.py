@@ -46,7 +46,7 @@ _ARGUMENTS_OF_TRL = {
     "processing_class": 'The tokenizer is of the model. For another one, give overrides={"model.tokenizer": …}.',
     "compute_loss_func": "Did you mean loss?",
 }
-"""What `train` takes in place of arguments of TRL's trainers whose names are far from ours."""
+"""Arguments of TRL's trainers, and what to give to `train` instead. Their names are unlike ours."""
 
 
 class TrainResult(NamedTuple):

@@ -209,6 +209,14 @@ def test_each_row_keeps_its_own_place_and_number(make_section, put):
         encode_train(make_section(path="p"))
 
 
+def test_turns_in_the_cells_of_several_tables_are_turns_as_in_one(make_section, put):
+    cell = json.dumps([{"role": "user", "content": "q"}]).replace('"', '""')
+    table = f'prompt,completion\n"{cell}",a\n'.encode()
+    put({"a.csv": table, "b.csv": table})
+    one, several = (encode_train(make_section(path=path)) for path in ("a.csv", ["a.csv", "b.csv"]))
+    assert several.tokens(0).tolist() == several.tokens(1).tolist() == one.tokens(0).tolist()
+
+
 def test_the_digest_covers_all_parts_in_their_order(make_section, put):
     put({"a.jsonl": A, "b.jsonl": B})
 

@@ -90,7 +90,7 @@ class GenerationForecast(NamedTuple):
     widened: int
     """Bytes of the largest weight in 4 bits in 16 bits: it is dequantized for its product."""
     replays: bool = False
-    """Whether a graph keeps the memory of a step, beside that of the steps that were computed before its capture."""
+    """Whether a graph keeps memory for its own step. The steps before its capture need memory of their own."""
 
     def with_held(self, optimizer: OptimizerNeed, shards: Shards) -> Generating:
         """Return the memory of a process that also holds the weights and the state of the optimizer."""
