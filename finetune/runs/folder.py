@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
@@ -17,6 +18,8 @@ from finetune.units import name_first
 
 LOCK_TIMEOUT_SECONDS = 30.0
 """The longest that a restart waits for processes of a killed launcher, or of another machine, to end."""
+SECONDS_TO_DIE = 3.0
+"""The longest that a restart waits for a process of this machine that may have been killed a moment ago."""
 
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _PROFILE_FILE = re.compile(r"(trace|memory)-steps-\d+-\d+-rank\d+\.json(\.gz)?")
@@ -127,8 +130,15 @@ class RunFolder:
             )
 
     def refuse_living_holder(self) -> None:
-        """Raise CheckpointError if a living process of this machine is writing the folder."""
-        if is_held_here(self.lock_file):
+        """Raise CheckpointError if a living process of this machine is writing the folder.
+
+        A process that was killed a moment ago is waited for: it keeps its locks until the kernel has freed its memory.
+        """
+        end = time.monotonic() + SECONDS_TO_DIE
+        while is_held_here(self.lock_file):
+            if time.monotonic() < end:
+                time.sleep(0.1)
+                continue
             raise CheckpointError(
                 f"output_dir={self.path} is being written by {describe_holder(self.lock_file)}. Wait for it to end or "
                 "stop it, or name another folder with output_dir=."

@@ -1,6 +1,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import psutil
@@ -155,8 +156,9 @@ def holder(tmp_path):
 
 
 @pytest.mark.process
-def test_a_living_run_keeps_others_out_at_once_and_is_named(tmp_path, holder, monkeypatch):
+def test_a_living_run_keeps_others_out_and_is_named(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(run_folder, "file_lock", lambda *_, **__: pytest.fail("it waited"))
+    monkeypatch.setattr(run_folder, "SECONDS_TO_DIE", 0.2)
     folder = RunFolder(tmp_path / "run")
     for refusing in (folder.refuse_living_holder, lambda: folder.open(resume="auto")):
         with pytest.raises(CheckpointError, match=rf"is being written by process {holder.pid} on .*output_dir="):
@@ -201,6 +203,13 @@ def test_a_killed_run_does_not_block_its_restart(tmp_path, holder):
     with RunFolder(tmp_path / "run").open(resume="auto"):
         pass
     assert time.monotonic() - begun < 5
+
+
+@pytest.mark.process
+def test_a_run_that_dies_slowly_does_not_block_its_restart(tmp_path, holder):
+    threading.Timer(0.5, holder.kill).start()
+    with RunFolder(tmp_path / "run").open(resume="auto"):
+        assert holder.wait() == -signal.SIGKILL
 
 
 def test_the_lock_is_free_after_a_refusal_and_after_close(tmp_path):
