@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from finetune.config.compose import load_config as load_config
     from finetune.data.encode import encode_examples as encode_examples
     from finetune.data.examples import load_examples as load_examples
-    from finetune.data.objective import encode_for_objective as encode_for_objective
     from finetune.data.preferences import encode_labelled as encode_labelled
     from finetune.data.preferences import encode_preferences as encode_preferences
     from finetune.data.templates import stop_ids as stop_ids
@@ -57,9 +56,8 @@ if TYPE_CHECKING:
     from finetune.model.tokens import add_tokens as add_tokens
     from finetune.model.tokens import build_tokenizer as build_tokenizer
     from finetune.training.hooks import Hooks as Hooks
+    from finetune.training.objective import encode_for_objective as encode_for_objective
     from finetune.training.train import train as train
-    from finetune.training.trainer import PreferenceTrainer as PreferenceTrainer
-    from finetune.training.trainer import RewardTrainer as RewardTrainer
     from finetune.training.trainer import Trainer as Trainer
     from finetune.training.trainer_ddp import TrainerDDP as TrainerDDP
 
@@ -72,7 +70,7 @@ _HOMES = {
     "cleanup_ddp": "finetune.distributed.ddp_init",
     "command": "finetune.cli",
     "encode_examples": "finetune.data.encode",
-    "encode_for_objective": "finetune.data.objective",
+    "encode_for_objective": "finetune.training.objective",
     "encode_labelled": "finetune.data.preferences",
     "encode_preferences": "finetune.data.preferences",
     "evaluate": "finetune.cli.evaluate",
@@ -85,8 +83,6 @@ _HOMES = {
     "stop_ids": "finetune.data.templates",
     "train": "finetune.training.train",
     "Hooks": "finetune.training.hooks",
-    "PreferenceTrainer": "finetune.training.trainer",
-    "RewardTrainer": "finetune.training.trainer",
     "Trainer": "finetune.training.trainer",
     "TrainerDDP": "finetune.training.trainer_ddp",
 }
@@ -94,6 +90,8 @@ __all__ = ["__version__", *sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("PreferenceTrainer", "RewardTrainer"):
+        raise ImportError(f"finetune {__version__} has no {name}. Use Trainer: training.objective says what it does.")
     if name not in _HOMES:
         raise AttributeError(f"module 'finetune' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

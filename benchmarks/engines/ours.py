@@ -18,7 +18,7 @@ _END_ID = 2
 def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankReport:
     """Train the job. The order's words come last, so that each of these can be set otherwise."""
     job = order.job
-    from finetune import PreferenceTrainer, Trainer, add_lora, build_tokenizer, launch, load_config
+    from finetune import Trainer, add_lora, build_tokenizer, launch, load_config
     from finetune.data.encoded import EncodedExamples, EncodedSplits
 
     # A run wants the data's path; the rows are handed over as they are.
@@ -28,13 +28,13 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
         tokenizer = build_tokenizer(config.model)
         base = base_model(order, config, runtime.device)
         model = add_lora(base, config.lora) if job.method == "lora" else base
-        trainer: Trainer
+        splits: Any
         if job.objective == "dpo":
-            trainer = PreferenceTrainer(runtime, config, model, tokenizer, _pairs(job, config.seed))
+            splits = _pairs(job, config.seed)
         else:
             rows = _so_that_they_come_in_order(job, job.rows(), job.global_batch, config.seed)
             splits = EncodedSplits(EncodedExamples.from_rows(rows, end_id=_END_ID))
-            trainer = Trainer(runtime, config, model, tokenizer, splits)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, _, _ = trainer.prepare_dataloaders()
         with suppress(EnoughError):
             trainer.run_training(train_loader)

@@ -234,12 +234,9 @@ def _read_limits(options: Sequence[str], metrics: Mapping[str, Metric]) -> dict[
 
 def _refuse_rows_without_one_answer(run: FinishedRun) -> None:
     """Refuse the rows of a run that was trained on pairs or labels, unless the command names other rows."""
-    # finetune.config imports pydantic, for which --help does not wait.
-    from finetune.config.objectives import OBJECTIVES
-
-    rows = OBJECTIVES[run.config.training.objective].rows
-    if rows in ("pairs", "labelled") and _keeps_data(run, "path", "mixture", "train", "validation", "test"):
-        row_type = "pairs of answers" if rows == "pairs" else "labelled answers"
+    objective = run.config.objective
+    if objective.compares_answers and _keeps_data(run, "path", "mixture", "train", "validation", "test"):
+        row_type = "pairs of answers" if objective.compares_pairs else "labelled answers"
         raise ConfigError(
             f"{run.folder.path} was trained on {row_type}, and evaluate measures rows with one answer. Give such rows "
             f"with data.path=FILE; `finetune report {run.folder.path}` shows the rewards."

@@ -55,7 +55,7 @@ def explain_topic(words: Sequence[str]) -> bool:
     if task is None:
         return _explain_file(word)
     config = compose([f"task={task}"], complete=False)
-    objective = OBJECTIVES[config.training.objective]
+    objective = config.objective
     paper = f" (arXiv:{objective.paper})" if objective.paper else ""
     say(f"{task}: {dict(list_configs()['task'])[task]}\nIt minimises the {objective.title} loss{paper}. It sets:")
     for key, value in values(config).items():

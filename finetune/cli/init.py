@@ -30,7 +30,6 @@ from finetune.config.config_files import (
     resolve_shipped,
     shipped_folder,
 )
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.render import SCHEMA_FILE, TRAIN_WITH, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, Config, name_files
 from finetune.config.yaml_reader import COMMAND_LINE
@@ -150,7 +149,7 @@ def _open_keys(config: Config) -> list[str]:
     is_set = {
         "model.path": config.model.path or config.model.config,
         "data.path": config.data.label,
-        "reward.functions": OBJECTIVES[config.training.objective].rows != "prompts" or config.reward.functions,
+        "reward.functions": not config.objective.generates_answers or config.reward.functions,
     }
     return [key for key in _STAND_INS if not is_set[key]]
 
@@ -162,7 +161,7 @@ def _refuse_as_train(config: Config) -> None:
 
     check_settings(config)
     validation, best = config.validation, {config.early_stopping.metric, config.checkpoint.best_metric}
-    rewards = OBJECTIVES[config.training.objective].rows == "prompts"
+    rewards = config.objective.generates_answers
     if rewards or validation.metrics or validation.by or best != {LOSS}:  # what the objective's own functions check
         with importing():
             from finetune.training.train import checked_objective
@@ -215,9 +214,9 @@ def _tokens_per_row(config: Config) -> tuple[float, str] | None:
             how = "at 4 characters a token, because the tokenizer is not on this machine"
         else:
             with importing():
-                from finetune.data.objective import encode_for_objective
                 from finetune.fallbacks import Fallbacks
                 from finetune.model.tokens import build_run_tokenizer
+                from finetune.training.objective import encode_for_objective
 
             rows = encode_for_objective(config, build_run_tokenizer(config), fallbacks=Fallbacks(strict=False)).train
             lengths, how = rows.lengths.tolist(), "with the model's tokenizer"

@@ -75,8 +75,9 @@ def _model(plan: Plan) -> Iterator[str]:
     share = plan.trainable_parameters / plan.parameters
     yield f"{plan.model_type}, {plan.layers} layers, {plan.parameters:,} parameters"
     method = f"LoRA on {', '.join(plan.targets)}" if plan.targets else "full fine-tuning"
-    learns_from = "rewards" if OBJECTIVES[plan.objective].rows == "prompts" else "preferences"
-    method += "" if plan.objective == "sft" else f", on {learns_from} ({OBJECTIVES[plan.objective].title})"
+    objective = OBJECTIVES[plan.objective]
+    learns_from = "rewards" if objective.generates_answers else "preferences"
+    method += "" if objective.learns_answers else f", on {learns_from} ({objective.title})"
     yield f"{plan.trainable_parameters:,} parameters train ({share:.2%}): {method}"
     yield f"{plan.precision} (trained weights in fp32)"
     yield f"forward: {plan.forward}"

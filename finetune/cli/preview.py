@@ -156,7 +156,7 @@ def _split_table(preview: Preview) -> Table:
 
 def _bars(preview: Preview) -> Iterator[str]:
     split = preview.splits[preview.shown_split]
-    row = "the longer side of a pair" if OBJECTIVES[preview.objective].rows == "pairs" else "a row"
+    row = "the longer side of a pair" if OBJECTIVES[preview.objective].compares_pairs else "a row"
     yield f"tokens of {row} ({preview.shown_split}, {ROW_TYPE_NAMES[split.kind]})"
     most = max(bin_.rows for bin_ in split.histogram)
     width = len(f"{split.histogram[-1].longest:,}")

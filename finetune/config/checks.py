@@ -26,7 +26,6 @@ from finetune.config.config_files import (
     path_exists,
 )
 from finetune.config.keys import code_keys, did_you_mean_key, expected, fields, section_class, takes, takes_text, values
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.run_paths import named_paths
 from finetune.config.schema import (
     AUTO_VALIDATION,
@@ -81,7 +80,7 @@ def build_config(
             unique[0] if len(unique) == 1 else f"the configuration has {len(unique)} problems:\n  {lines}"
         )
     is_default = config.data.validation == AUTO_VALIDATION and config.origin("data.validation") == "default"
-    if is_default and OBJECTIVES[config.training.objective].rows == "prompts":  # each validation generates answers
+    if is_default and config.objective.generates_answers:  # each validation generates answers
         config = config.with_values({"data.validation": (None, "default")})
     return config
 

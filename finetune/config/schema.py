@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from pydantic.functional_validators import BeforeValidator, field_validator
 from pydantic.types import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.errors import ConfigError
 from finetune.units import ceil_share
 
@@ -814,6 +815,16 @@ class Config(Section):
     checkpoint: CheckpointSection = Field(default_factory=CheckpointSection)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def objective(self) -> ObjectiveFacts:
+        """What is known about the value of `training.objective`."""
+        return OBJECTIVES[self.training.objective]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a step also computes the log-probabilities of the base."""
+        return self.objective.has_reference or (self.objective.generates_answers and self.grpo.beta > 0)
 
     def origin(self, key: str) -> str:
         """Return the origin of a key's value: `configs/task/debug.yaml:4`, `command line` or `default`.

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from finetune.config.config_files import path_exists, shown_path
 from finetune.config.keys import did_you_mean, expected, fields, section_class, takes
-from finetune.config.objectives import OBJECTIVES
+from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.config.other_tools import MISSING, NOTHING, OUR_NAME, SWITCHES, VALUES
 from finetune.config.render import inline_yaml
 from finetune.config.schema import Config
@@ -106,6 +106,11 @@ class Translation:
         return next((self.values[name] for name in names if self.values.get(name) not in (None, "auto")), None)
 
     @property
+    def facts(self) -> ObjectiveFacts:
+        """Return what is known about the objective, which is sft unless it is said."""
+        return OBJECTIVES[self.objective or "sft"]
+
+    @property
     def is_full(self) -> bool | None:
         """Return whether all weights are trained. None: the file does not say."""
         if "adapter" in self.values:
@@ -118,7 +123,7 @@ class Translation:
     @property
     def packs_rows(self) -> bool:
         """Return whether several rows become one sequence, so that the batch sizes of the file count sequences."""
-        return self.objective in (None, "sft") and any(self.values.get(name) is True for name in _PACKING)
+        return self.facts.learns_answers and any(self.values.get(name) is True for name in _PACKING)
 
     def count_rows(self, config: Config, tokens_per_row: float, counted: str) -> None:
         """Replace batch sizes that count packed sequences by as many rows as have the same number of tokens.
@@ -282,7 +287,7 @@ def _translate(setting: Setting, translation: Translation) -> None:
             values, sentence = _answer(name, meaning, value, translation)
         except (TypeError, ValueError, AttributeError, KeyError):  # a value of another type than the tool's own
             sentence = f"Set {meaning}. finetune cannot read this value."
-    if (objective := translation.objective) and not all(map(OBJECTIVES[objective].reads_key, values)):
+    if (objective := translation.objective) and not all(map(translation.facts.reads_key, values)):
         values, sentence = {}, f"{NOTHING}: training.objective is {objective}, which does not read this."
     for key, ours in values.items():
         parts = (*meaning.split("."), *rest) if rest else tuple(key.split("."))
@@ -405,14 +410,14 @@ def _convert_training(name: str, value: Any, source: Translation) -> Answer | No
         case "num_generations":
             note = f"training.batch_size and training.global_batch_size count prompts here: divide them by {value}."
             return {"rollout.num_generations": value, "training.objective": "grpo"}, note
-        case "loss_type" if source.objective != "grpo":  # of TRL
+        case "loss_type" if not source.facts.generates_answers:  # of TRL
             ours = _choices("training.objective").get(value[0] if isinstance(value, list) else value)
             if ours in ("dpo", "kto") and source.objective is None:
                 return {"training.objective": ours}, ""
             return {}, OFF if value == "nll" or ours == source.objective is not None else OUR_NAME[name]
-        case "beta" | "loss_type" if source.objective == "grpo":
+        case "beta" | "loss_type" if source.facts.generates_answers:
             return {f"grpo.{name}": value}, ""
-        case "beta" if source.objective not in (None, "sft"):
+        case "beta" if not source.facts.learns_answers:
             return {"preference.beta": value}, ""
         case "beta":
             return {}, OUR_NAME[name]
@@ -499,7 +504,7 @@ def _convert_rows(name: str, value: Any, source: Translation) -> Answer | None:
             return {}, f"Set {key} to the files of these rows: dataset_info.json says which they are."
         case "test_datasets" if all(isinstance(entry, Mapping) and entry.get("path") for entry in value):
             return {"data.validation": [entry["path"] for entry in value]}, ""
-        case "excess_length_strategy" if value == "drop" and source.objective in ("dpo", "orpo", "simpo"):
+        case "excess_length_strategy" if value == "drop" and source.facts.compares_pairs:
             note = f"{NOTHING}: a pair is dropped if one of its two sides is longer than data.max_length."
             return {"data.on_long_row": "drop"}, note
         case "datasets":

@@ -15,7 +15,6 @@ import numpy
 import torch
 
 from finetune.config.keys import values
-from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import BatchRule, evaluation_batches
 from finetune.data.encoded import EncodedExample, EncodedExamples, EncodedSplits
 from finetune.data.preferences import EncodedLabelled, EncodedPairs
@@ -24,7 +23,6 @@ from finetune.inference.decoding import group_prompts, room_for_answer
 from finetune.model.base import max_context
 from finetune.training.cadence import Cadence
 from finetune.training.loaders import global_batch_size, plan_batches, refuse_dropping_all, rows_to_test
-from finetune.training.memory.forecast import longest_rows
 from finetune.training.memory.generation import AnswerBatch
 from finetune.training.rewards.objective import with_testable_rows
 from finetune.training.validation import answered_rows
@@ -33,7 +31,7 @@ from finetune.units import ceil_div
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.data.encoded import EncodedExamples
-    from finetune.data.objective import AnySplits
+    from finetune.training.objective import AnySplits
 
 
 _MOST_STEPS_LOOKED_AT = 500
@@ -163,6 +161,7 @@ class Batching:
 
     Attributes:
         rows: the training rows; None if they cannot be read, so that every row is assumed to have data.max_length.
+        rows_of: makes rows for a plan without data, given their number and the tokens of each.
         collate: makes a micro-batch from rows.
         is_padded: rows are padded and go through the model's own forward.
         boundary: see `BatchRule`.
@@ -171,6 +170,7 @@ class Batching:
 
     config: Config
     rows: EncodedExamples | EncodedPairs | EncodedLabelled | None
+    rows_of: Callable[[int, int], Any]
     collate: Callable[[Sequence[Any]], Any]
     is_padded: bool
     boundary: int | None
@@ -214,7 +214,7 @@ class Batching:
         num_tokens = sum(int(side.lengths.sum()) for side in self._rows.sides)
         per_prompt = None if self.answers is None else self.answers.per_prompt
         num_examples = len(self._rows) if rule.examples is None else rule.num_examples
-        has_sequences = is_known and training.objective == "sft"
+        has_sequences = is_known and self.config.objective.learns_answers
         computed = self.computed_per_step * rule.steps_per_epoch / rule.repeats
         return Batches(
             rows=len(self._rows) // (per_prompt or 1) if is_known else None,
@@ -240,13 +240,13 @@ class Batching:
         return self._rule.examples_of_step(self._rule.order(0), 0)
 
     @cached_property
-    def _rows(self) -> EncodedExamples | EncodedPairs | EncodedLabelled | AssumedAnswers:
+    def _rows(self) -> Any:
         if self.answers is not None:
             return self.answers
         if self.rows is not None:
             return self.rows
         number, length = global_batch_size(self.config, self.world_size), self.config.data.max_length
-        return longest_rows(self.config.training.objective, number, length)
+        return self.rows_of(number, length)
 
     @cached_property
     def _rule(self) -> BatchRule:
@@ -329,7 +329,7 @@ class PlannedEvaluation:
 
 def evaluations_of(config: Config, splits: AnySplits) -> Iterator[PlannedEvaluation]:
     """Yield the validation and the test phase of a run, if it has them."""
-    learns_prompts = OBJECTIVES[config.training.objective].rows == "prompts"
+    learns_prompts = config.objective.generates_answers
     rows: Any = splits.validation
     if rows is not None:
         asks = learns_prompts or bool(config.validation.metrics)
@@ -349,7 +349,7 @@ def evaluations_of(config: Config, splits: AnySplits) -> Iterator[PlannedEvaluat
 
 def answer_keys(config: Config, section: Section) -> tuple[str, str]:
     """Return the key of the answers that are generated at once in an evaluation, and the key of their most tokens."""
-    if section == "validation" and OBJECTIVES[config.training.objective].rows == "prompts":
+    if section == "validation" and config.objective.generates_answers:
         return "rollout.batch_size", "rollout.max_completion_length"
     return f"{section}.batch_size", f"{section}.max_new_tokens"
 

@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import check_local_rows
-from finetune.data.objective import encode_for_objective
 from finetune.diagnose.plan import Evaluating, Plan, ShardedNeed, Trade, judge, most_memory
 from finetune.diagnose.plan_batches import AssumedAnswers, Batching, PlannedEvaluation, Section, evaluations_of
 from finetune.diagnose.plan_devices import Device
@@ -39,7 +37,6 @@ from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
-from finetune.training.checks import has_reference
 from finetune.training.forward import wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose, shards_of
@@ -61,6 +58,7 @@ from finetune.training.memory.generation import (
     forecast_generation,
 )
 from finetune.training.memory.tracing import Computation
+from finetune.training.objective import encode_for_objective
 from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.train import checked_objective
@@ -68,7 +66,7 @@ from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
-    from finetune.data.objective import AnySplits
+    from finetune.training.objective import AnySplits
 
 Forecast = TypeVar("Forecast", StepForecast, GenerationForecast)
 
@@ -149,7 +147,7 @@ class Planner:
         self.model = self._planned.model
         self.forward = forward = self._planned.forward
         self._how = Computation(
-            loss_of=partial(self._objective.loss, config),
+            loss_of=self._objective.loss,
             device_type=device.type,
             dtype=DTYPES[self.precision],
             is_fused=wants_fused(config.training, device.type),
@@ -158,10 +156,10 @@ class Planner:
         self._prompts: list[list[int]] | None = None
         self._splits = self._encode()
         self._answers: AssumedAnswers | None = None
-        if OBJECTIVES[config.training.objective].rows == "prompts":
+        if config.objective.generates_answers:
             size = global_batch_size(config, self._world_size)
             self._answers = AssumedAnswers.of(config, self.model, self._prompts, size)
-        collate = self._objective.collate(self._config, forward.collate)
+        collate = self._objective.collate(forward.collate)
         self.choice = self._choose_by_memory(collate)
         self._config = config = self.choice.resolve(config)
         if self.choice.gradient_checkpointing:
@@ -169,6 +167,7 @@ class Planner:
         self.batching = Batching(
             config=config,
             rows=None if self._splits is None else self._splits.train,
+            rows_of=self._objective.longest_rows,
             collate=collate,
             is_padded=forward.why_not_engine is not None,
             boundary=longrope_boundary(self.model),
@@ -190,7 +189,7 @@ class Planner:
     def _encode(self) -> AnySplits | None:
         """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
         config, data = self._config, self._config.data
-        learns_prompts = OBJECTIVES[config.training.objective].rows == "prompts"
+        learns_prompts = config.objective.generates_answers
         rows, loss = ("prompts of up to", "") if learns_prompts else ("rows of", ", all with loss")
         assumed = f"the plan assumes {rows} {data.max_length:,} tokens (data.max_length){loss}"
         if not (data.path or data.mixture or data.train):
@@ -217,12 +216,13 @@ class Planner:
         resident = weights.adapter + weights.held(self._shards) + weights.gathered(self._shards)
         longest = self._config.data.max_length if self._answers is None else int(self._answers.lengths.max())
         if self._splits is not None:
-            longest = self._objective.longest_row(self._config, self._splits)
+            longest = self._objective.longest_row(self._splits)
         return choose(
             self._config,
             self.model,
             self._how,
             longest=longest,
+            rows_of=self._objective.longest_rows,
             collate=collate,
             room=self._device.memory - self._device.reserve - resident,
             world_size=self._world_size,
@@ -278,7 +278,7 @@ class Planner:
     @cached_property
     def _evaluations(self) -> list[tuple[PlannedEvaluation, int, StepForecast | None, AnswerBatch | None]]:
         """The evaluations, each with its largest batch: the number of rows, the forecast of their loss, the answers."""
-        how = replace(self._how, learns=False, loss_of=partial(self._objective.evaluation, self._config))
+        how = replace(self._how, learns=False, loss_of=self._objective.evaluation)
         evaluations = []
         for planned in () if self._splits is None else evaluations_of(self._config, self._splits):
             rows, loss = planned.largest_batch(self.batching), None
@@ -355,7 +355,7 @@ class Planner:
             num_computed=self.batching.computed_per_step / self._world_size,
             num_targets=self.batching.targets_per_step / self._world_size,
             is_checkpointing=self.choice.gradient_checkpointing,
-            has_reference=has_reference(self._config),
+            has_reference=self._config.has_reference,
         )
         return operations / (rate * 1e12)
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import name_files
 from finetune.data import row_checks
 from finetune.data.chat_template import ChatTemplate
 from finetune.data.encoded import EncodedExamples
-from finetune.data.objective import encode_for_objective
 from finetune.data.preferences import EncodedLabelled, EncodedPairs
 from finetune.data.templates import AnswerTokens
 from finetune.diagnose.preview_splits import (
@@ -37,12 +35,13 @@ from finetune.findings import Finding, exit_code, problem, warning, what_and_fix
 from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
 from finetune.training.checks import check_inputs
+from finetune.training.objective import encode_for_objective
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.data.objective import AnySplits
+    from finetune.training.objective import AnySplits
 
 SCHEMA_VERSION = 2
 """The version of the JSON form, which docs/preview.md describes."""
@@ -175,7 +174,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
             f"--row {', '.join(missing)}: the {split} split has the rows 1 to {len(shown)}. They are counted "
             "without empty lines; the file and line of a row are shown with it."
         )
-    are_prompts = OBJECTIVES[config.training.objective].rows == "prompts"
+    are_prompts = config.objective.generates_answers
     summaries = {name: summarize_split(of_split, are_prompts=are_prompts) for name, of_split in splits.items()}
     indices = [row - 1 for row in rows] or range(min(num_rows, len(shown)))
     tokens = AnswerTokens(tokenizer)

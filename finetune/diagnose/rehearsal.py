@@ -216,7 +216,7 @@ def _train(rehearsal: Rehearsal, log: Path) -> str:
     try:
         rehearsal.train(log, "whole", resume="never")
     except StageError as error:
-        if NO_GRADIENT not in str(error) or rehearsal.config.training.objective != "grpo":
+        if NO_GRADIENT not in str(error) or not rehearsal.config.objective.generates_answers:
             raise
         rehearsal.has_equal_rewards = True
         rehearsal.limits.append("updates: the answers of the stand-in to a prompt have equal rewards, or none")

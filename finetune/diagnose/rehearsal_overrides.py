@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.config.keys import values
-from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.device import accelerator_type
 from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
 from finetune.model.from_hub import with_sizes_here
@@ -118,7 +117,7 @@ def _lengths(config: Config, steps: int, real_steps: int | None) -> dict[str, An
         "validation.validate_every": max(1, steps // 3),
         "testing.max_new_tokens": min(config.testing.max_new_tokens, MOST_NEW_TOKENS),
     }
-    is_rewarded = OBJECTIVES[config.training.objective].rows == "prompts"
+    is_rewarded = config.objective.generates_answers
     if is_rewarded:
         chosen["rollout.max_completion_length"] = min(config.rollout.max_completion_length, MOST_NEW_TOKENS)
     if config.validation.metrics:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
@@ -142,10 +141,10 @@ def refuse_rows_without_answer(run: FinishedRun) -> None:
     Raises:
         ConfigError: says what to do instead.
     """
-    rows = OBJECTIVES[run.config.training.objective].rows
-    if rows in ("pairs", "labelled"):
+    objective = run.config.objective
+    if objective.compares_answers:
         raise ConfigError(
-            f"{run.folder.path} was trained with training.objective={run.config.training.objective}, and a compressed "
+            f"{run.folder.path} was trained with training.objective={objective.name}, and a compressed "
             "model is calibrated and measured on rows with one answer each. Merge the run, and compress the folder "
             "with llm-compressor or llama.cpp itself."
         )

@@ -16,7 +16,6 @@ import yaml
 
 from finetune.config.compose import load_run_config
 from finetune.config.config_files import SHIPPED_PREFIX
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import Config, as_list
 from finetune.data.readers import SUFFIXES, suffix_of
 from finetune.export.compressed_folder import SchemeName
@@ -202,7 +201,7 @@ def _settings(config: Config) -> str:
     values = config.model_dump()
     if config.training.method == "full":
         values.pop("lora")
-    reads = OBJECTIVES[config.training.objective].reads_key
+    reads = config.objective.reads_key
     settings = {}
     for section in (name for name in _SETTINGS if name in values):
         keys = [key for key in values[section] if key not in _LEFT_OUT and reads(f"{section}.{key}")]

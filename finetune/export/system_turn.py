@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.config.config_files import SHIPPED_PREFIX, is_address, is_list_or_glob
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.schema import as_list
 from finetune.data.values import quote
 from finetune.errors import ConfigError
@@ -30,7 +29,7 @@ def usual_system(config: Config) -> str | None:
     # Of a data set on the hub only the first rows are read. Other rows that are elsewhere would be copied as a whole.
     others = [path for path in paths if not (path.startswith(SHIPPED_PREFIX) or is_list_or_glob(path))]
     if all(Path(path).expanduser().exists() or hub_id(path) for path in others):
-        return usual_opening(section, OBJECTIVES[config.training.objective].reads).system
+        return usual_opening(section, config.objective.reads).system
     _log.info("the training rows are not on this machine, so it is not known whether they have a system turn")
     return None
 

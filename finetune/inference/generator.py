@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
 from finetune.inference.finished_run import FinishedRun, load_finished_run
@@ -124,7 +123,7 @@ class Generator:
         if self.tokenizer.chat_template is not None and (system is None or tools is None):
             is_of_run = not config.origin("data.path").startswith(COMMAND_LINE)
             recorded = self._run.recorded.part("opening") if is_of_run else {}
-            usual = usual_opening(config.data, OBJECTIVES[config.training.objective].reads, recorded)
+            usual = usual_opening(config.data, config.objective.reads, recorded)
         if tools is None and usual.tools:
             count = f"as in {usual.num_with_tools} of the first {usual.num_rows} training rows"
             if self._tokens.template.ignored(Dialogue((), (), usual.tools)):

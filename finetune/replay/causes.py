@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from finetune.config.keys import on_resume, values
 from finetune.data.encoded import EncodedExamples
-from finetune.data.objective import encode_for_objective
 from finetune.data.row_file import map_rows
 from finetune.errors import FinetuneError
 from finetune.fallbacks import Fallbacks
@@ -21,6 +20,7 @@ from finetune.replay.trace import FIELDS, Trace
 from finetune.runs.comparison import differing, format_value, loss_difference, recorded_facts
 from finetune.runs.recorded_run import RecordedRun
 from finetune.training.checks import named_splits
+from finetune.training.objective import encode_for_objective
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

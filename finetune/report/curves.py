@@ -221,7 +221,7 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
     objectives = list(dict.fromkeys(run.objective for run in runs))
     units = {objective.unit for objective in objectives}
     unit = units.pop() if len(units) == 1 else "; ".join(f"{each.name}: {each.unit}" for each in objectives)
-    is_labelled = any(each.rows == "labelled" for each in objectives)
+    is_labelled = any(each.reads_labels for each in objectives)
     shares, margin = ("share of rows", "good minus bad") if is_labelled else ("share of pairs", "chosen minus rejected")
     charts = [
         Chart(name="loss", title="Loss", unit=unit, curves=list(_losses(runs)), is_large=True),
@@ -241,7 +241,7 @@ def build_charts(runs: Sequence[RecordedRun]) -> list[Chart]:
 def _rewards(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     """Yield the charts of runs that learn from rewards: the rewards first, then what the answers are like."""
     prefix = "reward_"
-    learning = [run for run in runs if run.objective.rows == "prompts"]
+    learning = [run for run in runs if run.objective.generates_answers]
     names = [name for name in _measured(learning) if name.startswith(prefix)]
     yield _chart(runs, "reward", "Reward", "weighted sum, mean over answers", "step", "reward")
     for index, name in enumerate(names):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from finetune.config.compose import compose
-from finetune.config.objectives import OBJECTIVES, Objective
+from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.errors import CheckpointError, ConfigError
 from finetune.limits import read_regular
 from finetune.runs.durable import describe_os_error
@@ -125,7 +125,7 @@ class RecordedRun:
         return self._events.num_tokens
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> ObjectiveFacts:
         """The training objective. If a run records rewards but no objective, it is from a version that only had dpo."""
         name = self.config.training.objective if self.config else "sft"
         return OBJECTIVES["dpo" if name == "sft" and self.points("step", "reward_margin") else name]

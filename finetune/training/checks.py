@@ -43,7 +43,7 @@ def check_settings(config: Config) -> None:
         ConfigError: no run can have this configuration.
     """
     check_objective(config)
-    if OBJECTIVES[config.training.objective].rows != "answers" and config.data.train_on == "each_turn":
+    if not config.objective.learns_answers and config.data.train_on == "each_turn":
         from finetune.data.preferences import refuse_each_turn
 
         refuse_each_turn(config.data)
@@ -73,7 +73,7 @@ def check_objective(config: Config) -> None:
 
     A server takes only adapters. A reference is the model with its adapter switched off.
     """
-    objective, is_lora = OBJECTIVES[config.training.objective], config.training.method == "lora"
+    objective, is_lora = config.objective, config.training.method == "lora"
     for section in SECTIONS:
         values = getattr(config, section)
         for name, field in type(values).model_fields.items():
@@ -91,9 +91,9 @@ def check_objective(config: Config) -> None:
             f"rollout.server is {config.rollout.server} and training.method is {config.training.method}, but the "
             "server gets the step's weights as a LoRA adapter. Set training.method=lora, or remove rollout.server."
         )
-    if not has_reference(config):
+    if not config.has_reference:
         return
-    without = " or grpo.beta=0" if objective.rows == "prompts" else ""
+    without = " or grpo.beta=0" if objective.generates_answers else ""
     if not is_lora:
         raise ConfigError(
             f"training.method is {config.training.method}, but the reference of {objective.title} is the base with its "
@@ -105,12 +105,6 @@ def check_objective(config: Config) -> None:
             "any adapter. Merge that adapter into its base first, and name the merged model in model.path"
             f"{without and f';{without} needs no reference'}."
         )
-
-
-def has_reference(config: Config) -> bool:
-    """Return whether a step also computes the log-probabilities of the base."""
-    objective = OBJECTIVES[config.training.objective]
-    return objective.has_reference or (objective.rows == "prompts" and config.grpo.beta > 0)
 
 
 def check_paths(config: Config) -> None:
@@ -145,7 +139,7 @@ def check_inputs(config: Config, *, needs_weights: bool) -> None:
     check_paths(config)
     at_hub = list(_parts_at_hub(config.model, needs_weights=needs_weights))
     is_to_download = any(missing_from_cache(repository, part) for repository, part, _ in at_hub)
-    check_local_rows(config.data, OBJECTIVES[config.training.objective].reads if is_to_download else None)
+    check_local_rows(config.data, config.objective.reads if is_to_download else None)
     for repository, part, key in at_hub:
         has_to_use_cache(repository, part, key)
 
@@ -161,20 +155,10 @@ def raw_digests(splits: Any) -> dict[str, list[str]]:
 
 
 def check_fit(config: Config, model: Any, splits: Any) -> None:
-    """Raise ConfigError for rows or a model that contradict the configuration, and for rows beyond the context."""
-    from finetune.data.encoded import EncodedExamples
+    """Raise ConfigError for a model that contradicts the configuration, and for rows beyond its context."""
     from finetune.model.base import max_context
     from finetune.training.optim import build_optimizer
 
-    wanted = OBJECTIVES[config.training.objective].rows
-    read = {"preference": "pairs", "labelled": "labelled"}.get(getattr(splits.train, "row_type", ""), "answers")
-    if not (read == wanted if wanted in ("pairs", "labelled") else isinstance(splits.train, EncodedExamples)):
-        encoded_for = " or ".join(name for name, objective in OBJECTIVES.items() if objective.rows == read)
-        raise ConfigError(
-            f"training.objective is {config.training.objective} ({config.origin('training.objective')}), but the rows "
-            f"are encoded for {encoded_for}. Encode them with encode_for_objective, or set "
-            "training.objective to the objective of these rows."
-        )
     has_adapter = hasattr(model, "peft_config")
     if has_adapter != (config.training.method == "lora"):
         raise ConfigError(
@@ -192,12 +176,6 @@ def check_fit(config: Config, model: Any, splits: Any) -> None:
         if longest > context:
             raise ConfigError(
                 f"the {name} split has a row of {longest} tokens, but the model's context ends at {context}. {advice}"
-            )
-        if read == "labelled" and split.max_length > context and split.longest_mismatched > context:
-            raise ConfigError(
-                f"the {name} split: the longest prompt with the longest answer has {split.longest_mismatched} tokens, "
-                f"but the model's context ends at {context}. KTO puts prompts before the answers of other rows. "
-                f"{advice}"
             )
 
 
@@ -237,10 +215,18 @@ class UpdateWatch:
     zero.
     """
 
-    def __init__(self, model: torch.nn.Module, config: Config, fallbacks: Fallbacks, no_gradient: str) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        config: Config,
+        fallbacks: Fallbacks,
+        no_gradient: str,
+        *,
+        may_lack_gradient: bool = False,
+    ) -> None:
         self._config = config
         self._fallbacks = fallbacks
-        self._no_gradient = no_gradient
+        self._no_gradient, self._may_lack_gradient = no_gradient, may_lack_gradient
         self._is_reported = False
         self._b_matrices = {
             name.removeprefix("base_model.model."): [part.weight for part in module.lora_B.values()]
@@ -260,8 +246,8 @@ class UpdateWatch:
 
         Raises:
             ConfigError: the run is strict, it has made no update yet, and the step has no gradient.
-            RunFailedError: after step 3 of the run, adapters do not train, or nothing does. In GRPO, three steps may
-                have no gradient, because all answers to each prompt had equal rewards.
+            RunFailedError: after step 3 of the run, adapters do not train, or nothing does. With
+                `may_lack_gradient`, three steps may have no gradient.
         """
         step = state.step
         if result.grad_norm == 0 and state.has_no_update and self._config.optim.learning_rate:
@@ -269,7 +255,7 @@ class UpdateWatch:
                 why = f"{NO_GRADIENT}. {self._no_gradient}"
                 self._fallbacks.take(Fallback(what=f"step {step}", wanted="an update", used="none", why=why))
             self._is_reported = True
-            if step == NUM_STEPS and self._config.training.objective != "grpo":
+            if step == NUM_STEPS and not self._may_lack_gradient:
                 refuse_no_update(state, self._config, self._no_gradient)
         if not result.is_skipped and result.grad_norm != 0:
             self._highest_rate = max(self._highest_rate, result.learning_rate)

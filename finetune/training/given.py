@@ -1,4 +1,4 @@
-"""Take rows and a model that a script holds in memory, and describe them as the configuration does.
+"""Take what a script gives to `finetune.train`: arguments, and rows and a model that it holds in memory.
 
 Rows are written into the cache, where a run reads them like any file. The name of each file is a digest of its rows. So
 a run, its resumed start and later commands on its folder read the same rows, and a changed list is another file.
@@ -6,21 +6,27 @@ a run, its resumed start and later commands on its folder read the same rows, an
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import fields
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.compose import compose, overrides_of
+from finetune.config.keys import did_you_mean, did_you_mean_key, fields, values
+from finetune.config.yaml_reader import SCRIPT
 from finetune.data.remote import in_cache
 from finetune.data.splits import SPLIT_NAMES
 from finetune.engine.decoder import bare_model
-from finetune.errors import DataError, ModelError
+from finetune.errors import ConfigError, DataError, ModelError
 from finetune.limits import is_own_file
 from finetune.model.base import prepare_base
 from finetune.model.lora import add_lora, trained_in_fp32
 from finetune.runs.durable import replacing
+from finetune.training.hooks import GIVEN
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -28,7 +34,15 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
 
-
+_ARGUMENTS_OF_TRL = {
+    "args": "Give overrides with keys of the configuration, which docs/migrating.md lists by TRL's names.",
+    "train_dataset": "Did you mean data?",
+    "eval_dataset": 'Give data={"train": rows, "validation": rows}.',
+    "peft_config": 'Give overrides={"lora.r": 16}, or a PEFT model in model.',
+    "processing_class": 'The tokenizer is of the model. For another one, give overrides={"model.tokenizer": …}.',
+    "compute_loss_func": "Did you mean loss?",
+}
+"""Arguments of TRL's trainers, and what to give to `train` instead. Their names are unlike ours."""
 _KEYS = {
     "r": "lora.r",
     "lora_alpha": "lora.alpha",
@@ -47,6 +61,47 @@ _SAY_NOTHING = {
     *("peft_version", "fan_in_fan_out", "ensure_weight_tying", "init_lora_weights"),
 }
 """Fields of PEFT that change neither the adapter's shape nor its updates. The start of the weights is in the model."""
+
+
+def refuse_unknown(given: Mapping[str, object], train: Callable[..., object]) -> None:
+    """Raise ConfigError for keyword arguments that `train` does not have, with what each means here."""
+    arguments = [name for name in inspect.signature(train).parameters if name not in ("config", "unknown")]
+    takes, problems = f"It takes {', '.join(arguments)} (docs/python.md).", []
+    for name, value in given.items():
+        is_key = any(name in (key, key.rpartition(".")[2]) for key in fields()) and name not in _ARGUMENTS_OF_TRL
+        hint = (
+            _ARGUMENTS_OF_TRL.get(name) or ("" if is_key else did_you_mean(name, arguments)) or did_you_mean_key(name)
+        )
+        key = hint.removeprefix("Did you mean ").removesuffix("?").partition(" or ")[0]
+        if key in fields():
+            shown = repr(value) if isinstance(value, (str, int, float)) else "…"
+            hint += f' Keys of the configuration go in overrides: overrides={{"{key}": {shown}}}.'
+        problems.append(f"train has no argument {name}. {hint or takes}")
+    raise ConfigError("\n  ".join(problems))
+
+
+def configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapping[str, object]) -> Config:
+    """Compose the configuration of a run from the arguments of `train`."""
+    arguments = overrides_of(overrides)
+    described: dict[str, object] = {}
+    if isinstance(model, (str, os.PathLike)):
+        arguments.append(f"model={os.fspath(model)}")
+    elif model is not None:
+        described = describe_given_model(model)
+        arguments.append(f"model.path={described['model.path']}")
+    has_rows = data is not None and not isinstance(data, (str, os.PathLike))
+    if data is not None and not has_rows:
+        arguments.append(f"data={os.fspath(data)}")
+    config = compose(arguments, defaults={"task": task}, needs_data=not has_rows, origin=SCRIPT)
+    if has_rows:
+        if config.data.label:
+            raise ConfigError(f"data is given as rows, but the overrides name {config.data.label}. Give one of them.")
+        described |= write_given_rows(data, config.data.cache_dir)
+    for key, value in described.items():
+        chosen = values(config)[key]
+        if config.origin(key) == SCRIPT and chosen != value:
+            raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given model. Remove the override.")
+    return config.with_values({key: (value, GIVEN) for key, value in described.items()})
 
 
 def describe_given_model(model: Any) -> dict[str, object]:
@@ -107,7 +162,7 @@ def _describe_adapter(model: Any) -> dict[str, object]:
             "the adapter of the given model is frozen. Load it with PeftModel.from_pretrained(…, is_trainable=True)."
         )
     adapter = adapters["default"]
-    unknown = [field.name for field in fields(LoraConfig) if field.name not in _SAY_NOTHING | _KEYS.keys()]
+    unknown = [field.name for field in dataclasses.fields(LoraConfig) if field.name not in _SAY_NOTHING | _KEYS.keys()]
     plain = LoraConfig()
     others = [name for name in unknown if getattr(adapter, name, None) != getattr(plain, name, None)]
     if adapter.init_lora_weights not in (True, False, "gaussian"):

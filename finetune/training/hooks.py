@@ -106,7 +106,7 @@ class Hooks:
         for name, function in functions.items():
             if function is not None and not callable(function):
                 raise ConfigError(f"{name} is {function!r}; expected a function.")
-        if (self.loss or self.metrics) and config.training.objective != "sft":
+        if (self.loss or self.metrics) and not config.objective.learns_answers:
             argument = "loss" if self.loss else "metrics"
             raise ConfigError(
                 f"{argument} is given, but training.objective is {config.training.objective}. A script's own "

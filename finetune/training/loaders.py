@@ -57,13 +57,12 @@ def plan_batches(
             "training.packing is false, but data.train_on=each_turn packs the answers of a conversation into one "
             "micro-batch. Remove training.packing=false, or set data.train_on=all."
         )
-    rows_of_pair = 3 if config.training.objective == "orpo" else 2  # the third row of ORPO learns the prompt
     return BatchRule(
         lengths=rows.lengths.numpy().data,  # a list of numbers would take five times the memory
         global_batch_size=global_batch_size,
         batch_size=training.batch_size,
         max_tokens=training.max_tokens_per_microbatch,
-        each=rows_of_pair if getattr(rows, "row_type", "") == "preference" else 1,
+        each=config.objective.rows_per_example,
         boundary=boundary,
         drop_last=training.drop_last,
         seed=config.seed,
@@ -78,10 +77,8 @@ def rows_to_test(config: Config, splits: Any) -> Any:
 
     None if there are neither, or if the only rows are pairs or labels.
     """
-    is_measured = isinstance(splits.validation, EncodedExamples) and config.training.objective == "sft"
-    return (
-        splits.validation if splits.test is None and is_measured and holds_out_by_default(config.data) else splits.test
-    )
+    is_held_out = config.objective.learns_answers and holds_out_by_default(config.data)
+    return splits.validation if splits.test is None and is_held_out else splits.test
 
 
 def refuse_dropping_all(config: Config, splits: Any, rule: BatchRule) -> None:

@@ -1,38 +1,43 @@
-"""The parts of a run that is ready to train, and the functions in which objectives differ."""
+"""The base class of objectives, which has all that they differ in, and the parts of a run that is ready to train."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import Collate, EvaluationLoader
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.examples import load_examples
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices
+from finetune.errors import ConfigError
 from finetune.inference.losses import SplitLosses
+from finetune.runs.model_files import load_model
+from finetune.training.memory.forecast import longest_rows
 from finetune.training.reporting.run_warnings import RunWarnings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.data.encoded import EncodedSplits
+    from finetune.data.preferences import EncodedLabelledSplits, EncodedPairSplits
     from finetune.distributed.runtime import Runtime
-    from finetune.engine.loss import GivenLoss
+    from finetune.fallbacks import Fallbacks
     from finetune.runs.folder import RunFolder
     from finetune.runs.state import TrainerState
     from finetune.training.hooks import Hooks
     from finetune.training.memory.choice import MemoryChoice
     from finetune.training.reporting.journal import Journal
 
+    AnySplits: TypeAlias = EncodedSplits | EncodedPairSplits | EncodedLabelledSplits
 
-class Prepared(NamedTuple):
-    """The rows of a run, checked for its objective."""
-
-    splits: Any
-    prompts: Any = None
-    """The prompts of an objective that generates its answers."""
+_ROWS_OF = {"preference": "pairs", "labelled": "labelled"}
+"""`ObjectiveFacts.rows` of encoded rows, by their `row_type`, of those that cannot be learned as answers."""
 
 
 class Loaders(NamedTuple):
@@ -43,50 +48,117 @@ class Loaders(NamedTuple):
     test: EvaluationLoader | None
 
 
-_Prepare: TypeAlias = "Callable[[Config, Any, PreTrainedTokenizerBase, Any], Prepared]"
+class Objective:
+    """What a run minimises. There is one for each run; a subclass is named in the table `OBJECTIVES`.
 
+    `finetune plan` calls some methods without a trainer. Each rank has one, and calls its methods in the same order.
 
-@dataclass(frozen=True, kw_only=True)
-class TrainingObjective:
-    """The functions in which objectives differ. `finetune plan` calls some of them without a trainer.
+    Args:
+        config: the whole run.
 
     Attributes:
-        loss: returns the function that sums the loss over a micro-batch's targets; a step minimises the mean.
-        evaluation: returns the function that `measure` computes of each micro-batch.
-        measure: measures this rank's validation rows; the sums are cut short if a rank was preempted. Collective.
-            `Prepared.prompts` is the third argument.
+        facts: what is known about it without torch.
         metrics: the names of the metrics that a validation measures beside loss and `validation.metrics`.
-        check: refuses settings before anything slow; with False, no reward function will be called.
-        prepare: checks the rows before the run's folder is opened.
-        collate: returns the collate function for the loaders, given the one for plain rows.
-        longest_row: returns the tokens of the longest row of a micro-batch, given the splits.
-        loaders: replaces loaders. `Prepared.prompts` is the second argument.
-        start: called on every rank when training starts or resumes at a state. Collective.
-        warnings: makes what checks the events of a run for warnings.
         no_gradient: says why the gradient may be zero, and what to do. It ends without a full stop.
+        may_lack_gradient: whether the first steps of a good run may have no gradient.
     """
 
-    loss: Callable[[Config, Choices], LossFunction]
-    evaluation: Callable[[Config, Choices], Any]
-    measure: Callable[[Setup, EvaluationLoader, Any], SplitLosses]
     metrics: tuple[str, ...] = ()
-    check: Callable[[Config, bool], None] = lambda _config, _rewards_answers: None
-    prepare: _Prepare = lambda _config, _model, _tokenizer, rows: Prepared(rows)
-    collate: Callable[[Config, Collate], Any] = lambda _config, collate: collate
-    longest_row: Callable[[Config, Any], int] = lambda _config, splits: int(splits.train.lengths.max())
-    loaders: Callable[[Setup, Any, Loaders], Loaders] = lambda _setup, _prompts, loaders: loaders
-    start: Callable[[Setup, Any, TrainerState], None] = lambda _setup, _train_loader, _state: None
-    warnings: Callable[[], RunWarnings] = RunWarnings
-    no_gradient: str = "Look for a layer, a hook or a script that detaches the loss from the trained weights"
+    no_gradient = "Look for a layer, a hook or a script that detaches the loss from the trained weights"
+    may_lack_gradient = False
 
-    def with_loss(self, function: GivenLoss | None) -> TrainingObjective:
-        """Return the objective with a script's loss, if there is one. Validations still measure the cross-entropy."""
-        if function is None:
-            return self
-        from finetune.engine.loss import summed_given_loss
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.facts = config.objective
 
-        loss = partial(summed_given_loss, function=function)
-        return replace(self, loss=lambda _config, choices: partial(loss, choices=choices))
+    def loss(self, choices: Choices) -> LossFunction:
+        """Return the function that sums the loss over a micro-batch's targets; a step minimises the mean."""
+        raise NotImplementedError
+
+    def evaluation(self, choices: Choices) -> Any:
+        """Return the function that `measure` computes of each micro-batch."""
+        raise NotImplementedError
+
+    def measure(self, setup: Setup, loader: EvaluationLoader) -> SplitLosses:
+        """Measure this rank's validation rows; the sums are cut short if a rank was preempted. Collective."""
+        raise NotImplementedError
+
+    def encode(self, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_checked: bool) -> AnySplits:
+        """Read and encode the rows of the run. See `encode_examples` for the arguments.
+
+        Raises:
+            DataError: a row cannot be used.
+        """
+        examples = load_examples(self.config.data, self.facts.reads)
+        return encode_examples(examples, tokenizer, self.config.data, fallbacks=fallbacks, is_checked=is_checked)
+
+    def check(self, *, rewards_answers: bool) -> None:
+        """Refuse settings before anything slow. With `rewards_answers=False`, no reward function will be called."""
+
+    def check_rows(self, splits: Any) -> None:
+        """Refuse rows that are encoded for another objective."""
+        encoded = _ROWS_OF.get(getattr(splits.train, "row_type", ""), "answers")
+        is_plain = self.facts.rows not in _ROWS_OF.values()
+        if isinstance(splits.train, EncodedExamples) if is_plain else encoded == self.facts.rows:
+            return
+        encoded_for = " or ".join(name for name, other in OBJECTIVES.items() if other.rows == encoded)
+        raise ConfigError(
+            f"training.objective is {self.facts.name} ({self.config.origin('training.objective')}), but the rows are "
+            f"encoded for {encoded_for}. Encode them with encode_for_objective, or set training.objective to the "
+            "objective of these rows."
+        )
+
+    def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: Any) -> Any:
+        """Check the rows before the run's folder is opened, and return the splits to train on and to measure."""
+        del model, tokenizer
+        return splits
+
+    def collate(self, rows: Collate) -> Any:
+        """Return the collate function for the loaders, given the one for plain rows."""
+        return rows
+
+    def longest_row(self, splits: Any) -> int:
+        """Return the tokens of the longest row of a micro-batch."""
+        return int(splits.train.lengths.max())
+
+    def longest_rows(self, number: int, length: int) -> Any:
+        """Make so many examples of this length, that carry loss throughout and have nothing in common."""
+        return longest_rows(number, length)
+
+    def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
+        """Return the loaders of the run, given those of its rows."""
+        del setup
+        return loaders
+
+    def start(self, setup: Setup, train_loader: Any, state: TrainerState) -> None:
+        """Do what is to be done when training starts or resumes at a state. Collective."""
+
+    def after_training(self, setup: Setup, val_loader: EvaluationLoader, step: int) -> None:
+        """Measure what belongs to the result of the run, after `adapter/` is published. Collective."""
+
+    def warnings(self) -> RunWarnings:
+        """Return what checks the events of the run for warnings."""
+        return RunWarnings()
+
+
+def objective_of(config: Config) -> Objective:
+    """Return the objective of a run. Only its own modules are imported."""
+    module, _, name = config.objective.computed_by.partition(":")
+    objective: Objective = getattr(importlib.import_module(module), name)(config)
+    return objective
+
+
+def encode_for_objective(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_checked: bool = True
+) -> AnySplits:
+    """Read and encode the rows of a run: answers, pairs of answers or labelled answers, as its objective needs them.
+
+    See `encode_examples` for the arguments after the config.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    return objective_of(config).encode(tokenizer, fallbacks=fallbacks, is_checked=is_checked)
 
 
 @dataclass(kw_only=True)
@@ -101,7 +173,6 @@ class Setup:
         tokenizer: the model's.
         splits: encoded rows.
         objective: what the run minimises.
-        prompts: see `Prepared`.
         journal: the journal of the run on the main process; None on the others.
         metrics: `validation.metrics`, by name.
         collate: makes a micro-batch of rows.
@@ -117,8 +188,7 @@ class Setup:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     splits: EncodedSplits
-    objective: TrainingObjective
-    prompts: Any
+    objective: Objective
     journal: Journal | None
     metrics: Mapping[str, Any]
     collate: Collate
@@ -126,6 +196,23 @@ class Setup:
     measured: Any
     memory: MemoryChoice
     hooks: Hooks
+
+    def loss(self, choices: Choices) -> LossFunction:
+        """Return the function that sums the loss over a micro-batch's targets: the script's own, or the objective's.
+
+        With a script's loss, validations still measure the cross-entropy.
+        """
+        if self.hooks.loss is None:
+            return self.objective.loss(choices)
+        from finetune.engine.loss import summed_given_loss
+
+        return partial(summed_given_loss, function=self.hooks.loss, choices=choices)
+
+    def load_published(self, *, on_all: bool = True) -> None:
+        """Load the weights in `adapter/` on all ranks, or on rank 0 and where a model is sharded. Collective."""
+        with self.runtime.collectives.failing_together("reading the published weights"):
+            if on_all or self.journal is not None or self.runtime.placement.shard_size is not None:
+                load_model(self.model, self.folder.adapter)
 
     def on_main(self, action: Callable[[Journal], None], during: str) -> None:
         """Call a function on the main process while the others wait, and raise its error on all ranks. Collective."""

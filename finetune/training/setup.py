@@ -31,7 +31,7 @@ from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.memory.forecast import copy_without_data
 from finetune.training.memory.tracing import Computation
-from finetune.training.objective import Setup, TrainingObjective
+from finetune.training.objective import Objective, Setup, objective_of
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import (
     check_metrics,
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.data.objective import AnySplits
     from finetune.training.low_precision import LowPrecisionError
+    from finetune.training.objective import AnySplits
 
 _log = logging.getLogger(__name__)
 _TOKENS_FOR_ERROR = 1024
@@ -59,7 +59,6 @@ _NOT_IN_BACKGROUND = Fallback(
 
 
 def set_up(
-    objective: TrainingObjective,
     runtime: Runtime,
     config: Config,
     model: Any,
@@ -76,9 +75,10 @@ def set_up(
     hooks.refuse_no_sum(model, runtime.device)
     config = hooks.config(runtime.with_launcher_values(config), model)
     check_fp8(config, precision=runtime.precision, device=runtime.device)
+    objective = objective_of(config)
+    objective.check_rows(rows)
     check_fit(config, model, rows)
-    prepared = objective.prepare(config, model, tokenizer, rows)
-    splits: EncodedSplits = _with_subsets(config, prepared.splits)
+    splits: EncodedSplits = _with_subsets(config, objective.prepare(model, tokenizer, rows))
     in_subsets = measured_in_subsets(config, splits.validation)
     metrics = check_metrics(config, objective.metrics, in_subsets, given=hooks.metrics)
     refuse_early_stopping(config, splits)
@@ -104,7 +104,7 @@ def set_up(
     if config.training.neftune_alpha:
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
-    collate = objective.collate(config, forward.collate)
+    collate = objective.collate(forward.collate)
     measured, states = model, states_in_4_bits(model)
     if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
         measured = copy_without_data(model)
@@ -119,8 +119,7 @@ def set_up(
         model=model,
         tokenizer=tokenizer,
         splits=splits,
-        objective=objective.with_loss(hooks.loss),
-        prompts=prepared.prompts,
+        objective=objective,
         journal=journal,
         metrics=metrics,
         collate=collate,
@@ -139,7 +138,7 @@ def set_up(
 def _choose_memory(
     runtime: Runtime,
     config: Config,
-    objective: TrainingObjective,
+    objective: Objective,
     splits: EncodedSplits,
     measured: Any,
     collate: Collate,
@@ -147,14 +146,21 @@ def _choose_memory(
 ) -> MemoryChoice:
     """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective."""
     how = Computation(
-        loss_of=partial(objective.loss, config),
+        loss_of=objective.loss,
         device_type=runtime.device.type,
         dtype=DTYPES[runtime.precision],
         is_fused=is_fused(),
     )
-    longest = objective.longest_row(config, splits)
-    recorded = None if journal is None else journal.recorded_memory()
-    return agree_on_memory(runtime, config, measured, how, longest=longest, collate=collate, recorded=recorded)
+    return agree_on_memory(
+        runtime,
+        config,
+        measured,
+        how,
+        longest=objective.longest_row(splits),
+        rows_of=objective.longest_rows,
+        collate=collate,
+        recorded=None if journal is None else journal.recorded_memory(),
+    )
 
 
 def _with_subsets(config: Config, splits: Any) -> Any:
@@ -243,7 +249,7 @@ def _open_journal(
     tokenizer: PreTrainedTokenizerBase,
     splits: EncodedSplits,
     base: str | None,
-    objective: TrainingObjective,
+    objective: Objective,
     hooks: Hooks,
 ) -> Journal:
     environment = runtime.environment

@@ -9,26 +9,23 @@ from finetune.data.batches import EvaluationLoader
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target, summed_cross_entropy
 from finetune.inference.losses import SplitLosses, sum_losses
-from finetune.training.objective import TrainingObjective
+from finetune.training.objective import Objective
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
     from finetune.training.objective import Setup
 
 
-def _loss(config: Config, choices: Choices) -> LossFunction:
-    del config
-    return partial(summed_cross_entropy, choices=choices)
+class Supervised(Objective):
+    """Next-token cross-entropy of the answers."""
 
+    def loss(self, choices: Choices) -> LossFunction:
+        """Return the sum of −log p over the targets."""
+        return partial(summed_cross_entropy, choices=choices)
 
-def _evaluation(config: Config, choices: Choices) -> Any:
-    del config
-    return partial(cross_entropy_per_target, choices=choices)
+    def evaluation(self, choices: Choices) -> Any:
+        """Return −log p of each target."""
+        return partial(cross_entropy_per_target, choices=choices)
 
-
-def _measure(setup: Setup, loader: EvaluationLoader, prompts: Any) -> SplitLosses:
-    del prompts
-    return sum_losses(setup.runtime, setup.model, loader, is_to_stop=setup.runtime.stop_requests.is_on_any_rank)
-
-
-SFT = TrainingObjective(loss=_loss, evaluation=_evaluation, measure=_measure)
+    def measure(self, setup: Setup, loader: EvaluationLoader) -> SplitLosses:
+        """Sum the losses of this rank's rows. Collective."""
+        return sum_losses(setup.runtime, setup.model, loader, is_to_stop=setup.runtime.stop_requests.is_on_any_rank)

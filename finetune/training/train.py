@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.compose import compose, overrides_of
-from finetune.config.keys import did_you_mean, did_you_mean_key, fields, values
-from finetune.config.yaml_reader import SCRIPT
-from finetune.data.objective import encode_for_objective
 from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
@@ -25,9 +20,9 @@ from finetune.model.lora import add_lora
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
 from finetune.training.checks import check_fp8, check_inputs, check_paths, check_settings
-from finetune.training.hooks import GIVEN, Hooks
-from finetune.training.objective import TrainingObjective
-from finetune.training.trainer import Trainer, training_objective
+from finetune.training.hooks import Hooks
+from finetune.training.objective import Objective, encode_for_objective, objective_of
+from finetune.training.trainer import Trainer
 from finetune.training.validation import check_metrics
 
 if TYPE_CHECKING:
@@ -36,17 +31,6 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.engine.loss import GivenLoss
-
-
-_ARGUMENTS_OF_TRL = {
-    "args": "Give overrides with keys of the configuration, which docs/migrating.md lists by TRL's names.",
-    "train_dataset": "Did you mean data?",
-    "eval_dataset": 'Give data={"train": rows, "validation": rows}.',
-    "peft_config": 'Give overrides={"lora.r": 16}, or a PEFT model in model.',
-    "processing_class": 'The tokenizer is of the model. For another one, give overrides={"model.tokenizer": …}.',
-    "compute_loss_func": "Did you mean loss?",
-}
-"""Arguments of TRL's trainers, and what to give to `train` instead. Their names are unlike ours."""
 
 
 class TrainResult(NamedTuple):
@@ -102,11 +86,15 @@ def train(
         FinetuneError: see its subclasses in `finetune.errors`. `finetune.command` turns it into a message.
     """
     if unknown:
-        _refuse_unknown(unknown)
+        from finetune.training.given import refuse_unknown
+
+        refuse_unknown(unknown, train)
     hooks = Hooks(callbacks=callbacks, metrics=metrics, loss=loss, optimizer=optimizer)
     is_given = model is not None and not isinstance(model, (str, os.PathLike))
     if config is None:
-        config = _configure(model, data, task, overrides)
+        from finetune.training.given import configure
+
+        config = configure(model, data, task, overrides)
     elif isinstance(config, str) or model is not None or data is not None or overrides:
         takes = "a configuration from load_config as its first argument, or model=, data= and overrides= by name"
         raise ConfigError(f"train takes {takes}. Give one of the two.")
@@ -121,51 +109,6 @@ def train(
             trainer.load_published()
         scores = {"loss": results.loss, **_metrics_of(validation, trainer.validation_metrics, evaluation)}
         return TrainResult(scores, trainer.folder, trainer.model, trainer.tokenizer)
-
-
-def _refuse_unknown(given: Mapping[str, object]) -> None:
-    """Raise ConfigError for keyword arguments that `train` does not have, with what each means here."""
-    arguments = [name for name in inspect.signature(train).parameters if name not in ("config", "unknown")]
-    takes, problems = f"It takes {', '.join(arguments)} (docs/python.md).", []
-    for name, value in given.items():
-        is_key = any(name in (key, key.rpartition(".")[2]) for key in fields()) and name not in _ARGUMENTS_OF_TRL
-        hint = (
-            _ARGUMENTS_OF_TRL.get(name) or ("" if is_key else did_you_mean(name, arguments)) or did_you_mean_key(name)
-        )
-        key = hint.removeprefix("Did you mean ").removesuffix("?").partition(" or ")[0]
-        if key in fields():
-            shown = repr(value) if isinstance(value, (str, int, float)) else "…"
-            hint += f' Keys of the configuration go in overrides: overrides={{"{key}": {shown}}}.'
-        problems.append(f"train has no argument {name}. {hint or takes}")
-    raise ConfigError("\n  ".join(problems))
-
-
-def _configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mapping[str, object]) -> Config:
-    """Compose the configuration of a run from the arguments of `train`."""
-    arguments = overrides_of(overrides)
-    described: dict[str, object] = {}
-    if isinstance(model, (str, os.PathLike)):
-        arguments.append(f"model={os.fspath(model)}")
-    elif model is not None:
-        from finetune.training.given import describe_given_model
-
-        described = describe_given_model(model)
-        arguments.append(f"model.path={described['model.path']}")
-    has_rows = data is not None and not isinstance(data, (str, os.PathLike))
-    if data is not None and not has_rows:
-        arguments.append(f"data={os.fspath(data)}")
-    config = compose(arguments, defaults={"task": task}, needs_data=not has_rows, origin=SCRIPT)
-    if has_rows:
-        if config.data.label:
-            raise ConfigError(f"data is given as rows, but the overrides name {config.data.label}. Give one of them.")
-        from finetune.training.given import write_given_rows
-
-        described |= write_given_rows(data, config.data.cache_dir)
-    for key, value in described.items():
-        chosen = values(config)[key]
-        if config.origin(key) == SCRIPT and chosen != value:
-            raise ConfigError(f"{key} is {chosen} in overrides, but {value} in the given model. Remove the override.")
-    return config.with_values({key: (value, GIVEN) for key, value in described.items()})
 
 
 def _metrics_of(
@@ -198,8 +141,8 @@ def build_trainer(
 
 def checked_objective(
     config: Config, *, rewards_answers: bool = True, given: Mapping[str, Metric] = MappingProxyType({})
-) -> TrainingObjective:
-    """Check everything that the configuration alone tells, before anything slow. Return the functions of its objective.
+) -> Objective:
+    """Check everything that the configuration alone tells, before anything slow. Return its objective.
 
     The device, the installed packages, the model and the rows are not looked at.
 
@@ -207,8 +150,8 @@ def checked_objective(
         ConfigError: no run can have this configuration.
     """
     check_settings(config)
-    objective = training_objective(config.training.objective)
-    objective.check(config, rewards_answers)
+    objective = objective_of(config)
+    objective.check(rewards_answers=rewards_answers)
     check_metrics(config, objective.metrics, given=given)
     return objective
 

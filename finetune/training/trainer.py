@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
-from finetune.data.examples import holds_out_by_default, is_all_here
+from finetune.data.examples import is_all_here
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
@@ -23,11 +22,10 @@ from finetune.inference.evaluation import run_test_phase
 from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.inference.prompts import read_opening
-from finetune.inference.scores import Evaluation, ModelName, Scores, show_evaluation
-from finetune.logs import waiting
+from finetune.inference.scores import Evaluation, show_evaluation
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint, take_snapshot
-from finetune.runs.model_files import LoadedRun, has_adapter, load_model
+from finetune.runs.model_files import LoadedRun, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from finetune.signals import begin_steps, end_steps
@@ -36,7 +34,7 @@ from finetune.training.checks import refuse_no_update
 from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches
 from finetune.training.loop import run_loop
-from finetune.training.objective import Loaders, TrainingObjective
+from finetune.training.objective import Loaders
 from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
@@ -52,7 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.data.objective import AnySplits
+    from finetune.training.objective import AnySplits
     from finetune.training.profiling import StepProfiler
 
 _log = logging.getLogger(__name__)
@@ -64,22 +62,6 @@ class TrainingResults(NamedTuple):
     state: TrainerState
     loss: float
     """Loss of the last step that was not skipped, in nats per target token; nan if no step was left to do."""
-
-
-def training_objective(name: str) -> TrainingObjective:
-    """Return the functions of a value of `training.objective`. A run imports only the objective that it uses."""
-    rows = OBJECTIVES[name].rows
-    if rows == "answers":
-        from finetune.training.supervised import SFT
-
-        return SFT
-    if rows == "prompts":
-        from finetune.training.rewards.objective import GRPO
-
-        return GRPO
-    from finetune.training.preferences.objectives import PREFERENCES
-
-    return PREFERENCES[name]
 
 
 class Trainer:
@@ -119,8 +101,7 @@ class Trainer:
     ) -> None:
         refuse_ignored_methods(self)
         self._begun = time.monotonic()
-        objective = training_objective(config.training.objective)
-        self._setup = set_up(objective, runtime, config, model, tokenizer, splits, hooks or Hooks())
+        self._setup = set_up(runtime, config, model, tokenizer, splits, hooks or Hooks())
         self.runtime = runtime
         self.config = self._setup.config
         self.folder = self._setup.folder.path
@@ -142,7 +123,7 @@ class Trainer:
     @property
     def loss_function(self) -> LossFunction:
         """The function that sums the loss over a micro-batch's targets; `train_step` minimises the mean."""
-        return self._setup.objective.loss(self.config, BY_DEVICE)
+        return self._setup.loss(BY_DEVICE)
 
     @property
     def global_batch_size(self) -> int:
@@ -165,7 +146,7 @@ class Trainer:
             is_packed=setup.is_packed,
             boundary=longrope_boundary(self.model),
         )
-        return setup.objective.loaders(setup, setup.prompts, Loaders(*loaders))
+        return setup.objective.loaders(setup, Loaders(*loaders))
 
     def run_training(
         self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
@@ -209,9 +190,8 @@ class Trainer:
             raise preempted_in_training(runtime, end.state.step)
         refuse_no_update(end.state, config, setup.objective.no_gradient)
         setup.on_main(lambda journal: self._publish(journal, end.state, cadence, run), "publishing the adapter")
-        is_compared = OBJECTIVES[config.training.objective].rows in ("pairs", "labelled")
-        if val_loader is not None and is_compared and holds_out_by_default(config.data):
-            self._compare_with_base(val_loader, end.state.step)
+        if val_loader is not None:
+            setup.objective.after_training(setup, val_loader, end.state.step)
         run.callbacks.call("on_end", EndResult(end.state.step, end.reason, run.last_loss, setup.folder.path))
         end_steps()
         # The script decides what comes next, and when.
@@ -308,35 +288,13 @@ class Trainer:
             _log.info("Training and testing completed successfully!")
             return evaluation
 
-    def load_published(self, *, on_all: bool = False) -> None:
+    def load_published(self) -> None:
         """Load the weights in `adapter/` on rank 0, and on all ranks if the model is sharded. Collective."""
-        with self.runtime.collectives.failing_together("reading the published weights"):
-            if on_all or self.journal is not None or self.runtime.placement.shard_size is not None:
-                load_model(self.model, self._setup.folder.adapter)
+        self._setup.load_published(on_all=False)
 
     def measure(self, loader: EvaluationLoader) -> SplitLosses:
         """Measure this rank's validation rows; cut short if a rank was preempted. Collective."""
-        return self._setup.objective.measure(self._setup, loader, self._setup.prompts)
-
-    def _compare_with_base(self, loader: EvaluationLoader, step: int) -> None:
-        """Measure the base and the published weights on the validation rows of pairs or labels. Collective."""
-        _log.info("Comparing base and tuned model on the validation rows...")
-        self.load_published(on_all=True)
-        scores: dict[ModelName, Scores] = {}
-        names: list[ModelName] = ["base", "tuned"] if has_adapter(self.model) else ["tuned"]
-        for name in names:
-            without = self.model.disable_adapter() if name == "base" else nullcontext()
-            with without, waiting(f"measuring the {name} model on the validation rows"):
-                measured = self.measure(loader).over_ranks(self.runtime)
-            sums = measured.whole
-            if sums.num_cut_short:
-                raise preempted_in_training(self.runtime, step)
-            scores[name] = Scores(loss=sums.loss, standard_error=sums.standard_error, metrics=measured.metrics)
-        unit = OBJECTIVES[self.config.training.objective].unit
-        comparison = Evaluation(num_rows=int(sums.num_examples), split="validation", scores=scores, loss_unit=unit)
-        self._setup.on_main(lambda journal: journal.test(comparison), "recording the comparison")
-        if self.runtime.is_main_process:
-            show_evaluation(comparison.split, comparison)
+        return self._setup.objective.measure(self._setup, loader)
 
     def _fresh_state(self) -> TrainerState:
         return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
@@ -366,7 +324,7 @@ class Trainer:
         log_disk_need(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
         opening = None
         with suppress(ConfigError, DataError):  # a script may train on rows that its configuration does not name
-            reads = OBJECTIVES[self.config.training.objective].reads
+            reads = self.config.objective.reads
             opening = read_opening(self.config.data, reads) if is_all_here(self.config.data) else None
         if opening is not None:
             journal.record(opening=opening._asdict())
@@ -393,17 +351,3 @@ class Trainer:
         journal.result |= {"step": state.step, "best_step": published, "best_loss": loss}
         if value is not None:
             journal.result |= {"best_metric": metric, "best_value": value}
-
-
-class PreferenceTrainer(Trainer):
-    """The older name of `Trainer` for rows of pairs. A script that sets no objective trains and records dpo."""
-
-    def __init__(self, runtime: Runtime, config: Config, *parts: Any, **named_parts: Any) -> None:
-        if config.training.objective == "sft" and config.origin("training.objective") == "default":
-            training = config.training.model_copy(update={"objective": "dpo"})
-            config = config.model_copy(update={"training": training})
-        super().__init__(runtime, config, *parts, **named_parts)
-
-
-RewardTrainer = Trainer
-"""The older name of `Trainer` for runs that learn from rewards."""

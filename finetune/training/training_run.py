@@ -74,7 +74,7 @@ class TrainingRun:
         self._setup = setup
         self._runtime = setup.runtime
         self._config = setup.config
-        self._compute = setup.objective.loss(setup.config, BY_DEVICE)
+        self._compute = setup.loss(BY_DEVICE)
         self._optimizer = optimizer
         self._cadence = cadence
         self._train_loader = train_loader
@@ -82,7 +82,11 @@ class TrainingRun:
         self._profiler = profiler
         self._loss_scale = loss_scale
         self._update_watch = UpdateWatch(
-            setup.model, setup.config, setup.runtime.fallbacks, setup.objective.no_gradient
+            setup.model,
+            setup.config,
+            setup.runtime.fallbacks,
+            setup.objective.no_gradient,
+            may_lack_gradient=setup.objective.may_lack_gradient,
         )
         self._is_memory_tried = False
         self._data_wait_seconds: float | None = None
@@ -138,7 +142,7 @@ class TrainingRun:
         assert self._val_loader is not None
         self._runtime.liveness.enter_phase("evaluation", state.step)
         setup = self._setup
-        measured = setup.objective.measure(setup, self._val_loader, setup.prompts).over_ranks(self._runtime)
+        measured = setup.objective.measure(setup, self._val_loader).over_ranks(self._runtime)
         sums, metrics = measured.whole, measured.metrics
         if sums.num_cut_short:
             return None

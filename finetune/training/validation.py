@@ -131,13 +131,13 @@ def check_metrics(
         ConfigError: a metric is unknown, or a criterion is not measured.
     """
     names = config.validation.metrics
-    if config.validation.by is not None and config.training.objective != "sft":
+    if config.validation.by is not None and not config.objective.learns_answers:
         raise ConfigError(
             f"validation.by is {config.validation.by} ({config.origin('validation.by')}), but the validation of "
             f"training.objective={config.training.objective} is not reported by parts of the rows. Only sft's is. "
             "Remove validation.by."
         )
-    if names and config.training.objective != "sft":
+    if names and not config.objective.learns_answers:
         raise ConfigError(
             f"validation.metrics is {', '.join(names)} ({config.origin('validation.metrics')}), but the rows of "
             f"training.objective={config.training.objective} have no expected answer. Remove it; early_stopping.metric "
@@ -146,7 +146,7 @@ def check_metrics(
     metrics = resolve_functions(names, METRICS, config.validation.metrics_from, asked_by="validation.metrics")
     metrics |= given
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
-    may_have_subsets = config.training.objective == "sft" and (config.validation.by or len(config.data.mixture) > 1)
+    may_have_subsets = config.objective.learns_answers and (config.validation.by or len(config.data.mixture) > 1)
     later = known if in_subsets is None and may_have_subsets else ()
     known = (*known, *(in_subsets or ()))
     for key, name in (
@@ -173,7 +173,7 @@ def answered_rows(config: Config, rows: EncodedExamples) -> EncodedExamples:
 
 def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[str]:
     """Return the names of the metrics that validations measure in each subset of their rows: `loss/NAME`, ..."""
-    if rows is None or config.training.objective != "sft":
+    if rows is None or not config.objective.learns_answers:
         return []
     names = []
     sample = answered_rows(config, rows) if config.validation.metrics else None

@@ -48,7 +48,7 @@ from finetune.runs.recorded_run import open_run
 from finetune.runs.state import TrainerState
 from finetune.training.checks import UpdateWatch, refuse_no_update
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards
-from finetune.training.rewards.objective import GRPO
+from finetune.training.rewards.objective import RewardedAnswers
 from recipes.finetune_lora import main as finetune_lora
 from tests.export.test_gguf_tokens import lowercasing_tokenizer
 from tests.launches import free_port, place_variables
@@ -389,14 +389,14 @@ def untrained_adapter(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @maker
 def no_gradient(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    watch = UpdateWatch(torch.nn.Linear(2, 2), Config(), Fallbacks(), GRPO.no_gradient)
+    watch = UpdateWatch(torch.nn.Linear(2, 2), Config(), Fallbacks(), RewardedAnswers.no_gradient)
     return printed_by(lambda: watch.after_step(TrainerState(step=1, num_without_gradient=1), result(grad_norm=0.0)))
 
 
 @maker
 def learned_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     state = TrainerState(step=6, num_without_gradient=6)
-    return printed_by(lambda: refuse_no_update(state, Config(), GRPO.no_gradient))
+    return printed_by(lambda: refuse_no_update(state, Config(), RewardedAnswers.no_gradient))
 
 
 def _read_from(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:

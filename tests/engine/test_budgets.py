@@ -38,9 +38,9 @@ from finetune.model.base import checkpoint_gradients
 from finetune.model.from_hub import published_sizes
 from finetune.model.lora import add_lora
 from finetune.training.forward import agree_on_forward
+from finetune.training.objective import objective_of
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
-from finetune.training.trainer import training_objective
 from tests.engine.fake_device import KIND, FakeDevice, move, register_device
 from tests.engine.test_fake_device import ROWS as SHARING_ROWS
 from tests.engine.test_fake_device import adapted
@@ -265,8 +265,8 @@ def waits_of_a_step(
     """
     parallel = {"parallel": {"sharding": sharding}}
     config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", **training}, **parallel})
-    is_of_pairs = config.training.objective != "sft"
-    objective = training_objective(config.training.objective)
+    is_of_pairs = config.objective.compares_pairs
+    objective = objective_of(config)
     rows: list[Any] = (
         [EncodedPair(*map(EncodedExample._make, SHARING_ROWS[at : at + 2])) for at in (0, 2)]
         if is_of_pairs
@@ -278,7 +278,7 @@ def waits_of_a_step(
         if config.training.gradient_checkpointing:
             checkpoint_gradients(model)
         optimizer = runtime.placement.prepare_optimizer(torch.optim.AdamW(trainable_parameters(move(model))))
-        collate = objective.collate(config, agree_on_forward(runtime, config.training, model).collate)
+        collate = objective.collate(agree_on_forward(runtime, config.training, model).collate)
         for step in (1, 2):
             device.waits.clear()
             train_step(
@@ -287,7 +287,7 @@ def waits_of_a_step(
                 optimizer,
                 [(index, collate(rows).pin_memory()) for index in range(number)],
                 StepSettings(step, learning_rate=1e-3, max_grad_norm=0.1, seed=0),
-                compute=loss or objective.loss(config, BY_DEVICE),
+                compute=loss or objective.loss(BY_DEVICE),
             )
         runtime.context = here
     return dict(device.waits)

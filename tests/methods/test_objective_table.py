@@ -6,9 +6,10 @@ FINETUNE_WRITE_TABLES=1 pytest tests/methods/test_objective_table.py
 from __future__ import annotations
 
 import os
+import re
 from typing import get_args
 
-from finetune.config.objectives import OBJECTIVES, Objective
+from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 from finetune.config.schema import PreferenceSection, TrainingSection
 from finetune.training.preferences.losses import _LOSSES
 from tests.launches import REPOSITORY
@@ -18,7 +19,7 @@ BEGIN, END = "<!-- table of objectives: written by the tests -->\n", "<!-- end o
 ROWS = {"answers": "answers", "pairs": "pairs", "labelled": "answers with a `label`", "prompts": "prompts"}
 
 
-def row_of(objective: Objective) -> str:
+def row_of(objective: ObjectiveFacts) -> str:
     paper = f"[arXiv:{objective.paper}](https://arxiv.org/abs/{objective.paper})" if objective.paper else "–"
     reference = "the base" if objective.has_reference else "none"
     cells = (f"`{objective.name}`", objective.title, ROWS[objective.rows], reference, objective.formula, paper)
@@ -42,3 +43,26 @@ def test_every_objective_is_a_value_of_its_key_and_has_a_loss() -> None:
     assert OBJECTIVES.keys() - {"sft", "grpo"} == _LOSSES.keys()
     read = {key for objective in OBJECTIVES.values() for key in objective.keys}
     assert read == {*(f"preference.{key}" for key in PreferenceSection.model_fields), "grpo", "rollout", "reward"}
+
+
+def test_other_modules_ask_an_objective_and_do_not_compare_its_name_or_its_rows() -> None:
+    """The homes are the table, the schema, the base class and the folders of the objectives."""
+    homes = (
+        "config/objectives.py",
+        "config/schema.py",
+        "training/objective.py",
+        "training/preferences",
+        "training/rewards",
+    )
+    compared = re.compile(
+        r"objective(\.name)? *(==|!=)|objective(\.name)? (not )?in [(\[{]|facts\.rows|objective\.rows *(==|!=|in )"
+        r"|objective\]\.rows\b|isinstance\([^)]*Encoded(Pairs|Labelled)\)"
+    )
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{number}: {line.strip()}"
+        for path in sorted((REPOSITORY / "finetune").rglob("*.py"))
+        if not str(path.relative_to(REPOSITORY / "finetune")).startswith(homes)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if compared.search(line)
+    ]
+    assert len(found) <= 4, "\n".join(found)

@@ -17,12 +17,13 @@ from finetune import launch, load_config
 from finetune.config.schema import Config, PreferenceSection
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExamples
-from finetune.data.preferences import EncodedLabelled, EncodedPairs, LabelledExample
+from finetune.data.preferences import EncodedLabelled, EncodedLabelledSplits, EncodedPairs, LabelledExample
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError, DataError
-from finetune.training.checks import check_fit
+from finetune.training.objective import objective_of
 from finetune.training.optim import trainable_parameters
+from finetune.training.preferences import objectives
 from finetune.training.preferences.losses import GlobalSums, PreferenceLoss, RowNats
 from finetune.training.preferences.microbatches import (
     local_sums,
@@ -31,7 +32,7 @@ from finetune.training.preferences.microbatches import (
     summed_preferences,
     with_global_sums,
 )
-from finetune.training.preferences.objectives import _refuse_straddling
+from finetune.training.preferences.objectives import refuse_straddling
 from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
 from tests.rounding import relative_difference
 
@@ -235,30 +236,35 @@ def test_strangers_longer_than_the_models_context_are_refused():
         [([5] * 13, [False] * prompt + [True] * (13 - prompt)) for prompt in (3, 10)], end_id=2
     )
     rows, model = EncodedLabelled(answers, "rows", max_length=64), tiny_lora()
-    config = load_config(["model=phi_tiny", "data.path=rows.jsonl"], task="finetune_kto")
-    check = partial(check_fit, config, model)
+    objective = objective_of(load_config(["model=phi_tiny", "data.path=rows.jsonl"], task="finetune_kto"))
+    check = partial(objective.prepare, model, None)
     model.config.max_position_embeddings = 20
-    check(SimpleNamespace(train=rows))
+    check(EncodedLabelledSplits(rows))
     model.config.max_position_embeddings = 13
     with pytest.raises(ConfigError, match=r"longest answer has 20 tokens, but .* ends at 13.*Set data.max_length=13"):
-        check(SimpleNamespace(train=rows))
-    check(SimpleNamespace(train=EncodedLabelled(answers, "rows", max_length=13)))
+        check(EncodedLabelledSplits(rows))
+    check(EncodedLabelledSplits(EncodedLabelled(answers, "rows", max_length=13)))
 
 
-def test_rows_that_longrope_would_rotate_with_two_sets_of_factors_are_refused():
+def test_rows_that_longrope_would_rotate_with_two_sets_of_factors_are_refused(monkeypatch):
     chosen, rejected = (  # of 23, 24 and 21 tokens, and of 25, 22 and 26
         EncodedExamples.from_rows([(ids.tolist(), marks.tolist()) for ids, marks in side], end_id=2)
         for side in zip(*pairs_of_ids(), strict=True)
     )
     pairs = EncodedPairs(chosen, rejected, "rows")
     for boundary in (20, 26, None):
-        _refuse_straddling(pairs, boundary)
+        refuse_straddling(pairs, boundary)
     said = f"2 pairs have one side of at most 22 tokens .* the first is {chosen.source(1)}.* Set data.max_length=22"
     with pytest.raises(DataError, match=said):
-        _refuse_straddling(pairs, 22)
-    _refuse_straddling(labelled(), 26)
+        refuse_straddling(pairs, 22)
+    kto = objective_of(load_config(["model=phi_tiny", "data.path=rows.jsonl"], task="finetune_kto"))
+    model = tiny_lora()
+    monkeypatch.setattr(objectives, "max_context", lambda _: None)
+    monkeypatch.setattr(objectives, "longrope_boundary", lambda _: 26)
+    kto.prepare(model, None, EncodedLabelledSplits(labelled()))
+    monkeypatch.setattr(objectives, "longrope_boundary", lambda _: 25)
     with pytest.raises(DataError, match=r"rows: the longest prompt .* has 26 tokens.* Set data.max_length=25"):
-        _refuse_straddling(labelled(), 25)
+        kto.prepare(model, None, EncodedLabelledSplits(labelled()))
 
 
 def test_one_labelled_row_is_compared_with_nothing():

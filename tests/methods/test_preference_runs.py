@@ -9,8 +9,8 @@ import random
 import pytest
 import torch
 
+import finetune
 from finetune import (
-    PreferenceTrainer,
     Trainer,
     add_lora,
     build_base_model,
@@ -82,7 +82,7 @@ def train(words):
         tokenizer = build_tokenizer(config.model)
         splits = encode_preferences(config.data, tokenizer, fallbacks=runtime.fallbacks)
         model = add_lora(build_base_model(config.model), config.lora)
-        trainer = PreferenceTrainer(runtime, config, model, tokenizer, splits)
+        trainer = Trainer(runtime, config, model, tokenizer, splits)
         train_loader, val_loader, _ = trainer.prepare_dataloaders()
         trainer.figures = keep_figures(patch)
         trainer.run_training(train_loader, val_loader)
@@ -147,11 +147,10 @@ def test_the_command_trains_pairs_and_writes_what_the_trainer_writes(trained, in
     assert (tmp_path / "run/config.yaml").read_text().count("objective: dpo") == 1
 
 
-def test_a_script_without_the_objective_trains_and_records_it(inputs, tmp_path):
-    """As scripts and task files did before there was the key."""
-    words = [word for word in [*words_for(inputs, tmp_path / "run"), *WORDS] if word != "task=finetune_preferences"]
-    train([*words, "training.max_steps=1"])
-    assert "objective: dpo" in (tmp_path / "run/config.yaml").read_text()
+@pytest.mark.parametrize("name", ["PreferenceTrainer", "RewardTrainer"])
+def test_the_older_trainers_name_the_one_that_is_left(name):
+    with pytest.raises(ImportError, match=rf"has no {name}. Use Trainer: training.objective says"):
+        getattr(finetune, name)
 
 
 def test_evaluate_asks_for_rows_with_one_answer(trained, inputs, tmp_path):
@@ -195,7 +194,7 @@ def test_a_reference_that_is_not_the_base_is_refused(inputs, tmp_path):
     config = load_config([*words_for(inputs, tmp_path / "run"), *WORDS, "lora.start_from=x"])
     splits = encode_preferences(config.data, build_tokenizer(config.model))
     with launch(config) as runtime, pytest.raises(ConfigError, match="Merge that adapter into its base first"):
-        PreferenceTrainer(runtime, config, None, None, splits)
+        Trainer(runtime, config, None, None, splits)
 
 
 def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_bytes(trained, inputs, tmp_path):

@@ -243,7 +243,7 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
     build_tiny(tiny_phi3_config(**sizes)).save_pretrained(tmp_path)
     model = add_lora(load_on_cpu(ModelSection(path=str(tmp_path))), LoraSection(r=4)).train()
-    rows = longest_rows("sft", 20, 40)
+    rows = longest_rows(20, 40)
     packed = packer(share_prefixes=True)([rows[index] for index in range(20)])
 
     def step():

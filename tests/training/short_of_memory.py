@@ -7,7 +7,6 @@ that rank, by an allocation that no machine can serve; not in the first micro-ba
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 
 from finetune import command, launch, load_config
 from finetune.distributed.runtime import Runtime
-from finetune.training import supervised
 from finetune.training.memory import choice
+from finetune.training.supervised import Supervised
 from finetune.training.train import build_trainer
 from finetune.training.trainer import Trainer
 
@@ -35,7 +34,7 @@ def run_short_of_memory(runtime: Runtime) -> None:
     rank, _, tokens = (SHORT or "").partition(":")
     if rank != str(runtime.rank):
         return
-    objective, num_passes = supervised.SFT, 0
+    loss_of, num_passes = Supervised.loss, 0
 
     def short(model: torch.nn.Module, microbatch: Any, *, compute: Any) -> torch.Tensor:
         nonlocal num_passes
@@ -45,7 +44,7 @@ def run_short_of_memory(runtime: Runtime) -> None:
         result: torch.Tensor = compute(model, microbatch)
         return result
 
-    supervised.SFT = replace(objective, loss=lambda *of_run: partial(short, compute=objective.loss(*of_run)))
+    Supervised.loss = lambda *given: partial(short, compute=loss_of(*given))  # type: ignore[method-assign]
 
 
 def main(words: list[str]) -> None:

@@ -19,7 +19,6 @@ from finetune.engine.loss import Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
-from finetune.training import supervised
 from finetune.training.memory import choice as memory_choice
 from finetune.training.memory.choice import (
     ENOUGH_TOKENS,
@@ -35,6 +34,7 @@ from finetune.training.memory.choice import (
 from finetune.training.memory.forecast import OptimizerNeed, forecast_step, longest_rows, optimizer_need
 from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
+from finetune.training.supervised import Supervised
 from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
 from tests.methods.tiny_training import adapter_tensors, curve, record
@@ -109,7 +109,7 @@ def choice_of(config: Config, *, device_type: str, room: int, model: Any = None,
 def bytes_of_step(
     model: Any, num_rows: int, length: int, *, collate: Any = None, device_type: str = "cpu", optimizer: Any = None
 ) -> int:
-    rows = longest_rows("sft", num_rows, length)
+    rows = longest_rows(num_rows, length)
     microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
     copy = memory_choice.copy_without_data(model)
     peak = forecast_step(copy, microbatch, computation_on(device_type)).peak(optimizer or OptimizerNeed(0, 0))
@@ -292,7 +292,7 @@ def test_checkpointing_changes_no_byte_with_dropout(words: list[str], tmp_path: 
 def train_short(words: list[str], run: Path, short: str, *more: str) -> Ended:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SHORT", short)
-        patch.setattr(supervised, "SFT", supervised.SFT)  # the script's own is undone with it
+        patch.setattr(Supervised, "loss", Supervised.loss)  # the script's own is undone with it
         return run_script(SCRIPT, [*words, f"output_dir={run}", *more])
 
 

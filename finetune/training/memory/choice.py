@@ -10,12 +10,11 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import psutil
 import torch
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.engine.decoder import bare_model
 from finetune.engine.quantized import full_shape
 from finetune.errors import first_line
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
     from finetune.training.memory.tracing import Computation
 
+MakeRows: TypeAlias = Callable[[int, int], Any]
 _log = logging.getLogger(__name__)
 
 MOST_TOKENS = 16_384
@@ -174,6 +174,7 @@ def choose(
     how: Computation,
     *,
     longest: int,
+    rows_of: MakeRows = longest_rows,
     collate: Callable[[Any], Any],
     room: int,
     world_size: int,
@@ -187,6 +188,7 @@ def choose(
             not changed, and its weights are not read.
         how: how the run computes a step. There is no forecast for device types other than cpu and cuda.
         longest: tokens of the longest row.
+        rows_of: makes rows, or pairs, given their number and the tokens of each.
         collate: makes a micro-batch of rows, or of pairs.
         room: bytes that are free on the device beside the weights.
         world_size: the number of processes.
@@ -202,8 +204,7 @@ def choose(
         why=_AS_CONFIGURED,
         asked=_requested_keys(config),
     )
-    row_type = OBJECTIVES[config.training.objective].rows
-    row_tokens = longest * (2 if row_type == "pairs" else 1)
+    row_tokens = longest * config.objective.sides
     if config.training.memory == "least":
         least = _least(configured, config, how)
         return least if least.max_tokens or keeps_microbatches else replace(least, max_tokens=row_tokens)
@@ -212,7 +213,7 @@ def choose(
     if how.device_type not in ("cpu", "cuda"):
         return replace(configured, why=f"the memory of {how.device_type} is not known")
     token_limit = configured.max_tokens or (MOST_TOKENS if limits_tokens else None)
-    per_example = config.rollout.num_generations if row_type == "prompts" else 1
+    per_example = config.rollout.num_generations if config.objective.generates_answers else 1
     most = min(configured.max_rows, per_example * global_batch_size(config, world_size))
     most = most if token_limit is None else max(1, min(most, token_limit // row_tokens))
     usable = round(_USED_SHARE * max(0, room))
@@ -222,7 +223,7 @@ def choose(
         return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {free}")
     fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
     try:
-        size = _step_sizes(config, model, how, longest=longest, collate=collate, world_size=world_size)
+        size = _step_sizes(config, model, how, longest=longest, rows_of=rows_of, collate=collate, world_size=world_size)
         decision = decide(
             lambda is_on: Need(size(fewest, is_on), size(most, is_on)), usable, wish=None if wish == "auto" else wish
         )
@@ -262,6 +263,7 @@ def agree_on_memory(
     how: Computation,
     *,
     longest: int,
+    rows_of: MakeRows,
     collate: Callable[[Any], Any],
     recorded: Mapping[str, Any] | None,
 ) -> MemoryChoice:
@@ -287,6 +289,7 @@ def agree_on_memory(
                     model,
                     how,
                     longest=longest,
+                    rows_of=rows_of,
                     collate=collate,
                     room=room,
                     world_size=runtime.world_size,
@@ -365,7 +368,14 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
 
 
 def _step_sizes(
-    config: Config, model: Any, how: Computation, *, longest: int, collate: Callable[[Any], Any], world_size: int
+    config: Config,
+    model: Any,
+    how: Computation,
+    *,
+    longest: int,
+    rows_of: MakeRows,
+    collate: Callable[[Any], Any],
+    world_size: int,
 ) -> Callable[[int, bool], Size]:
     """Return a function that predicts a step, given the rows of its micro-batches and whether it is checkpointed.
 
@@ -379,7 +389,7 @@ def _step_sizes(
     def size(num_rows: int, is_checkpointing: bool) -> Size:
         if is_checkpointing and not copy.is_gradient_checkpointing:
             checkpoint_gradients(copy)
-        rows = longest_rows(config.training.objective, num_rows, longest)
+        rows = rows_of(num_rows, longest)
         microbatch = collate([rows[index] for index in range(num_rows)])
         peak = forecast_step(copy, microbatch, how).peak(optimizer, world_size=world_size, shards=shards)
         weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.data.encoded import EncodedExamples
 from finetune.engine.decoder import bare_model
 from finetune.engine.microbatch import Microbatch, WithRows
@@ -36,7 +35,7 @@ from finetune.training.memory.tracing import (
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
-    from finetune.data.preferences import EncodedLabelled, EncodedPairs
+    pass
 
 PARTS: tuple[Part, ...] = (
     *("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"),
@@ -271,22 +270,11 @@ def copy_without_data(model: Any) -> Any:
     return copy.deepcopy(model, copies).train()
 
 
-def longest_rows(objective: str, number: int, length: int) -> EncodedExamples | EncodedPairs | EncodedLabelled:
-    """Make rows, or pairs, of this length that carry loss throughout and have nothing in common."""
-
-    def side(first: int, *, least: int = 1) -> EncodedExamples:
-        ids = [_FILLER_TOKEN] * (length - 1)
-        rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(least, number))]
-        return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
-
-    row_type = OBJECTIVES[objective].rows
-    if row_type in ("answers", "prompts"):
-        return side(0)
-    from finetune.data.preferences import EncodedLabelled, EncodedPairs
-
-    if row_type == "labelled":
-        return EncodedLabelled(side(0, least=2), "train", max_length=length)
-    return EncodedPairs(side(0), side(number), "train")
+def longest_rows(number: int, length: int, *, first: int = 0) -> EncodedExamples:
+    """Make rows of this length that carry loss throughout. Each begins with a token of its own, from `first` on."""
+    ids = [_FILLER_TOKEN] * (length - 1)
+    rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
+    return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
 
 
 def trace_deep(model: torch.nn.Module, trace_layers: Callable[[], Phases]) -> Phases:

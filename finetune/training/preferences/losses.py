@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch.nn import functional
 
-from finetune.config.objectives import OBJECTIVES, Objective
+from finetune.config.objectives import OBJECTIVES, ObjectiveFacts
 
 if TYPE_CHECKING:
     from finetune.config.schema import PreferenceSection
@@ -97,7 +97,7 @@ class PreferenceLoss:
     section: PreferenceSection
 
     @property
-    def objective(self) -> Objective:
+    def objective(self) -> ObjectiveFacts:
         """What is known about the objective."""
         return OBJECTIVES[self.name]
 

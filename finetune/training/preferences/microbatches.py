@@ -25,7 +25,7 @@ from finetune.model.base import evaluation_mode
 from finetune.training.preferences.losses import NOTHING, GlobalSums, Outcomes, PreferenceLoss, RowNats
 
 if TYPE_CHECKING:
-    from finetune.config.objectives import Objective
+    from finetune.config.objectives import ObjectiveFacts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +185,15 @@ def sum_preference_losses(
     return LossSums(nats, pairs, pairs, means, squares), metrics
 
 
-def _as_preferences(microbatch: Any, objective: Objective) -> PreferenceMicrobatch:
+def _as_preferences(microbatch: Any, objective: ObjectiveFacts) -> PreferenceMicrobatch:
     """Return a micro-batch as it is, and the empty one as one without pairs or labelled answers."""
     if isinstance(microbatch, PreferenceMicrobatch):
         return microbatch
-    is_good = torch.zeros(0, dtype=torch.bool) if objective.rows == "labelled" else None
+    is_good = torch.zeros(0, dtype=torch.bool) if objective.reads_labels else None
     return PreferenceMicrobatch(rows=microbatch, num_tokens=0, mismatched=EMPTY_MICROBATCH, is_good=is_good)
 
 
-def measure_rows(model: Any, microbatch: Any, *, objective: Objective, choices: Choices = BY_DEVICE) -> RowNats:
+def measure_rows(model: Any, microbatch: Any, *, objective: ObjectiveFacts, choices: Choices = BY_DEVICE) -> RowNats:
     """Return the nats of a micro-batch's rows, without a gradient if the caller has switched it off."""
     preferences = _as_preferences(microbatch, objective)
     nats = _by_row(preferences.rows, in_float64(cross_entropy_per_target(model, preferences.rows, choices)))
@@ -221,7 +221,7 @@ def _row_nats(preferences: PreferenceMicrobatch, nats: torch.Tensor, reference: 
 
 
 def _reference_nats(
-    model: Any, rows: Microbatch, objective: Objective, choices: Choices = BY_DEVICE
+    model: Any, rows: Microbatch, objective: ObjectiveFacts, choices: Choices = BY_DEVICE
 ) -> torch.Tensor | None:
     """Return the nats of rows under the base; None if the objective has no reference."""
     if not objective.has_reference:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.config.objectives import OBJECTIVES
 from finetune.data.examples import holds_out_by_default
 from finetune.logs import screen, speaks_to_a_person
 from finetune.model.base import count_parameters
@@ -29,7 +28,7 @@ def show_summary(
     runtime: Runtime, config: Config, model: Any, splits: Any, rule: BatchRule, *, first_step: int, num_steps: int
 ) -> None:
     """Write the lines to a terminal or a notebook. Elsewhere, the log has the same information."""
-    row = OBJECTIVES[config.training.objective].example_name
+    row = config.objective.example_name
     held_out = ""
     if splits.validation is not None and holds_out_by_default(config.data):
         held_out = (

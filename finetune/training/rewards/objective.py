@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from finetune.data.batches import EvaluationLoader
 from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
@@ -19,7 +20,8 @@ from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
-from finetune.training.objective import Loaders, Prepared, TrainingObjective
+from finetune.training.objective import Loaders, Objective
+from finetune.training.reporting.run_warnings import RunWarnings
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
@@ -31,94 +33,107 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.training.objective import Setup
+    from finetune.fallbacks import Fallbacks
+    from finetune.training.objective import AnySplits, Setup
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class _Prompts:
-    """The prompts of a run, and the functions that reward the answers to them."""
+class RewardedAnswers(Objective):
+    """GRPO: compare the model's own answers to a prompt by their rewards."""
 
-    rewards: Rewards
-    train: PromptRows
-    validation: PromptRows | None
+    metrics = ("reward",)
+    no_gradient = (
+        "No answer had a reward, or all answers to each prompt had the same one: rollouts/ has the answers and their "
+        "rewards. Correct the reward functions, or take prompts that are neither too easy nor too hard"
+    )
+    may_lack_gradient = True  # all answers to each prompt may have equal rewards
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._prompts: dict[str, PromptRows] = {}
 
-def _check(config: Config, rewards_answers: bool) -> None:
-    """Load the reward functions, and refuse those that cannot be called."""
-    rewards = Rewards.of(config)
-    if rewards_answers:
-        rewards.check()
+    @cached_property
+    def rewards(self) -> Rewards:
+        """The reward functions of the run."""
+        return Rewards.of(self.config)
 
+    def encode(self, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_checked: bool) -> AnySplits:
+        """Read and encode the prompts, with the expected answers of rows that have one."""
+        refuse_each_turn(self.config.data)
+        return super().encode(tokenizer, fallbacks=fallbacks, is_checked=is_checked)
 
-def _prepare(config: Config, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits) -> Prepared:
-    """Read the prompts, and check that rows have what the reward functions compare with."""
-    del model
-    rewards = Rewards.of(config)
-    rows = read_rows_by_source(config.data) if rewards.need_columns else None
+    def check(self, *, rewards_answers: bool) -> None:
+        """Load the reward functions, and refuse those that cannot be called."""
+        rewards = self.rewards
+        if rewards_answers:
+            rewards.check()
 
-    def prompts_of(examples: EncodedExamples) -> PromptRows:
-        prompts = PromptRows(examples, tokenizer, rows)
-        check_expected(config, rewards, prompts)
-        return prompts
+    def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits) -> EncodedSplits:
+        """Read the prompts, and check that rows have what the reward functions compare with."""
+        del model
+        rows = read_rows_by_source(self.config.data) if self.rewards.need_columns else None
+        answered = {"train": splits.train}
+        if splits.validation is not None:
+            answered["validation"] = _sample(self.config, splits.validation)
+        for name, examples in answered.items():
+            self._prompts[name] = PromptRows(examples, tokenizer, rows)
+            check_expected(self.config, self.rewards, self._prompts[name])
+        return with_testable_rows(splits)
 
-    train = prompts_of(splits.train)
-    validation = None if splits.validation is None else prompts_of(_sample(config, splits.validation))
-    return Prepared(with_testable_rows(splits), _Prompts(rewards, train, validation))
+    def loss(self, choices: Choices) -> LossFunction:
+        """Return the sum of the clipped losses of answers' tokens, and those of the metrics."""
+        config = self.config
+        loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
+        compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
+        return LossWithMetrics(compute, METRICS)
 
+    def evaluation(self, choices: Choices) -> Any:
+        """Return −log p of each target."""
+        return partial(cross_entropy_per_target, choices=choices)
 
-def _loss(config: Config, choices: Choices) -> LossFunction:
-    loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
-    compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
-    return LossWithMetrics(compute, METRICS)
+    def longest_row(self, splits: Any) -> int:
+        """Return an upper limit: the longest prompt with the longest answer."""
+        return super().longest_row(splits) + self.config.rollout.max_completion_length
 
+    def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
+        """Generate the answers to learn from."""
+        return loaders._replace(train=RolloutLoader(setup, loaders.train.rule, self._prompts["train"], self.rewards))
 
-def _evaluation(config: Config, choices: Choices) -> Any:
-    del config
-    return partial(cross_entropy_per_target, choices=choices)
+    def start(self, setup: Setup, train_loader: RolloutLoader, state: TrainerState) -> None:
+        """Check the reward functions and the server. Remove recorded answers that the run will not learn from."""
+        train_loader.check_sources()
+        if state.step == 0 or self.config.resume_allow:  # what changed may change the answers
+            setup.on_main(lambda journal: remove_rollouts_after(journal.folder, state.step), "removing old rollouts")
 
+    def measure(self, setup: Setup, loader: EvaluationLoader) -> SplitLosses:
+        """Reward greedy answers to the sample of the validation split. Collective."""
+        del loader
+        prompts, section = self._prompts["validation"], self.config.rollout
+        decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=section.max_completion_length, keeps_stop=True)
+        answers = answer_unless_stopped(
+            setup.runtime, setup.model, prompts.prompts, decoding, batch_size=section.batch_size
+        )
+        if answers is None:
+            return SplitLosses(LossSums(num_cut_short=1.0))
+        rewards = reward_on_main(setup, self.rewards, prompts, range(len(prompts.prompts)), answers)
+        table = torch.tensor(rewards, dtype=torch.float64)
+        total = advantages_of(table, self.rewards.weights, "none", num_generations=1).rewards[:, 0]
+        valid_rewards = total[total.isnan().logical_not()]
+        names = self.rewards.metrics
+        metrics = {
+            "reward": float(valid_rewards.mean()),
+            **{names[name]: float(table[:, place].nanmean()) for place, name in enumerate(self.rewards.names)},
+        }
+        if not setup.runtime.is_main_process:  # the caller adds up all ranks, which have the same rewards
+            return SplitLosses(LossSums(), metrics=metrics)
+        loss, count = -float(valid_rewards.sum()), float(len(valid_rewards))
+        squares = float(valid_rewards.square().sum())
+        return SplitLosses(LossSums(loss, count, count, loss, squares), metrics=metrics)
 
-def _longest_row(config: Config, splits: Any) -> int:
-    """Return an upper limit: the longest prompt with the longest answer."""
-    return int(splits.train.lengths.max()) + config.rollout.max_completion_length
-
-
-def _loaders(setup: Setup, prompts: _Prompts, loaders: Loaders) -> Loaders:
-    """Generate the answers to learn from."""
-    return loaders._replace(train=RolloutLoader(setup, loaders.train.rule, prompts.train, prompts.rewards))
-
-
-def _start(setup: Setup, train_loader: RolloutLoader, state: TrainerState) -> None:
-    """Check the reward functions and the server. Remove recorded answers that the run will not learn from."""
-    train_loader.check_sources()
-    if state.step == 0 or setup.config.resume_allow:  # what changed may change the answers
-        setup.on_main(lambda journal: remove_rollouts_after(journal.folder, state.step), "removing old rollouts")
-
-
-def _measure(setup: Setup, loader: EvaluationLoader, prompts: _Prompts) -> SplitLosses:
-    """Reward greedy answers to the sample of the validation split. Collective."""
-    del loader
-    assert prompts.validation is not None
-    section = setup.config.rollout
-    decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=section.max_completion_length, keeps_stop=True)
-    token_ids = prompts.validation.prompts
-    answers = answer_unless_stopped(setup.runtime, setup.model, token_ids, decoding, batch_size=section.batch_size)
-    if answers is None:
-        return SplitLosses(LossSums(num_cut_short=1.0))
-    rewards = reward_on_main(setup, prompts.rewards, prompts.validation, range(len(token_ids)), answers)
-    table = torch.tensor(rewards, dtype=torch.float64)
-    total = advantages_of(table, prompts.rewards.weights, "none", num_generations=1).rewards[:, 0]
-    valid_rewards = total[total.isnan().logical_not()]
-    names = prompts.rewards.metrics
-    metrics = {
-        "reward": float(valid_rewards.mean()),
-        **{names[name]: float(table[:, place].nanmean()) for place, name in enumerate(prompts.rewards.names)},
-    }
-    if not setup.runtime.is_main_process:  # the caller adds up all ranks, which have the same rewards
-        return SplitLosses(LossSums(), metrics=metrics)
-    loss, count, squares = -float(valid_rewards.sum()), float(len(valid_rewards)), float(valid_rewards.square().sum())
-    return SplitLosses(LossSums(loss, count, count, loss, squares), metrics=metrics)
+    def warnings(self) -> RunWarnings:
+        """Return what checks rewards and answers, too."""
+        return RewardWarnings()
 
 
 def with_testable_rows(splits: EncodedSplits) -> EncodedSplits:
@@ -133,21 +148,3 @@ def with_testable_rows(splits: EncodedSplits) -> EncodedSplits:
 def _sample(config: Config, rows: EncodedExamples) -> EncodedExamples:
     """Return the rows that validations answer, the same in every validation."""
     return rows.select(sorted(shuffled(len(rows), config.data.split_seed)[: config.validation.num_samples]))
-
-
-GRPO = TrainingObjective(
-    loss=_loss,
-    evaluation=_evaluation,
-    measure=_measure,
-    metrics=("reward",),
-    check=_check,
-    prepare=_prepare,
-    longest_row=_longest_row,
-    loaders=_loaders,
-    start=_start,
-    warnings=RewardWarnings,
-    no_gradient=(
-        "No answer had a reward, or all answers to each prompt had the same one: rollouts/ has the answers and their "
-        "rewards. Correct the reward functions, or take prompts that are neither too easy nor too hard"
-    ),
-)
