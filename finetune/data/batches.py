@@ -8,7 +8,7 @@ tokens as the others. So a step has the same micro-batches at every world size, 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -205,6 +205,8 @@ class BatchRule:
 class TrainLoader(DataLoader[Microbatch]):
     """Loads the micro-batches of this rank step by step. `collate` makes a micro-batch of rows; None: `pad`."""
 
+    generates_rows = False
+
     def __init__(
         self,
         examples: EncodedExamples,
@@ -225,6 +227,19 @@ class TrainLoader(DataLoader[Microbatch]):
             collate_fn=collate or pad,
             **_loader_options(keys),
         )
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing is measured of rows that are loaded."""
+        return {}
+
+    def halve(self, epoch: int, step: int) -> int | None:
+        """Halve the micro-batches of this and later steps. Return their limit in tokens; None if that is impossible."""
+        smaller = self.rule.halved(epoch, step)
+        if smaller is None:
+            return None
+        self.rule = smaller
+        return smaller.max_tokens
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, Microbatch]]]:
         """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""

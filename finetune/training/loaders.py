@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import multiprocessing
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data._utils import signal_handling
 
@@ -32,6 +33,31 @@ if TYPE_CHECKING:
     from finetune.engine.microbatch import Microbatch
 
 _log = logging.getLogger(__name__)
+
+
+class TrainRows(Protocol):
+    """What training takes its micro-batches from: `TrainLoader`, or a loader that generates its rows.
+
+    Attributes:
+        rule: assigns the rows of the training split to steps.
+        generates_rows: the model makes the rows of a step when it is asked for.
+    """
+
+    rule: BatchRule
+    generates_rows: bool
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """What was measured of the rows of the last yielded step, by name."""
+
+    def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, Any]]]:
+        """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""
+
+    def halve(self, epoch: int, step: int) -> int | None:
+        """Halve the micro-batches of this and later steps; `steps` has to be called again.
+
+        Return the new limit in tokens; None if they cannot be smaller, and then nothing changes.
+        """
 
 
 def global_batch_size(config: Config, world_size: int) -> int:

@@ -184,17 +184,32 @@ def train_step(
         StepTooLargeError: see `may_be_too_large`.
     """
     batch = _count(runtime, microbatches, settings.step)
-    seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
-    with unchanged_weights():
-        prepared = _with_global_sums(runtime, model, seeded, compute, tries=may_be_too_large)
-        run = partial(_backpropagate, runtime, model, prepared, compute, batch.num_targets / settings.loss_scale)
-        sums, seconds = _if_memory_suffices(runtime, model, run) if may_be_too_large else run()
+    placement, parameters = runtime.placement, trainable_parameters(model)
+    divisor = batch.num_targets / settings.loss_scale
+    sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
 
-    parameters = trainable_parameters(model)
-    runtime.placement.sync_gradients(parameters)
-    runtime.placement.unscale_gradients(parameters, settings.loss_scale)
+    def forward_and_backward(seeded: Sequence[tuple[int, Microbatch]]) -> float:
+        """Add to the gradients and to `sums`, and return the seconds. Nothing here may wait for the device."""
+        started = time.perf_counter()
+        for position, (seed, microbatch) in enumerate(seeded):
+            torch.manual_seed(seed)
+            is_last = position == len(seeded) - 1
+            loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+            placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
+            sums.add_(in_float64(loss_and_metrics.detach()))
+        if runtime.world_size > 1 and not placement.uses_reducer:  # with it, ranks have met in the last backward pass
+            runtime.liveness.let_device_finish()
+        return time.perf_counter() - started
+
+    call = partial(_if_memory_suffices, runtime, parameters) if may_be_too_large else _call
+    with unchanged_weights():
+        seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
+        seeded = _with_global_sums(runtime, model, seeded, compute, call)
+        seconds = call(partial(forward_and_backward, seeded))
+    placement.sync_gradients(parameters)
+    placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
-    norm = runtime.placement.clip_grad_norm(parameters, settings.max_grad_norm)
+    norm = placement.clip_grad_norm(parameters, settings.max_grad_norm)
     over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
     loss = over_ranks.loss / batch.num_targets
     not_finite, overflowed = "", settings.loss_scale > 1 and math.isfinite(loss) and over_ranks.is_bad_norm
@@ -216,7 +231,7 @@ def train_step(
         num_computed=batch.num_computed,
         num_preempted=batch.num_preempted,
         not_finite=not_finite,
-        rank_seconds=() if runtime.placement.needs_equal_microbatches else over_ranks.rank_seconds,
+        rank_seconds=() if placement.needs_equal_microbatches else over_ranks.rank_seconds,
         metrics=_means(_names(compute), over_ranks.metrics, batch.num_targets),
         overflowed=overflowed,
     )
@@ -280,68 +295,40 @@ def _with_global_sums(
     model: torch.nn.Module,
     seeded: Sequence[tuple[int, Microbatch]],
     compute: LossFunction,
-    *,
-    tries: bool,
+    call: Callable[[Callable[[], Any]], Any],
 ) -> Sequence[tuple[int, Microbatch]]:
     """Give the micro-batches the sums over the global batch that their loss needs. Collective if it needs any.
 
     The sums are over the global batch, so that the loss does not depend on the split into micro-batches or on the
-    number of ranks.
+    number of ranks. `call` calls the function that adds up this rank's part.
     """
     if not isinstance(compute, LossWithMetrics) or compute.global_sums is None or compute.with_global_sums is None:
         return seeded
     run = partial(compute.global_sums, runtime, model, [microbatch for _, microbatch in seeded])
-    global_sums = runtime.collectives.sum(_if_memory_suffices(runtime, model, run) if tries else run())
+    global_sums = runtime.collectives.sum(call(run))
     return [(seed, compute.with_global_sums(microbatch, global_sums)) for seed, microbatch in seeded]
 
 
-def _backpropagate(
-    runtime: Runtime,
-    model: torch.nn.Module,
-    seeded: Sequence[tuple[int, Microbatch]],
-    compute: LossFunction,
-    divisor: float,
-) -> tuple[torch.Tensor, float]:
-    """Run forward and backward over this rank's micro-batches, each with its seed; the gradients add up.
-
-    They are of the loss over `divisor`. Nothing in here may read from the device: the host would wait until a GPU has
-    finished, and the GPU would then wait for the host.
-
-    Returns:
-        The sums over the targets, of the loss and then of other metrics: float64, on the device if it has float64; and
-        in a world of several, the seconds that this rank computed.
-    """
-    sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
-    started = time.perf_counter()
-    for position, (seed, microbatch) in enumerate(seeded):
-        torch.manual_seed(seed)
-        is_last = position == len(seeded) - 1
-        loss_and_metrics = runtime.placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-        runtime.placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
-        sums.add_(in_float64(loss_and_metrics.detach()))
-    if (
-        runtime.world_size > 1 and not runtime.placement.uses_reducer
-    ):  # there, the ranks have met in the last backward pass
-        runtime.liveness.let_device_finish()
-    return sums, time.perf_counter() - started
+def _call(compute: Callable[[], Result]) -> Result:
+    return compute()
 
 
-def _if_memory_suffices(runtime: Runtime, model: torch.nn.Module, backpropagate: Callable[[], Result]) -> Result:
-    """Call `backpropagate`. If one rank runs out of memory, drop the gradients on all ranks. Collective.
+def _if_memory_suffices(runtime: Runtime, parameters: list[torch.nn.Parameter], run: Callable[[], Result]) -> Result:
+    """Call `run`. If one rank runs out of memory, drop the gradients on all ranks. Collective.
 
     Raises:
         StepTooLargeError: on all ranks.
     """
     error: RunFailedError | None = None
     try:
-        result = backpropagate()
+        result = run()
     except Exception as caught:
         error = as_out_of_memory(caught)
         if error is None:
             raise
     # From here on nothing refers to the exception, whose frames hold the tensors of the pass.
     if sum(runtime.collectives.sum([float(error is not None)])):
-        for parameter in trainable_parameters(model):
+        for parameter in parameters:
             parameter.grad = None
         if runtime.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from finetune.data.batches import EvaluationLoader, TrainLoader
+from finetune.data.batches import EvaluationLoader
 from finetune.engine.loss import BY_DEVICE
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
@@ -24,7 +24,7 @@ from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
-from finetune.training.loaders import log_cut_examples, log_microbatches
+from finetune.training.loaders import TrainRows, log_cut_examples, log_microbatches
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
 from finetune.training.optim import averaged_weights
@@ -44,8 +44,7 @@ class TrainingRun:
 
     Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
 
-    A `train_loader` that generates its rows, as `RolloutLoader` does, has `metrics` of the last step and a method
-    `halve`. `loss_scale` is for the first step, in fp16; None in other precisions.
+    `loss_scale` is for the first step, in fp16; None in other precisions.
 
     Attributes:
         epoch: the current or last epoch, counted from 0.
@@ -61,7 +60,7 @@ class TrainingRun:
         optimizer: torch.optim.Optimizer,
         *,
         cadence: Cadence,
-        train_loader: TrainLoader,
+        train_loader: TrainRows,
         val_loader: EvaluationLoader | None,
         profiler: StepProfiler | None,
         loss_scale: LossScale | None,
@@ -107,7 +106,8 @@ class TrainingRun:
                 self._runtime.liveness.enter_phase("data", step)
                 started = time.monotonic()
                 microbatches = next(self._batches, None)
-                self._data_wait_seconds = None if hasattr(self._train_loader, "metrics") else time.monotonic() - started
+                waited = time.monotonic() - started
+                self._data_wait_seconds = None if self._train_loader.generates_rows else waited
                 if microbatches is None:
                     return
                 yield microbatches
@@ -131,7 +131,7 @@ class TrainingRun:
         return self._with_loader_metrics(self._take_step(step, microbatches, may_be_too_large=False))
 
     def _with_loader_metrics(self, result: StepResult) -> StepResult:
-        return result._replace(metrics={**getattr(self._train_loader, "metrics", {}), **result.metrics})
+        return result._replace(metrics={**self._train_loader.metrics, **result.metrics})
 
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""
@@ -256,7 +256,7 @@ class TrainingRun:
         """
         setup, loader = self._setup, self._train_loader
         epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
-        max_tokens = _halve(loader, epoch, place)
+        max_tokens = loader.halve(epoch, place)
         if max_tokens is None:
             self._runtime.collectives.agree(error, f"training, step {step}")
             raise AssertionError("a rank ran out of memory")
@@ -278,15 +278,3 @@ class TrainingRun:
         """The rows that validations answer."""
         assert self._setup.splits.validation is not None
         return Dialogues(answered_rows(self._config, self._setup.splits.validation), self._setup.tokenizer)
-
-
-def _halve(loader: TrainLoader, epoch: int, step: int) -> int | None:
-    """Halve the micro-batches of this and later steps; return their limit in tokens, None if that is impossible."""
-    if (halve := getattr(loader, "halve", None)) is not None:
-        limit: int | None = halve()
-        return limit
-    smaller = loader.rule.halved(epoch, step)
-    if smaller is None:
-        return None
-    loader.rule = smaller
-    return smaller.max_tokens

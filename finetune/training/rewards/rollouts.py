@@ -75,6 +75,7 @@ class RolloutLoader:
     """
 
     recorded: RunFolder | None = None
+    generates_rows = True
 
     def __init__(self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards) -> None:
         config = setup.config
@@ -108,11 +109,9 @@ class RolloutLoader:
                 self._rollout = self._generate(step, rows) if is_new else self._read(first, rows)
             yield self._microbatches(self._rollout)
 
-    def halve(self) -> int | None:
-        """Halve the micro-batches of the last yielded step and of all later ones; `steps` has to be called again.
-
-        Return the new limit in tokens; None if they cannot be smaller, and then nothing changes.
-        """
+    def halve(self, epoch: int, step: int) -> int | None:
+        """See `TrainRows.halve`. The step is the last one that was yielded."""
+        del epoch, step
         assert self._rollout is not None
         rule = self._rule_of_answers(self._rollout, self._in_loss(self._rollout))
         smaller = rule.halved(0, 0) if rule.lengths else None
