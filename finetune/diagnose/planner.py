@@ -40,9 +40,9 @@ from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
 from finetune.training.checks import has_reference
-from finetune.training.forward import wants_fused
+from finetune.training.forward import Computation, wants_fused
 from finetune.training.loaders import global_batch_size
-from finetune.training.memory.choice import MemoryChoice, choose, shards_of
+from finetune.training.memory.choice import MemoryChoice, choose
 from finetune.training.memory.forecast import (
     CANNOT_TRACE,
     OptimizerNeed,
@@ -52,6 +52,7 @@ from finetune.training.memory.forecast import (
     Weights,
     forecast_step,
     optimizer_need,
+    shards_of,
 )
 from finetune.training.memory.generation import (
     AnswerBatch,
@@ -60,7 +61,6 @@ from finetune.training.memory.generation import (
     engine_generates,
     forecast_generation,
 )
-from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.train import checked_objective

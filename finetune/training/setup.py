@@ -25,12 +25,10 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_fp8, check_objective, named_splits, raw_digests
-from finetune.training.forward import Forward, agree_on_forward
+from finetune.training.forward import Computation, Forward, agree_on_forward
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
-from finetune.training.memory.forecast import copy_without_data
-from finetune.training.memory.tracing import Computation
 from finetune.training.objective import Setup, TrainingObjective
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import (
@@ -107,6 +105,8 @@ def set_up(
     collate = objective.collate(config, forward.collate)
     measured, states = model, states_in_4_bits(model)
     if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
+        from finetune.training.memory.forecast import copy_without_data
+
         measured = copy_without_data(model)
         convert_weights(measured, runtime.precision)
         runtime.placement.shard(model)

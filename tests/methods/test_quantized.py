@@ -16,10 +16,11 @@ from finetune.data.batches import packer
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.planner import Planner
 from finetune.distributed.device import convert_weights
+from finetune.engine.adapted import holds_nf4
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.products import unchanged_weights
-from finetune.engine.quantized import _state_tensors, holds_nf4, widened
+from finetune.engine.products import unchanged_weights, widened
+from finetune.engine.quantized import _state_tensors
 from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model, count_parameters, states_in_4_bits
@@ -30,6 +31,7 @@ from finetune.model.quantized import (
     refuse_where_quantizing_is_impossible,
     weights_from_disk,
 )
+from finetune.training.forward import Computation
 from finetune.training.memory.choice import MOST_TOKENS
 from finetune.training.memory.forecast import (
     WHOLE,
@@ -39,7 +41,6 @@ from finetune.training.memory.forecast import (
     forecast_step,
     longest_rows,
 )
-from finetune.training.memory.tracing import Computation
 from tests.curves import Case
 from tests.diagnose.measured import peak_of
 from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same_bytes, train_both_ways
