@@ -16,7 +16,6 @@ from finetune.engine.loss import BY_DEVICE
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
 from finetune.fallbacks import Fallback
-from finetune.inference.evaluation import Dialogues, measure_answers
 from finetune.inference.losses import LossSums
 from finetune.logs import waiting
 from finetune.runs.checkpoints import Snapshot, take_snapshot
@@ -35,6 +34,7 @@ from finetune.training.validation import Validated, answered_rows
 if TYPE_CHECKING:
     import torch
 
+    from finetune.inference.evaluation import Dialogues
     from finetune.training.profiling import StepProfiler
     from finetune.training.reporting.journal import Journal
 
@@ -147,6 +147,8 @@ class TrainingRun:
         spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
         _log.info("Validation: loss=%.3f%s", sums.loss, spread)
         if setup.metrics:
+            from finetune.inference.evaluation import measure_answers
+
             self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
             of_answers = measure_answers(
                 self._runtime,
@@ -283,6 +285,8 @@ class TrainingRun:
     @cached_property
     def _sample(self) -> Dialogues:
         """The rows that validations answer."""
+        from finetune.inference.evaluation import Dialogues
+
         assert self._setup.splits.validation is not None
         return Dialogues(answered_rows(self._config, self._setup.splits.validation), self._setup.tokenizer)
 
