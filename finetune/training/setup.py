@@ -16,7 +16,6 @@ from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
-from finetune.inference.decoding import agree_on_replays
 from finetune.model.base import add_embedding_noise, checkpoint_gradients, states_in_4_bits
 from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.tokens import set_stop_and_pad_ids
@@ -111,7 +110,10 @@ def set_up(
         convert_weights(measured, runtime.precision)
         runtime.placement.shard(model)
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
-    agree_on_replays(runtime, config.training, model)
+    if config.training.graphs is True:
+        from finetune.inference.decoding import agree_on_replays
+
+        agree_on_replays(runtime, config.training, model)
     setup = Setup(
         runtime=runtime,
         config=config,

@@ -14,16 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
-from finetune.data.examples import holds_out_by_default, is_all_here
+from finetune.data.examples import holds_out_by_default, is_all_here, read_opening
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
-from finetune.inference.evaluation import run_test_phase
-from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
-from finetune.inference.prompts import read_opening
-from finetune.inference.scores import Evaluation, ModelName, Scores, show_evaluation
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint
@@ -53,6 +49,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.data.objective import AnySplits
+    from finetune.inference.scores import Evaluation, ModelName, Scores
     from finetune.training.profiling import StepProfiler
 
 _log = logging.getLogger(__name__)
@@ -267,6 +264,10 @@ class Trainer:
         self.runtime.liveness.enter_phase("testing", timed=not is_alone and test_loader is not None)
         if test_loader is None or (is_alone and self.journal is None):
             return None
+        from finetune.inference.evaluation import run_test_phase
+        from finetune.inference.forgetting import measure_forgetting
+        from finetune.inference.scores import show_evaluation
+
         self.runtime.collectives.synchronize("the test phase")
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
@@ -316,6 +317,8 @@ class Trainer:
 
     def _compare_with_base(self, loader: EvaluationLoader, step: int) -> None:
         """Measure the base and the published weights on the validation rows of pairs or labels. Collective."""
+        from finetune.inference.scores import Evaluation, Scores, show_evaluation
+
         _log.info("Comparing base and tuned model on the validation rows...")
         self.load_published(on_all=True)
         scores: dict[ModelName, Scores] = {}
