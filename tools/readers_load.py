@@ -3,7 +3,8 @@
     python tools/readers_load.py
 
 Trains three steps of the quickstart in this process, on the CPU and in a temporary folder, and prints the measures as
-JSON. A module counts as run if one of its functions was called. All lines of an imported module count.
+JSON. A module counts as run if one of its functions was called. All lines of an imported module count, those imported
+before the first step once more on their own.
 """
 
 from __future__ import annotations
@@ -25,17 +26,27 @@ _RUN = (
     *("train", "quickstart", "training.max_steps=3", "data.max_rows=24", "training.batch_size=4"),
     *("optim.warmup_steps=0", "testing.num_samples=1", "testing.max_new_tokens=4", "training.device=cpu"),
 )
+_STEP = "train_step"
+"""The function that computes one step."""
 
 
-def functions_of_run() -> set[tuple[Path, int]]:
-    """Train, and return the file and the first line of each function of the package that was called."""
+def functions_of_run() -> tuple[set[tuple[Path, int]], list[Path]]:
+    """Train three steps.
+
+    Returns:
+        The file and the first line of each function of the package that was called, and the files of the package that
+        were imported when the first step began.
+    """
     from finetune.cli import main
 
     called: set[CodeType] = set()
+    before_steps: list[Path] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
         if event == "call":
             called.add(frame.f_code)
+            if frame.f_code.co_name == _STEP and not before_steps:
+                before_steps.extend(imported_files())
 
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         threading.setprofile(note)
@@ -49,7 +60,13 @@ def functions_of_run() -> set[tuple[Path, int]]:
             sys.setprofile(None)
             threading.setprofile(None)
     places = ((Path(code.co_filename), code.co_firstlineno) for code in called)
-    return {(file, line) for file, line in places if file.is_relative_to(PACKAGE)}
+    return {(file, line) for file, line in places if file.is_relative_to(PACKAGE)}, before_steps
+
+
+def imported_files() -> list[Path]:
+    """Return the files of the package that this process has imported."""
+    modules = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] == "finetune"]
+    return [Path(module.__file__) for module in modules if module.__file__]
 
 
 def lines_of_functions(file: Path) -> Iterator[tuple[int, int]]:
@@ -78,8 +95,8 @@ def number_of_lines(files: Iterable[Path]) -> int:
 
 def measure() -> dict[str, object]:
     """Return all measures."""
-    called = functions_of_run()
-    modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "finetune"]
+    called, before_steps = functions_of_run()
+    imported = imported_files()
     files = list(PACKAGE.rglob("*.py"))
     run = {
         file: [length for first, length in lines_of_functions(file) if (file, first) in called]
@@ -90,8 +107,10 @@ def measure() -> dict[str, object]:
         "files": len(files),
         "lines": number_of_lines(files),
         "modules_run": len(run),
-        "modules_imported": len(modules),
-        "lines_imported": number_of_lines(Path(module.__file__) for module in modules if module.__file__),
+        "modules_imported": len(imported),
+        "lines_imported": number_of_lines(imported),
+        "modules_imported_before_step_1": len(before_steps),
+        "lines_imported_before_step_1": number_of_lines(before_steps),
         "functions_run": sum(map(len, run.values())),
         "lines_of_functions_run": sum(map(sum, run.values())),
         "names_defined_twice": names_defined_twice(),

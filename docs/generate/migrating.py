@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-from finetune.config.older_spelling import ALIASES, REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
+from finetune.config.older_spelling import REMOVED, RENAMED, TABLE, Dropped, Renamed, Rule
 from finetune.config.other_tools import KEYS, SENTENCES
+from finetune.config.schema import ALIASES
 
 _MARKER = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 

@@ -49,7 +49,6 @@ from finetune.config.keys import (
     takes_text,
     values,
 )
-from finetune.config.older_spelling import translate, with_current_keys
 from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.run_paths import find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
@@ -58,6 +57,9 @@ from finetune.errors import ConfigError
 
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 """Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
+
+_CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
+"""Keys of the schema whose values may have an older spelling."""
 
 __all__ = [
     "compose",
@@ -138,7 +140,7 @@ def compose(
         *_read_groups(replaceable, problems),
         from_run.settings,
         *_read_groups(asked.groups, problems),
-        translate(asked.settings, problems),
+        _translate_older(asked.settings, problems),
     ]
     config = build_config(chain(*layers), problems, complete=complete, needs_data=needs_data, typed=typed)
     if config.origin("output_dir") == "default":
@@ -208,7 +210,7 @@ def config_from_dict(values: Mapping[str, object], origin: str) -> Config:
         ConfigError: with every problem found, one per line.
     """
     problems: list[str] = []
-    asked = _with_groups(translate(_read_dict(values, origin, problems), problems))
+    asked = _with_groups(_translate_older(_read_dict(values, origin, problems), problems))
     config = build_config(chain(*_read_groups(asked.groups, problems), asked.settings), problems)
     return _as_recorded(refuse_code_of_files(config, ("model", "training"), trusted=origin))
 
@@ -219,6 +221,8 @@ def config_from_record(values: Mapping[str, object]) -> Config:
     Raises:
         ConfigError: with every problem found, one per line.
     """
+    from finetune.config.older_spelling import with_current_keys
+
     problems: list[str] = []
     return build_config(with_current_keys(_read_dict(values, "run.json", problems)), problems, complete=False)
 
@@ -241,7 +245,26 @@ def _as_recorded(config: Config) -> Config:
 
 def _read_saved(path: Path, problems: list[str]) -> list[Setting]:
     """Read the settings that a run saved, with today's keys."""
-    return with_current_keys(read_settings(path, shown_path(path), problems))
+    settings = read_settings(path, shown_path(path), problems)
+    if not settings:  # a new run
+        return []
+    from finetune.config.older_spelling import with_current_keys
+
+    return with_current_keys(settings)
+
+
+def _translate_older(settings: list[Setting], problems: list[str]) -> list[Setting]:
+    """Translate the older spellings in the settings of one file or of the command line, if there are any."""
+    if all(_is_current(setting) for setting in settings):
+        return settings
+    from finetune.config.older_spelling import translate  # a long table that other keys need
+
+    return translate(settings, problems)
+
+
+def _is_current(setting: Setting) -> bool:
+    is_known = setting.dotted in GROUPS or ".".join(setting.key[:2]) in fields()
+    return is_known and setting.dotted not in _CURRENT_WITH_OLDER_VALUES
 
 
 @dataclass(frozen=True)
@@ -376,8 +399,8 @@ def _read(group: str, choice: _Choice, problems: list[str]) -> list[Setting]:
     if path is None:
         return []
     if path.name == SAVED_CONFIG:
-        return translate(find_again(_read_saved(path, problems), path.parent), problems)
-    return translate(read_settings(path, shown_path(path), problems), problems)
+        return _translate_older(find_again(_read_saved(path, problems), path.parent), problems)
+    return _translate_older(read_settings(path, shown_path(path), problems), problems)
 
 
 def _with_groups(settings: list[Setting]) -> _Asked:

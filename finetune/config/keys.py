@@ -10,7 +10,6 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from finetune.config.older_spelling import RENAMED
 from finetune.config.schema import Config, OnResume, RunsCode, Section
 
 
@@ -87,7 +86,9 @@ def did_you_mean_key(dotted: str) -> str:
     A renamed key comes first, then a key with the same last part in another section, then the name's meaning in
     the other tools.
     """
-    from finetune.config.other_tools import OUR_NAME  # a long table that only this message needs
+    # Long tables that only this message needs.
+    from finetune.config.older_spelling import RENAMED
+    from finetune.config.other_tools import OUR_NAME
 
     if dotted in RENAMED:
         return f"Did you mean {RENAMED[dotted]}?"

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from finetune.config.schema import ALIASES
 from finetune.config.yaml_reader import Setting
 
 _log = logging.getLogger(__name__)
@@ -93,15 +94,8 @@ ADDED = {"data.split_rule": "position"}
 REMOVED = {"data.stream": "data.max_rows alone reads the first rows of a hub data set"}
 """Keys that this project removed, and why. Runs of earlier versions saved them."""
 
-ALIASES = {
-    "warmup_ratio": ("optim.warmup_steps", _share),
-    "optim.warmup_ratio": ("optim.warmup_steps", _share),
-    "report_to": ("training.report_to", None),
-}
-"""Other spellings that are as good as ours, with the conversion of the value. They are read without a warning."""
-
 TABLE: dict[str, tuple[Rule, ...]] = {
-    **{alias: (Renamed(key, convert),) for alias, (key, convert) in ALIASES.items()},
+    **{alias: (Renamed(key, _share if key == "optim.warmup_steps" else None),) for alias, key in ALIASES.items()},
     **{older: (Dropped(reason),) for older, reason in REMOVED.items()},
     "training.optimizer_type": (Renamed("optim.optimizer", _class_name),),
     "training.optimizer_args": (_EMPTY, Renamed("optim.learning_rate", _only_item)),  # the first argument in torch

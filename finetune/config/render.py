@@ -14,8 +14,7 @@ import yaml
 
 from finetune.config.config_files import GROUPS, PATH_INSTEAD, list_configs
 from finetune.config.keys import code_keys, fields, section_class, values
-from finetune.config.older_spelling import ALIASES
-from finetune.config.schema import Config
+from finetune.config.schema import ALIASES, Config
 from finetune.config.yaml_reader import COMMAND_LINE, PLAIN_VALUES, DottedName
 
 SCHEMA_FILE = "config.schema.json"
@@ -118,7 +117,7 @@ def json_schema() -> dict[str, Any]:
         model = section_class(section)
         if model is not None:
             properties[dotted] = {"$ref": f"#/$defs/{model.__name__}/properties/{key}"}
-    for alias, (key, _) in ALIASES.items():
+    for alias, key in ALIASES.items():
         properties[alias] = properties[key]
     for group in GROUPS:
         or_path = ", or is a path or a hub id" if group in PATH_INSTEAD else ""

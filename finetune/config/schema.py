@@ -117,6 +117,13 @@ ALLOWED_OBJECT_MODULES = ("torch.optim", "transformers.optimization", "bitsandby
 
 SCRIPT_PREFIX = "script:"
 """Begins the value of `optim.optimizer` in the record of a run whose optimizer a script has made."""
+ALIASES = {
+    "warmup_ratio": "optim.warmup_steps",
+    "optim.warmup_ratio": "optim.warmup_steps",
+    "report_to": "training.report_to",
+}
+"""Other spellings that are as good as ours, and our keys. They are read without a warning."""
+
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW",
     "adamw_8bit": "bitsandbytes.optim.AdamW8bit",

@@ -22,6 +22,7 @@ from finetune.errors import DataError
 
 RowsT = TypeVar("RowsT")
 
+_FILLER_TOKEN = 1
 _OF_EACH_ROW = (
     *("starts", "lengths", "numbers", "full_lengths", "num_targets"),
     *("is_good", "raw_digest", "example_of", "subset"),
@@ -390,6 +391,13 @@ class SplitsOf(Generic[RowsT]):
 
 class EncodedSplits(SplitsOf[EncodedExamples]):
     """The encoded rows of a run."""
+
+
+def filler_rows(number: int, length: int, *, first: int = 0) -> EncodedExamples:
+    """Make rows of this length that carry loss throughout. Each begins with a token of its own, from `first` on."""
+    ids = [_FILLER_TOKEN] * (length - 1)
+    rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
+    return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
 
 
 def _add_to(digest: hashlib._Hash, dtype: torch.dtype, length: int, pieces: Iterable[torch.Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
-from finetune.data.formats import Reads
+from finetune.data.formats import Example, Reads
 from finetune.data.readers import (
     SUFFIXES,
     DatasetRows,
@@ -39,7 +40,7 @@ from finetune.data.splits import (
 )
 from finetune.errors import ConfigError, DataError
 from finetune.limits import DeadlineExceededError, call_within
-from finetune.logs import waiting
+from finetune.logs import waiting, warnings_only
 from finetune.runs.durable import describe_os_error
 from finetune.terminal import without_passwords
 
@@ -50,8 +51,22 @@ _FILES = "a list of files"
 _PARTS = "a folder of parts"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _SEARCH_SECONDS = 120
+_ROWS_LOOKED_AT = 100
+_SHARE_WITH_TOOLS = 0.1
+"""Tools are offered if at least this share of the rows has some."""
 _SHARD = re.compile(r"-[0-9]+-of-[0-9]+\.")
 """In the names of the files of a downloaded data set: `train-00000-of-00002.parquet`."""
+
+
+class Opening(NamedTuple):
+    """The system turn and the tools, as JSON text, that a conversation opens with."""
+
+    system: str | None = None
+    tools: str = ""
+    num_with_system: int = 0
+    num_with_tools: int = 0
+    num_rows: int = 0
+    """Of the training rows that were looked at, the number with this system turn, with any tools, and of all."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +119,31 @@ def load_examples(section: DataSection, reads: Reads = "answers") -> ExampleSpli
         if getattr(splits, split) is None and reads != "rejected":  # the chosen side has said it
             _log.info("%s is off: %s", split, reason)
     return splits
+
+
+def read_opening(section: DataSection, reads: Reads = "answers") -> Opening:
+    """Read the most frequent tools and system turn of the first training rows: like them, prompts work best.
+
+    Raises:
+        DataError: the rows cannot be read.
+    """
+    # Splits of so few rows could leave none for training.
+    few_rows = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
+    mixture = [{key: value for key, value in source.items() if key not in few_rows} for source in section.mixture]
+    with warnings_only("finetune.data"):  # training has said all about these rows
+        rows = load_examples(section.model_copy(update={**few_rows, "mixture": mixture}), reads).train
+        openings = [(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT)]
+    offers = Counter(tools for _, tools in openings if tools)
+    is_offered = offers and offers.total() >= _SHARE_WITH_TOOLS * len(openings)
+    tools = offers.most_common(1)[0][0] if is_offered else ""
+    [(system, _)] = Counter(system for system, offered in openings if offered == tools).most_common(1)
+    num_with_system = sum(system == other for other, _ in openings)
+    return Opening(system, tools, num_with_system, offers.total(), len(openings))
+
+
+def _system_of(row: Example) -> str | None:
+    has_one = bool(row.messages) and row.messages[0]["role"] in ("system", "developer")
+    return row.messages[0]["content"] or None if has_one else None
 
 
 def holds_out_by_default(section: DataSection) -> bool:

@@ -16,8 +16,7 @@ from finetune.engine.decoder import bare_model
 from finetune.engine.fused import fused_or_not
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.engine.loss import BY_DEVICE
-from finetune.engine.products import unchanged_weights
-from finetune.engine.quantized import full_shape
+from finetune.engine.products import full_shape, unchanged_weights
 from finetune.inference.decoding import Draw, Sampling, group_prompts, room_for_answer
 from finetune.model.base import evaluation_mode
 from finetune.training.memory.tracing import IN_A_LAYER, name_of_layers
@@ -27,7 +26,7 @@ from finetune.units import ceil_div
 if TYPE_CHECKING:
     from finetune.config.schema import Config, OptimSection
     from finetune.diagnose.plan_batches import AssumedAnswers
-    from finetune.training.memory.tracing import Computation
+    from finetune.training.forward import Computation
 
 _FLOPS = 2
 """A multiplication and an addition."""

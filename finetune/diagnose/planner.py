@@ -37,9 +37,9 @@ from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
-from finetune.training.forward import wants_fused
+from finetune.training.forward import Computation, wants_fused
 from finetune.training.loaders import global_batch_size
-from finetune.training.memory.choice import MemoryChoice, choose, shards_of
+from finetune.training.memory.choice import MemoryChoice, choose
 from finetune.training.memory.forecast import (
     CANNOT_TRACE,
     OptimizerNeed,
@@ -49,6 +49,7 @@ from finetune.training.memory.forecast import (
     Weights,
     forecast_step,
     optimizer_need,
+    shards_of,
 )
 from finetune.training.memory.generation import (
     AnswerBatch,
@@ -57,7 +58,6 @@ from finetune.training.memory.generation import (
     engine_generates,
     forecast_generation,
 )
-from finetune.training.memory.tracing import Computation
 from finetune.training.objective import encode_for_objective
 from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
@@ -167,7 +167,7 @@ class Planner:
         self.batching = Batching(
             config=config,
             rows=None if self._splits is None else self._splits.train,
-            rows_of=self._objective.longest_rows,
+            rows_of=self._objective.filler_rows,
             collate=collate,
             is_padded=forward.why_not_engine is not None,
             boundary=longrope_boundary(self.model),
@@ -222,7 +222,7 @@ class Planner:
             self.model,
             self._how,
             longest=longest,
-            rows_of=self._objective.longest_rows,
+            rows_of=self._objective.filler_rows,
             collate=collate,
             room=self._device.memory - self._device.reserve - resident,
             world_size=self._world_size,

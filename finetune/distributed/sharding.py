@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from finetune.distributed.device import Precision, convert_parameters, set_compute_dtype
+from finetune.engine.adapted import holds_nf4
 from finetune.engine.decoder import ENTER, bare_model
-from finetune.engine.quantized import holds_nf4
 from finetune.errors import ConfigError, LaunchError, ModelError, RunFailedError
 
 if TYPE_CHECKING:

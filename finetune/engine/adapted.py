@@ -11,12 +11,20 @@ import torch
 from torch import nn
 
 from finetune.engine.linear import Linear, draw_keep, linear
-from finetune.engine.quantized import holds_nf4, rounded_to_fp8
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GRADIENT_HOOK = "make_inputs_require_grads"
 """The hook of transformers' `enable_input_require_grads`. Only transformers' gradient checkpointing needs it."""
 _DORA = "DoraLinearVariant"
+
+
+def holds_nf4(module: Any) -> bool:
+    """Return whether a linear layer's weight is in a 4-bit format that `widened` can dequantize."""
+    if type(module).__name__ != "Linear4bit" or not type(module).__module__.startswith("bitsandbytes.nn"):
+        return False
+    state = getattr(module.weight, "quant_state", None)
+    # On some CPUs an evaluation packs the weights anew, for products of its own.
+    return getattr(state, "quant_type", None) == "nf4" and not getattr(state, "packing_format_for_cpu", False)
 
 
 def read_linear(module: Any, like: Any, *, num_padding: int = 0) -> Linear | nn.Module:
@@ -107,6 +115,8 @@ class Fp8Linear(torch.nn.Module):
     row_scale: torch.Tensor
 
     def __init__(self, layer: torch.nn.Linear) -> None:
+        from finetune.engine.quantized import rounded_to_fp8  # only for a base in fp8
+
         super().__init__()
         self.in_features, self.out_features = layer.in_features, layer.out_features
         values, scale = rounded_to_fp8(layer.weight.detach(), None)

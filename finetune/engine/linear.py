@@ -8,23 +8,27 @@ If it is exact and less work, the adapter is first added to the weight. Its forw
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from finetune.engine import norm
-from finetune.engine.products import LowRank, added, cast, plus_product, product, scaled_product, wide_type
-from finetune.engine.quantized import (
-    Rounded,
+from finetune.engine.products import (
+    LowRank,
+    added,
+    cast,
     full_shape,
-    input_gradient_in_fp8,
     is_in_4_bits,
-    product_in_fp8,
-    rounded_to_fp8,
-    transposed,
+    plus_product,
+    product,
+    scaled_product,
+    wide_type,
     widened,
 )
+
+if TYPE_CHECKING:
+    from finetune.engine.quantized import Rounded
 
 ALL_ROWS = slice(None)
 
@@ -204,9 +208,11 @@ def apply_linears(
 
     `rows` are the indices of x in the whole input, which dropout masks need. `residual` is added to the outputs.
     """
-    outputs, start = [], 0
-    in_fp8 = any(layer.row_scale is not None for layer in layers)
-    rounded = Rounded(*rounded_to_fp8(x, None)) if in_fp8 else None  # once for all layers
+    outputs, start, rounded = [], 0, None
+    if any(layer.row_scale is not None for layer in layers):
+        from finetune.engine.quantized import Rounded, rounded_to_fp8  # only for a base in fp8
+
+        rounded = Rounded(*rounded_to_fp8(x, None))  # once for all layers
     for layer in layers:
         own_residual = None if residual is None else residual[:, start : start + layer.width]
         outputs.append(_apply(x, layer.at_rows(rows), own_residual, rounded))
@@ -222,6 +228,8 @@ def _apply(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None, rounde
         left = product(dropped, cast(layer.lora_a, x.dtype))
         low_rank = LowRank(left, cast(layer.lora_b, x.dtype), layer.scale)
     if layer.row_scale is not None:
+        from finetune.engine.quantized import product_in_fp8
+
         y = product_in_fp8(x, layer.weight, layer.row_scale, rounded)
         return added(y, bias, residual, low_rank)
     return product(x, layer.weight.to(x.dtype), bias, residual, low_rank)
@@ -316,6 +324,8 @@ class _LayerGradients:
         weight, scales = self._folded.weight, self._folded.row_scale
         if scales is None:
             return product(dy, weight.to(dy.dtype).t(), residual=dx, low_rank=low_rank)
+        from finetune.engine.quantized import input_gradient_in_fp8, transposed
+
         if self._fp8_transposed is None:
             self._fp8_transposed = transposed(weight)
         return added(input_gradient_in_fp8(dy, self._fp8_transposed, scales), None, dx, low_rank)

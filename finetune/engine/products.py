@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +24,9 @@ _ONEDNN: Any = (
 )
 """On a Zen 4 core, oneDNN beats the MKL of `torch.mm` in fp32 by a tenth, and by half if one side is narrow."""
 
+
+FP8 = torch.float8_e4m3fn
+"""The type of weights in fp8 (`finetune.engine.quantized`)."""
 
 _FEW_ROWS, _WORTH_COMPILING = 16, 2**24
 """oneDNN compiles a kernel for each new shape, which takes longer than a product with fewer multiplications. Products
@@ -157,3 +161,29 @@ def cast(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if where not in _casts:
         _casts[where] = weight, weight.detach().to(dtype)  # as long as the weight is kept, nothing else lies there
     return _casts[where][1]
+
+
+def is_in_4_bits(weight: torch.Tensor) -> bool:
+    """Return whether a weight of `Linear` is in 4 bits."""
+    return getattr(weight, "quant_state", None) is not None
+
+
+def full_shape(weight: torch.Tensor) -> torch.Size:
+    """Return (out_features, in_features) of a weight in any form."""
+    shape: torch.Size = weight.quant_state.shape if is_in_4_bits(weight) else weight.shape  # type: ignore[attr-defined]
+    return shape
+
+
+def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return a weight as a plain tensor of this dtype; None: of the dtype that it had before quantization.
+
+    A quantization state with a method `widened(device)` provides the tensor itself.
+    """
+    if is_in_4_bits(weight):
+        state: Any = weight.quant_state  # type: ignore[attr-defined]
+        if hasattr(state, "widened"):
+            weight = state.widened(weight.device)
+        else:
+            bitsandbytes: Any = import_module("bitsandbytes.functional")
+            weight = bitsandbytes.dequantize_4bit(weight.data, state)
+    return weight if dtype is None else weight.to(dtype)

@@ -1,4 +1,4 @@
-"""Frozen weights in few bits: dequantize NF4 (Dettmers et al., 2023, arXiv:2305.14314), and multiply in fp8.
+"""Frozen weights in few bits: twins of weights in NF4 (Dettmers et al., 2023, arXiv:2305.14314), and products in fp8.
 
 Products in fp8 (Micikevicius et al., 2022, arXiv:2209.05433) are those of torch's `_scaled_mm` alone. All factors are
 e4m3 with a scale for each row. e4m3 has 3 bits of mantissa, so it rounds by at most 2^-4 of a value. e5m2 has a wider
@@ -12,19 +12,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 
 from finetune.engine.fused import fused
+from finetune.engine.products import FP8, full_shape, is_in_4_bits
 from finetune.errors import first_line
 from finetune.units import ceil_div
 
 _BLOCK, _BLOCK_OF_SCALES = 64, 256
 """The weights that share a scale, and the scales that share one in turn: section 3 of the paper, and bitsandbytes."""
-FP8 = torch.float8_e4m3fn
 ROUNDING = 2.0**-4
 """The largest relative error of a value that is rounded to e4m3."""
 MULTIPLE = 16
@@ -33,41 +32,6 @@ _LARGEST = 448.0
 _SMALLEST_SCALE = 2.0**-126
 """For rows of zeros. Smaller scales would not be normal numbers in fp32."""
 _FIRST_CAPABILITY = (9, 0)
-
-
-def holds_nf4(module: Any) -> bool:
-    """Return whether a linear layer's weight is in a 4-bit format that `widened` can dequantize."""
-    if type(module).__name__ != "Linear4bit" or not type(module).__module__.startswith("bitsandbytes.nn"):
-        return False
-    state = getattr(module.weight, "quant_state", None)
-    # On some CPUs an evaluation packs the weights anew, for products of its own.
-    return getattr(state, "quant_type", None) == "nf4" and not getattr(state, "packing_format_for_cpu", False)
-
-
-def is_in_4_bits(weight: torch.Tensor) -> bool:
-    """Return whether a weight of `Linear` is in 4 bits."""
-    return getattr(weight, "quant_state", None) is not None
-
-
-def full_shape(weight: torch.Tensor) -> torch.Size:
-    """Return (out_features, in_features) of a weight in any form."""
-    shape: torch.Size = weight.quant_state.shape if is_in_4_bits(weight) else weight.shape  # type: ignore[attr-defined]
-    return shape
-
-
-def widened(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a weight as a plain tensor of this dtype; None: of the dtype that it had before quantization.
-
-    A quantization state with a method `widened(device)` provides the tensor itself.
-    """
-    if is_in_4_bits(weight):
-        state: Any = weight.quant_state  # type: ignore[attr-defined]
-        if hasattr(state, "widened"):
-            weight = state.widened(weight.device)
-        else:
-            bitsandbytes: Any = import_module("bitsandbytes.functional")
-            weight = bitsandbytes.dequantize_4bit(weight.data, state)
-    return weight if dtype is None else weight.to(dtype)
 
 
 def widened_bytes(weight: torch.Tensor) -> int:

@@ -15,8 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from finetune.data.batches import derived_seed
 from finetune.engine.fused import replays_answers, switch_replays
 from finetune.engine.kv_cache import STEPS_OF_BLOCK, BlockOfTokens, CachedDecoder, SteppedDecoder
-from finetune.engine.products import unchanged_weights
-from finetune.engine.quantized import FP8, is_in_4_bits
+from finetune.engine.products import FP8, is_in_4_bits, unchanged_weights
 from finetune.engine.reference import in_float64
 from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.errors import DataError

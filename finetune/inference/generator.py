@@ -15,8 +15,9 @@ from finetune.inference.finished_run import FinishedRun, load_finished_run
 from finetune.logs import importing
 
 if TYPE_CHECKING:
+    from finetune.data.examples import Opening
     from finetune.distributed.runtime import Runtime
-    from finetune.inference.prompts import Opening, Prompt
+    from finetune.inference.prompts import Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -114,9 +115,10 @@ class Generator:
     @cached_property
     def opening(self) -> Opening:
         """The system turn and the tools of a conversation that has none of its own."""
+        from finetune.data.examples import Opening
         from finetune.data.turns import Dialogue
         from finetune.data.values import quote
-        from finetune.inference.prompts import Opening, usual_opening
+        from finetune.inference.prompts import usual_opening
 
         config, system, tools = self._run.config, self._settings.system, self._settings.tools
         usual = Opening()

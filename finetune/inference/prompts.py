@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.config_files import resolve_shipped
 from finetune.config.schema import name_files
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
+from finetune.data.examples import Opening, read_opening
 from finetune.data.formats import FORMATS, FORMATS_OF, Example, Reads, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line, suffix_of
 from finetune.data.rows import RowProblems
@@ -21,15 +20,11 @@ from finetune.data.turns import Dialogue, Turn, parse_tools, text_turn
 from finetune.data.values import BadRowError, parse_text, quote
 from finetune.errors import DataError
 from finetune.inference.answers import answer_text
-from finetune.logs import warnings_only
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection
 
 _log = logging.getLogger(__name__)
-_ROWS_LOOKED_AT = 100
-_SHARE_WITH_TOOLS = 0.1
-"""Tools are offered if at least this share of the rows has some."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +48,6 @@ class Prompt:
     def shown(self) -> str:
         """The text of the last turn."""
         return str(self.messages[-1]["content"]) if self.messages else self.text
-
-
-class Opening(NamedTuple):
-    """The system turn and the tools, as JSON text, that a conversation opens with."""
-
-    system: str | None = None
-    tools: str = ""
-    num_with_system: int = 0
-    num_with_tools: int = 0
-    num_rows: int = 0
-    """Of the training rows that were looked at, the number with this system turn, with any tools, and of all."""
 
 
 def user_prompt(text: str, source: str) -> Prompt:
@@ -154,28 +138,6 @@ def read_tools(path: Path) -> str:
         raise DataError(f"--tools: {error}.") from None
 
 
-def read_opening(section: DataSection, reads: Reads = "answers") -> Opening:
-    """Read the most frequent tools and system turn of the first training rows: like them, prompts work best.
-
-    Raises:
-        DataError: the rows cannot be read.
-    """
-    from finetune.data.examples import load_examples
-
-    # Splits of so few rows could leave none for training.
-    few_rows = {"max_rows": _ROWS_LOOKED_AT, "validation": None, "test": None}
-    mixture = [{key: value for key, value in source.items() if key not in few_rows} for source in section.mixture]
-    with warnings_only("finetune.data"):  # training has said all about these rows
-        rows = load_examples(section.model_copy(update={**few_rows, "mixture": mixture}), reads).train
-        openings = [(_system_of(row), row.tools) for row in islice(rows, _ROWS_LOOKED_AT)]
-    offers = Counter(tools for _, tools in openings if tools)
-    is_offered = offers and offers.total() >= _SHARE_WITH_TOOLS * len(openings)
-    tools = offers.most_common(1)[0][0] if is_offered else ""
-    [(system, _)] = Counter(system for system, offered in openings if offered == tools).most_common(1)
-    num_with_system = sum(system == other for other, _ in openings)
-    return Opening(system, tools, num_with_system, offers.total(), len(openings))
-
-
 def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapping[str, Any] | None = None) -> Opening:
     """Return the system turn and the tools of a conversation that has none: those that the run recorded, or read them.
 
@@ -264,8 +226,3 @@ def _prompt_of(raw: RawRow, place: str) -> Prompt:
 
 def _open_prompt(text: str, place: str, *, expected: str | None = None) -> Prompt:
     return Prompt(source=place, messages=(text_turn("user", text),), expected=expected, is_open=True)
-
-
-def _system_of(row: Example) -> str | None:
-    has_one = bool(row.messages) and row.messages[0]["role"] in ("system", "developer")
-    return row.messages[0]["content"] or None if has_one else None

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from finetune.engine.adapted import holds_nf4
 from finetune.engine.decoder import OFFLOADS, bare_model
-from finetune.engine.quantized import full_shape, holds_nf4
+from finetune.engine.products import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
 from finetune.model.unsupported import (

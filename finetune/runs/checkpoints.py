@@ -92,7 +92,7 @@ class DiskNeed(NamedTuple):
     model: int
     """The weights in one checkpoint: the adapter, or the whole model."""
     optimizer: int | None
-    """The optimizer's state in one checkpoint; None if it is unknown before the first step."""
+    """The optimizer's state in one checkpoint; None if it cannot be predicted."""
     at_once: int
     """The most checkpoints on disk at one time, including the one being written."""
     free: int
@@ -117,16 +117,13 @@ class DiskNeed(NamedTuple):
         )
 
 
-def disk_need(folder: RunFolder, snapshot: Snapshot, *, optimizer_state: int | None, at_once: int) -> DiskNeed:
-    """Predict the size of `at_once` checkpoints like this one.
-
-    `optimizer_state` has the bytes of the optimizer's state after a step, for a snapshot from before the first one.
-    """
+def disk_need(folder: RunFolder, snapshot: Snapshot, *, at_once: int) -> DiskNeed:
+    """Return the size of `at_once` checkpoints like this one, which was taken after a step."""
     optimizer = snapshot.files.get(OPTIMIZER_FILE)
     optimizer_bytes = optimizer.num_bytes if isinstance(optimizer, TensorFile) else 0
     return DiskNeed(
         snapshot.num_bytes - optimizer_bytes,
-        optimizer_bytes or optimizer_state,
+        optimizer_bytes,
         at_once,
         free=shutil.disk_usage(folder.path).free,
     )

@@ -14,7 +14,6 @@ from finetune.config.objectives import OBJECTIVES, SECTIONS
 from finetune.data.examples import check_local_rows, missing_here
 from finetune.errors import NO_GRADIENT, ConfigError, DataError, ModelError, RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
-from finetune.inference.prompts import read_general_prompts
 from finetune.model.from_hub import Part, has_to_use_cache, locate, missing_from_cache, repository_of
 from finetune.runs.state import TrainerState
 from finetune.units import counted, name_first
@@ -110,10 +109,13 @@ def check_objective(config: Config) -> None:
 def check_paths(config: Config) -> None:
     """Raise DataError or ModelError for files and folders that do not exist, all in one. The hub is not asked."""
     problems = missing_here(config.data)
-    try:
-        read_general_prompts(config.testing.general_prompts)
-    except DataError as error:
-        problems.append(str(error))
+    if config.origin("testing.general_prompts") != "default":
+        from finetune.inference.prompts import read_general_prompts
+
+        try:
+            read_general_prompts(config.testing.general_prompts)
+        except DataError as error:
+            problems.append(str(error))
     try:
         list(_parts_at_hub(config.model, needs_weights=True))
     except ModelError as error:

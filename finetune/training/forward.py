@@ -18,7 +18,9 @@ from finetune.fallbacks import Fallback
 
 if TYPE_CHECKING:
     from finetune.config.schema import TrainingSection
+    from finetune.distributed.gradients import LossFunction
     from finetune.distributed.runtime import Runtime
+    from finetune.engine.loss import Choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,27 @@ class Forward:
     """Why rows are padded for the model's own forward; None if the engine computes packed rows."""
     called_layers: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Names of the linear layers that the engine calls as PEFT made them, by reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computation:
+    """How a run computes a step, as far as memory depends on it.
+
+    Attributes:
+        loss_of: the loss of the run, given how the engine computes packed rows.
+        device_type: the type of device to predict for: cpu or cuda.
+        dtype: the type in which the run computes.
+        is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
+        accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
+        learns: there is a backward pass. Without one, the forward pass runs in evaluation mode, as in a validation.
+    """
+
+    loss_of: Callable[[Choices], LossFunction]
+    device_type: str
+    dtype: torch.dtype = torch.float32
+    is_fused: bool = False
+    accumulates: bool = True
+    learns: bool = True
 
 
 def choose_forward(

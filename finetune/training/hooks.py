@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
-from finetune.inference.answers import METRICS, Metric, fingerprint_functions
 from finetune.signals import Terminated
 from finetune.training.validation import LOSS
 
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
     from finetune.engine.loss import GivenLoss
+    from finetune.inference.answers import Metric
 
 _log = logging.getLogger(__name__)
 CALLBACKS = ("on_step", "on_validation", "on_save", "on_end")
@@ -112,9 +112,11 @@ class Hooks:
                 f"{argument} is given, but training.objective is {config.training.objective}. A script's own "
                 f"{argument} applies to the objective sft only. Remove one of the two."
             )
-        reserved = sorted({LOSS, *METRICS} & self.metrics.keys())
-        if reserved:
-            raise ConfigError(f"metrics has {reserved[0]}, which is a metric of finetune. Choose another name.")
+        if self.metrics:
+            from finetune.inference.answers import METRICS
+
+            if reserved := sorted({LOSS, *METRICS} & self.metrics.keys()):
+                raise ConfigError(f"metrics has {reserved[0]}, which is a metric of finetune. Choose another name.")
         for callback in self.callbacks:
             _check_callback(callback)
 
@@ -150,8 +152,13 @@ class Hooks:
             "reward.functions": (config.reward.functions, config.reward.functions_from),
             "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
         }
-        of_keys = {key: fingerprint_functions(*named) for key, named in sources.items()}
-        return of_script | {key: value for key, value in of_keys.items() if value}
+        for key, (names, allowed_modules) in sources.items():
+            if allowed_modules:
+                from finetune.inference.answers import fingerprint_functions
+
+                if value := fingerprint_functions(names, allowed_modules):
+                    of_script[key] = value
+        return of_script
 
     def as_record(self, config: Config, model: Any) -> dict[str, Any]:
         """Return the names of the given code, and of the classes of a given model. Empty if nothing is given."""

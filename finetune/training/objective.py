@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.batches import Collate, EvaluationLoader
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.encoded import EncodedExamples, EncodedSplits, filler_rows
 from finetune.data.examples import load_examples
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices
 from finetune.errors import ConfigError
 from finetune.inference.losses import SplitLosses
 from finetune.runs.model_files import load_model
-from finetune.training.memory.forecast import longest_rows
 from finetune.training.reporting.run_warnings import RunWarnings
 
 if TYPE_CHECKING:
@@ -121,9 +120,9 @@ class Objective:
         """Return the tokens of the longest row of a micro-batch."""
         return int(splits.train.lengths.max())
 
-    def longest_rows(self, number: int, length: int) -> Any:
+    def filler_rows(self, number: int, length: int) -> Any:
         """Make so many examples of this length, that carry loss throughout and have nothing in common."""
-        return longest_rows(number, length)
+        return filler_rows(number, length)
 
     def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
         """Return the loaders of the run, given those of its rows."""

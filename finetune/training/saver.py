@@ -23,10 +23,8 @@ from finetune.runs.state import TrainerState
 from finetune.runs.tensors import is_sharded
 from finetune.runs.verification import verify_checkpoint, verify_published
 from finetune.training.cadence import Cadence
-from finetune.training.memory.forecast import optimizer_need
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import CheckpointSection
@@ -199,20 +197,10 @@ class _Writer(threading.Thread):
             raise RunFailedError(f"step {self.snapshot.step} is not saved: the run was stopped at once")
 
 
-def log_disk_need(
-    folder: RunFolder,
-    snapshot: Snapshot,
-    optimizer: torch.optim.Optimizer,
-    cadence: Cadence,
-    *,
-    keep: int,
-    has_best: bool,
-) -> None:
-    """Log the size of a run's checkpoints before its first step, and warn where they do not fit."""
+def log_disk_need(folder: RunFolder, snapshot: Snapshot, cadence: Cadence, *, keep: int, has_best: bool) -> None:
+    """Log the size of a run's checkpoints after a step, when the optimizer has its state. Warn if they do not fit."""
     at_once = cadence.most_checkpoints(keep=keep, has_best=has_best)
-    inner = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it
-    known = optimizer_need(inner, device_type="cpu")
-    need = disk_need(folder, snapshot, optimizer_state=known and known.state, at_once=at_once)
+    need = disk_need(folder, snapshot, at_once=at_once)
     _log.info("disk: %s", need)
     used_bytes = sum(path.lstat().st_size for path in folder.checkpoints.rglob("*"))
     if need.total > need.free + used_bytes:

@@ -16,7 +16,6 @@ from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
 from finetune.fallbacks import Fallback
-from finetune.inference.decoding import agree_on_replays
 from finetune.model.base import add_embedding_noise, checkpoint_gradients, states_in_4_bits
 from finetune.model.lora import fingerprint_base, without_adapter
 from finetune.model.tokens import set_stop_and_pad_ids
@@ -25,12 +24,10 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_fp8, check_objective, named_splits, raw_digests
-from finetune.training.forward import Forward, agree_on_forward
+from finetune.training.forward import Computation, Forward, agree_on_forward
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
-from finetune.training.memory.forecast import copy_without_data
-from finetune.training.memory.tracing import Computation
 from finetune.training.objective import Objective, Setup, objective_of
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import (
@@ -107,11 +104,16 @@ def set_up(
     collate = objective.collate(forward.collate)
     measured, states = model, states_in_4_bits(model)
     if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
+        from finetune.training.memory.forecast import copy_without_data
+
         measured = copy_without_data(model)
         convert_weights(measured, runtime.precision)
         runtime.placement.shard(model)
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
-    agree_on_replays(runtime, config.training, model)
+    if config.training.graphs is True:
+        from finetune.inference.decoding import agree_on_replays
+
+        agree_on_replays(runtime, config.training, model)
     setup = Setup(
         runtime=runtime,
         config=config,
@@ -157,7 +159,7 @@ def _choose_memory(
         measured,
         how,
         longest=objective.longest_row(splits),
-        rows_of=objective.longest_rows,
+        rows_of=objective.filler_rows,
         collate=collate,
         recorded=None if journal is None else journal.recorded_memory(),
     )

@@ -12,9 +12,7 @@ from finetune.distributed.environment import read_environment
 from finetune.distributed.launch import launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError
-from finetune.inference.answers import Metric
 from finetune.inference.losses import LossSums
-from finetune.inference.scores import Evaluation
 from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora
 from finetune.model.tokens import build_run_tokenizer
@@ -31,6 +29,8 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.engine.loss import GivenLoss
+    from finetune.inference.answers import Metric
+    from finetune.inference.scores import Evaluation
 
 
 class TrainResult(NamedTuple):

@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, TrainLoader
-from finetune.data.examples import is_all_here
+from finetune.data.examples import is_all_here, read_opening
 from finetune.distributed.gradients import LossFunction
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
-from finetune.inference.evaluation import run_test_phase
-from finetune.inference.forgetting import measure_forgetting
 from finetune.inference.losses import LossSums, SplitLosses
-from finetune.inference.prompts import read_opening
-from finetune.inference.scores import Evaluation, show_evaluation
 from finetune.model.base import longrope_boundary
-from finetune.runs.checkpoints import load_checkpoint, take_snapshot
+from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.model_files import LoadedRun, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
@@ -39,7 +35,7 @@ from finetune.training.optim import build_optimizer, restore_trained_weights, wa
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import preempted_in_test, preempted_in_training, renumbered_in_epoch
-from finetune.training.saver import log_disk_need, publish_best
+from finetune.training.saver import publish_best
 from finetune.training.setup import set_up
 from finetune.training.step import LossScale
 from finetune.training.training_run import TrainingRun
@@ -50,6 +46,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.inference.scores import Evaluation
     from finetune.training.objective import AnySplits
     from finetune.training.profiling import StepProfiler
 
@@ -167,7 +164,7 @@ class Trainer:
         optimizer = runtime.placement.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = renumbered_in_epoch(self._resume(optimizer), cadence.steps_per_epoch)
         setup.objective.start(setup, train_loader, state)
-        self._begin(train_loader, state, cadence, optimizer)
+        self._begin(train_loader, state, cadence)
 
         self.model.train()
         with self._profiler(state, cadence) as profiler:
@@ -220,16 +217,12 @@ class Trainer:
         warn_of_long_warmup(config.optim, cadence.num_steps)
         return cadence
 
-    def _begin(
-        self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence, optimizer: torch.optim.Optimizer
-    ) -> None:
+    def _begin(self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence) -> None:
         """Show what will be trained, and start the journal. Collective."""
         if self.runtime.is_main_process:
             counts = {"first_step": state.step, "num_steps": cadence.num_steps}
             show_summary(self.runtime, self.config, self.model, self.splits, train_loader.rule, **counts)
-        self._setup.on_main(
-            lambda journal: self._start_journal(journal, state, cadence, optimizer), "starting the journal"
-        )
+        self._setup.on_main(lambda journal: self._start_journal(journal, state, cadence), "starting the journal")
         if 0 < cadence.num_steps <= state.step:
             _log.info("the run is complete, with step %d of %d: nothing is trained", state.step, cadence.num_steps)
         else:
@@ -251,6 +244,10 @@ class Trainer:
         self.runtime.liveness.enter_phase("testing", timed=not is_alone and test_loader is not None)
         if test_loader is None or (is_alone and self.journal is None):
             return None
+        from finetune.inference.evaluation import run_test_phase
+        from finetune.inference.forgetting import measure_forgetting
+        from finetune.inference.scores import show_evaluation
+
         self.runtime.collectives.synchronize("the test phase")
         with preempted_in_test(self.runtime):
             _log.info("Starting testing phase...")
@@ -296,9 +293,6 @@ class Trainer:
         """Measure this rank's validation rows; cut short if a rank was preempted. Collective."""
         return self._setup.objective.measure(self._setup, loader)
 
-    def _fresh_state(self) -> TrainerState:
-        return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
-
     def _resume(self, optimizer: torch.optim.Optimizer) -> TrainerState:
         """Load the newest valid checkpoint on every rank and return its state, or a new state if there is none."""
         checkpoint: Path | None = None
@@ -306,9 +300,8 @@ class Trainer:
             if self.journal is not None and self.config.resume == "auto":
                 checkpoint = newest_valid(self.journal.folder)
         path = self.runtime.collectives.broadcast_from_main(str(checkpoint) if checkpoint else None)
-        state = self._fresh_state()
         if path is None:
-            return state
+            return TrainerState(world_size=self.runtime.world_size, global_batch_size=self.global_batch_size)
         with self.runtime.collectives.failing_together("resuming"):
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
             restore_trained_weights(optimizer)
@@ -316,12 +309,7 @@ class Trainer:
         state = without_other_criteria(state, Criteria.of(self.config))
         return replace(state, world_size=self.runtime.world_size)  # the processes that continue it
 
-    def _start_journal(
-        self, journal: Journal, state: TrainerState, cadence: Cadence, optimizer: torch.optim.Optimizer
-    ) -> None:
-        snapshot = take_snapshot(journal.folder, model=self.model, optimizer=optimizer, state=self._fresh_state())
-        keep, has_best = self.config.checkpoint.save_total_limit, self.splits.validation is not None
-        log_disk_need(journal.folder, snapshot, optimizer, cadence, keep=keep, has_best=has_best)
+    def _start_journal(self, journal: Journal, state: TrainerState, cadence: Cadence) -> None:
         opening = None
         with suppress(ConfigError, DataError):  # a script may train on rows that its configuration does not name
             reads = self.config.objective.reads

@@ -16,10 +16,9 @@ from finetune.engine.loss import BY_DEVICE
 from finetune.engine.microbatch import Microbatch
 from finetune.errors import FinetuneError, RunFailedError
 from finetune.fallbacks import Fallback
-from finetune.inference.evaluation import Dialogues, measure_answers
 from finetune.inference.losses import LossSums
 from finetune.logs import waiting
-from finetune.runs.checkpoints import take_snapshot
+from finetune.runs.checkpoints import Snapshot, take_snapshot
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
@@ -28,13 +27,16 @@ from finetune.training.loaders import TrainRows, log_cut_examples, log_microbatc
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.training.objective import Setup
 from finetune.training.optim import averaged_weights
+from finetune.training.saver import log_disk_need
 from finetune.training.step import LossScale, StepResult, StepSettings, StepTooLargeError, train_step
 from finetune.training.validation import Validated, answered_rows
 
 if TYPE_CHECKING:
     import torch
 
+    from finetune.inference.evaluation import Dialogues
     from finetune.training.profiling import StepProfiler
+    from finetune.training.reporting.journal import Journal
 
 _log = logging.getLogger(__name__)
 
@@ -149,6 +151,8 @@ class TrainingRun:
         spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
         _log.info("Validation: loss=%.3f%s", sums.loss, spread)
         if setup.metrics:
+            from finetune.inference.evaluation import measure_answers
+
             self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
             of_answers = measure_answers(
                 self._runtime,
@@ -186,13 +190,12 @@ class TrainingRun:
         runtime, folder = self._runtime, self._setup.folder
         runtime.liveness.enter_phase("saving", state.step)
         _log.info("Saving checkpoint %s at epoch %d", folder.checkpoint(state.step).name, self.epoch)
-        take = partial(take_snapshot, folder, model=self._setup.model, optimizer=self._optimizer, state=state)
         during = f"saving step {state.step}"
         if not runtime.placement.shards_trained:
-            self._setup.on_main(lambda journal: journal.save(take(), best=state.best_step), during)
+            self._setup.on_main(lambda journal: journal.save(self._snapshot(state), best=state.best_step), during)
             return
         with runtime.collectives.failing_together(during):
-            snapshot = take()
+            snapshot = self._snapshot(state)
             snapshot.refuse_not_finite()
         with (
             runtime.collectives.failing_together(during),
@@ -201,9 +204,15 @@ class TrainingRun:
             if self._setup.journal is not None:
                 self._setup.journal.save(snapshot.read_by(read_full), best=state.best_step)
 
+    def _snapshot(self, state: TrainerState) -> Snapshot:
+        setup = self._setup
+        return take_snapshot(setup.folder, model=setup.model, optimizer=self._optimizer, state=state)
+
     def report(self, state: TrainerState, result: StepResult) -> None:
         """Record the step, and after the last profiled step the profile. Refuse weights that do not train."""
         if not result.is_skipped:
+            if math.isnan(self.last_loss):  # the optimizer has its state from now on
+                self._setup.on_main(partial(self._log_disk_need, state), "predicting the size of checkpoints")
             self.last_loss = result.loss
         journal = self._setup.journal
         if journal is not None:
@@ -218,6 +227,10 @@ class TrainingRun:
         if profile is not None and journal is not None:
             journal.profile(profile)
         self.callbacks.call("on_step", result._replace(metrics=MappingProxyType(dict(result.metrics))))
+
+    def _log_disk_need(self, state: TrainerState, journal: Journal) -> None:
+        keep, has_best = self._config.checkpoint.save_total_limit, self._setup.splits.validation is not None
+        log_disk_need(journal.folder, self._snapshot(state), self._cadence, keep=keep, has_best=has_best)
 
     def agree_to_stop(self, is_exhausted: bool) -> bool:
         """Return rank 0's argument on every rank."""
@@ -276,5 +289,7 @@ class TrainingRun:
     @cached_property
     def _sample(self) -> Dialogues:
         """The rows that validations answer."""
+        from finetune.inference.evaluation import Dialogues
+
         assert self._setup.splits.validation is not None
         return Dialogues(answered_rows(self._config, self._setup.splits.validation), self._setup.tokenizer)

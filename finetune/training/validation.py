@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.keys import did_you_mean
 from finetune.data.splits import shuffled
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answers import METRICS, Metric, resolve_functions
 from finetune.runs.metrics import sign_of, subset_key
 from finetune.runs.state import TrainerState
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.data.encoded import EncodedExamples
+    from finetune.inference.answers import Metric
 
 _log = logging.getLogger(__name__)
 LOSS = "loss"
@@ -143,8 +143,12 @@ def check_metrics(
             f"training.objective={config.training.objective} have no expected answer. Remove it; early_stopping.metric "
             f"and checkpoint.best_metric may be {' or '.join(each for each in _HIGHER_IS_BETTER if each in measured)}."
         )
-    metrics = resolve_functions(names, METRICS, config.validation.metrics_from, asked_by="validation.metrics")
-    metrics |= given
+    metrics = dict(given)
+    if names:
+        from finetune.inference.answers import METRICS, resolve_functions
+
+        named = resolve_functions(names, METRICS, config.validation.metrics_from, asked_by="validation.metrics")
+        metrics = named | metrics
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
     may_have_subsets = config.objective.learns_answers and (config.validation.by or len(config.data.mixture) > 1)
     later = known if in_subsets is None and may_have_subsets else ()
@@ -154,6 +158,8 @@ def check_metrics(
         ("checkpoint.best_metric", config.checkpoint.best_metric),
     ):
         if name not in known and not ("/" in name and name.partition("/")[0] in later):
+            from finetune.inference.answers import METRICS
+
             advice = (
                 f"Add validation.metrics={name}." if name in METRICS and not measured else did_you_mean(name, known)
             )

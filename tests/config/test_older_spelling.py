@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from finetune.config.compose import compose, config_from_dict, config_from_record
-from finetune.config.older_spelling import ADDED, ALIASES, REMOVED, RENAMED, TABLE
+from finetune.config.older_spelling import ADDED, REMOVED, RENAMED, TABLE
 from finetune.config.render import resolved_yaml
-from finetune.config.schema import Config
+from finetune.config.schema import ALIASES, Config
 from finetune.errors import ConfigError
 
 SAME = "an older spelling of"

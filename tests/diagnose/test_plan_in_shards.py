@@ -20,8 +20,8 @@ from finetune.engine.loss import summed_cross_entropy
 from finetune.model.base import build_base_model
 from finetune.model.lora import attach_adapter
 from finetune.model.targets import resolve_targets
+from finetune.training.forward import Computation
 from finetune.training.memory.forecast import Shards, Weights, forecast_step, optimizer_need
-from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 
 WIDE = {

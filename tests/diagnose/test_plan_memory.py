@@ -19,8 +19,8 @@ from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
+from finetune.training.forward import Computation
 from finetune.training.memory.forecast import OptimizerNeed, forecast_step, optimizer_need
-from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from finetune.training.preferences.losses import PreferenceLoss
 from finetune.training.preferences.microbatches import put_pairs_together, summed_preferences

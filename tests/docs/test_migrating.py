@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import sys
 
-from finetune.config.older_spelling import ALIASES, REMOVED, RENAMED, TABLE
+from finetune.config.older_spelling import REMOVED, RENAMED, TABLE
 from finetune.config.other_tools import KEYS, SENTENCES
+from finetune.config.schema import ALIASES
 from tests.docs.pages import DOCS, marked_blocks
 from tests.in_process import run_finetune
 

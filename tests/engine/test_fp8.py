@@ -11,8 +11,8 @@ from torch.nn import functional
 from finetune.engine import quantized
 from finetune.engine.adapted import Fp8Linear
 from finetune.engine.linear import Linear, linear
+from finetune.engine.products import FP8
 from finetune.engine.quantized import (
-    FP8,
     MULTIPLE,
     ROUNDING,
     input_gradient_in_fp8,

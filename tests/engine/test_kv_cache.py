@@ -17,8 +17,7 @@ from finetune.engine.fused import replayed_or_not, replays_answers
 from finetune.engine.kv_cache import STEPS_OF_BLOCK, CachedDecoder, SteppedDecoder, _Cache
 from finetune.engine.layout import pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
-from finetune.engine.products import unchanged_weights
-from finetune.engine.quantized import FP8
+from finetune.engine.products import FP8, unchanged_weights
 from finetune.inference.decoding import (
     Decoding,
     Draw,

@@ -17,8 +17,8 @@ from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import attach_adapter
 from finetune.model.targets import resolve_targets
+from finetune.training.forward import Computation
 from finetune.training.memory.forecast import forecast_step, optimizer_need
-from finetune.training.memory.tracing import Computation
 from finetune.training.optim import build_optimizer
 from tests.diagnose.measured import held_by, peak_of
 from tests.tiny_models import tiny_phi3_config

@@ -12,9 +12,10 @@ import torch
 from finetune import load_config
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.distributed.device import DTYPES, Precision, convert_weights
+from finetune.engine.adapted import holds_nf4
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.quantized import holds_nf4, widened
+from finetune.engine.products import widened
 from finetune.engine.supported import called_layers
 from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora

@@ -15,7 +15,6 @@ from finetune.inference.finished_run import find_run, read_finished_run
 from finetune.inference.prompts import read_general_prompts
 from finetune.report.page import _verdict
 from finetune.runs.recorded_run import RecordedRun
-from finetune.training import trainer
 from tests.inference.conftest import train
 
 pytestmark = pytest.mark.slow
@@ -43,11 +42,11 @@ def runs(tmp_path_factory, prompts):
     found = {"full": full}
     with pytest.MonkeyPatch.context() as patch:
         for name, rate, limit in (("gentle", "1e-4", 0.0), ("hard", "0.3", math.inf)):
-            measure = trainer.measure_forgetting
+            measure = forgetting.measure_forgetting
             limited = lambda *words, _measure=measure, _limit=limit, **options: _measure(  # noqa: E731
                 *words, **{**options, "max_seconds": _limit}
             )
-            patch.setattr(trainer, "measure_forgetting", limited)
+            patch.setattr(forgetting, "measure_forgetting", limited)
             words = [f"model.path={base}", "model.init=pretrained", own, FEW]
             found[name] = train(folder / name, *words, f"optim.learning_rate={rate}")
             patch.undo()

@@ -5,14 +5,13 @@ import logging
 import pytest
 
 from finetune.config.schema import DataSection
+from finetune.data.examples import Opening, read_opening
 from finetune.data.templates import AnswerTokens
 from finetune.errors import DataError
 from finetune.inference.prompts import (
-    Opening,
     Prompt,
     encode_prompt,
     read_json_lines,
-    read_opening,
     read_prompts_file,
     read_tools,
     user_prompt,

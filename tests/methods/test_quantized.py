@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from finetune import add_lora, encode_examples, load_config, load_examples
 from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
+from finetune.data.encoded import filler_rows
 from finetune.diagnose.plan_devices import read_device
 from finetune.diagnose.planner import Planner
 from finetune.distributed.device import convert_weights
+from finetune.engine.adapted import holds_nf4
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
-from finetune.engine.products import unchanged_weights
-from finetune.engine.quantized import _state_tensors, holds_nf4, widened
+from finetune.engine.products import unchanged_weights, widened
+from finetune.engine.quantized import _state_tensors
 from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
 from finetune.model.base import build_base_model, count_parameters, states_in_4_bits
@@ -30,6 +32,7 @@ from finetune.model.quantized import (
     refuse_where_quantizing_is_impossible,
     weights_from_disk,
 )
+from finetune.training.forward import Computation
 from finetune.training.memory.choice import MOST_TOKENS
 from finetune.training.memory.forecast import (
     WHOLE,
@@ -37,9 +40,7 @@ from finetune.training.memory.forecast import (
     Weights,
     copy_without_data,
     forecast_step,
-    longest_rows,
 )
-from finetune.training.memory.tracing import Computation
 from tests.curves import Case
 from tests.diagnose.measured import peak_of
 from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same_bytes, train_both_ways
@@ -243,7 +244,7 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 500}
     build_tiny(tiny_phi3_config(**sizes)).save_pretrained(tmp_path)
     model = add_lora(load_on_cpu(ModelSection(path=str(tmp_path))), LoraSection(r=4)).train()
-    rows = longest_rows(20, 40)
+    rows = filler_rows(20, 40)
     packed = packer(share_prefixes=True)([rows[index] for index in range(20)])
 
     def step():

@@ -14,25 +14,32 @@ import torch
 from finetune.config.compose import load_config
 from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import loader_keys_on, packer, pad
+from finetune.data.encoded import filler_rows
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.runs.folder import RunFolder
+from finetune.training.forward import Computation
 from finetune.training.memory import choice as memory_choice
+from finetune.training.memory import forecast as memory_forecast
 from finetune.training.memory.choice import (
     ENOUGH_TOKENS,
     MOST_TOKENS,
     Decision,
     MemoryChoice,
     Need,
-    Size,
     choose,
     decide,
     free_memory,
 )
-from finetune.training.memory.forecast import OptimizerNeed, forecast_step, longest_rows, optimizer_need
-from finetune.training.memory.tracing import Computation
+from finetune.training.memory.forecast import (
+    OptimizerNeed,
+    Size,
+    copy_without_data,
+    forecast_step,
+    optimizer_need,
+)
 from finetune.training.optim import build_optimizer
 from finetune.training.supervised import Supervised
 from tests.in_process import Ended, run_script
@@ -109,9 +116,9 @@ def choice_of(config: Config, *, device_type: str, room: int, model: Any = None,
 def bytes_of_step(
     model: Any, num_rows: int, length: int, *, collate: Any = None, device_type: str = "cpu", optimizer: Any = None
 ) -> int:
-    rows = longest_rows(num_rows, length)
+    rows = filler_rows(num_rows, length)
     microbatch = (collate or packer(share_prefixes=True))([rows[index] for index in range(num_rows)])
-    copy = memory_choice.copy_without_data(model)
+    copy = copy_without_data(model)
     peak = forecast_step(copy, microbatch, computation_on(device_type)).peak(optimizer or OptimizerNeed(0, 0))
     return peak.total - peak.parts["weights"] - peak.parts["adapter"]
 
@@ -171,12 +178,12 @@ def test_what_surely_fits_does_so_for_a_few_tokens_too(method: str, vocabulary: 
     sizes = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": vocabulary}
     base = build_tiny(tiny_phi3_config(**sizes))
     model: Any = add_lora(base, LoraSection(r=2, dora=True)) if method == "DoRA" else base
-    need = optimizer_need(build_optimizer(memory_choice.copy_without_data(model), config_of().optim), device_type="cpu")
+    need = optimizer_need(build_optimizer(copy_without_data(model), config_of().optim), device_type="cpu")
     assert bytes_of_step(model, 1, 4, optimizer=need) < memory_choice._bound(model, rows=1, length=4)
 
 
 def test_a_small_model_on_a_cpu_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_choice, "forecast_step", None)
+    monkeypatch.setattr(memory_forecast, "forecast_step", None)
     choice = choice_of(config_of(), device_type="cpu", room=10**10)
     assert (choice.gradient_checkpointing, choice.max_rows, choice.max_tokens) == (False, 8, None)
     assert "10 GB that are free" in str(choice)
@@ -218,7 +225,7 @@ def test_what_cannot_be_predicted_stays_as_it_is_configured(monkeypatch: pytest.
     def needs_data(*_: object, **__: object) -> None:
         raise RuntimeError("the experts of a token depend on it")
 
-    monkeypatch.setattr(memory_choice, "forecast_step", needs_data)
+    monkeypatch.setattr(memory_forecast, "forecast_step", needs_data)
     choice = choice_of(config_of("training.global_batch_size=64"), device_type="cuda", room=10**12)
     assert (choice.gradient_checkpointing, choice.max_rows, choice.max_tokens) == (False, 8, None)
     assert "cannot be predicted without data (RuntimeError: the experts of a token depend on it)" in choice.why

@@ -26,6 +26,7 @@ from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
 from finetune.training import supervised
 from finetune.training.reporting.journal import Journal
+from finetune.units import format_bytes
 from tests.launches import REPOSITORY
 from tests.methods.tiny_training import break_at, contents, curve, events, record
 from tests.tiny_runs import random_model_words, write_rows
@@ -123,6 +124,9 @@ def test_a_run_leaves_the_promised_folder_and_events(words, tmp_path):
     assert written["threads"] == {"count": torch.get_num_threads(), **set_waiting()._asdict()}
     assert written["fallbacks"] == []
     assert {"data.train", "data.validation", "data.test", "config", "chat_template"} <= written["fingerprints"].keys()
+    (size,) = {event["num_bytes"] for event in events(run, "checkpoint")}
+    need = f"disk: a checkpoint takes {format_bytes(size)} (model "
+    assert (run / "log.txt").read_text().count(need) == 1, "with the optimizer's state, which step 1 has made"
     assert load_config([f"run={run / 'config.yaml'}"]) == ended.trainer.config
 
 

@@ -9,35 +9,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import psutil
 import torch
 
+from finetune.data.encoded import filler_rows
 from finetune.engine.decoder import bare_model
-from finetune.engine.quantized import full_shape
+from finetune.engine.products import full_shape
 from finetune.errors import first_line
 from finetune.logs import waiting
-from finetune.model.base import checkpoint_gradients
 from finetune.training.loaders import global_batch_size
-from finetune.training.memory.forecast import (
-    CANNOT_TRACE,
-    WHOLE,
-    OptimizerNeed,
-    Shards,
-    copy_without_data,
-    forecast_step,
-    longest_rows,
-    optimizer_need,
-)
-from finetune.training.optim import build_optimizer
 from finetune.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, ParallelSection
+    from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
-    from finetune.training.memory.tracing import Computation
+    from finetune.training.forward import Computation
+    from finetune.training.memory.forecast import Size
 
 MakeRows: TypeAlias = Callable[[int, int], Any]
 _log = logging.getLogger(__name__)
@@ -49,13 +38,6 @@ ENOUGH_TOKENS = 4096
 _AS_CONFIGURED = "as configured"
 _USED_SHARE = 0.9
 """The usable share of free memory. The rest is for fragmentation and the error of the prediction (docs/plan.md)."""
-
-
-class Size(NamedTuple):
-    """A micro-batch and the memory that its step needs in addition to the weights."""
-
-    tokens: int
-    num_bytes: int
 
 
 class Need(NamedTuple):
@@ -174,7 +156,7 @@ def choose(
     how: Computation,
     *,
     longest: int,
-    rows_of: MakeRows = longest_rows,
+    rows_of: MakeRows = filler_rows,
     collate: Callable[[Any], Any],
     room: int,
     world_size: int,
@@ -221,9 +203,14 @@ def choose(
     bound = _bound(model, rows=most * row_tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
         return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {free}")
+    # A run that returns above imports no forecast.
+    from finetune.training.memory.forecast import CANNOT_TRACE, predict_sizes
+
     fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
     try:
-        size = _step_sizes(config, model, how, longest=longest, rows_of=rows_of, collate=collate, world_size=world_size)
+        size = predict_sizes(
+            config, model, how, longest=longest, rows_of=rows_of, collate=collate, world_size=world_size
+        )
         decision = decide(
             lambda is_on: Need(size(fewest, is_on), size(most, is_on)), usable, wish=None if wish == "auto" else wish
         )
@@ -320,13 +307,6 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
     return min(available, int(fraction * memory.total) // num_sharing - psutil.Process().memory_info().rss)
 
 
-def shards_of(parallel: ParallelSection, world_size: int) -> Shards:
-    """Return how the weights of a run are sharded in a world of this size."""
-    if parallel.sharding == "none" or world_size == 1:
-        return WHOLE
-    return Shards(parallel.shard_size or world_size, parallel.reshard_after_forward)
-
-
 def masks_follow_microbatches(config: Config) -> bool:
     """Return whether random masks or noise depend on the micro-batches, so that their size changes the result."""
     has_dropout = config.training.method == "lora" and config.lora.dropout > 0
@@ -365,34 +345,3 @@ def _bound(model: Any, *, rows: int, length: int) -> int:
     adapted = (module for module in model.modules() if getattr(module, "lora_variant", None))
     square = max((max(module.in_features, module.out_features) ** 2 for module in adapted), default=0)
     return 4 * int(8 * rows * length * (features + scores) + 6 * trained + 8 * square)
-
-
-def _step_sizes(
-    config: Config,
-    model: Any,
-    how: Computation,
-    *,
-    longest: int,
-    rows_of: MakeRows,
-    collate: Callable[[Any], Any],
-    world_size: int,
-) -> Callable[[int, bool], Size]:
-    """Return a function that predicts a step, given the rows of its micro-batches and whether it is checkpointed.
-
-    Calls with checkpointing come last. For the arguments, see `choose`.
-    """
-    copy = copy_without_data(model)
-    optimizer = optimizer_need(build_optimizer(copy, config.optim), device_type=how.device_type) or OptimizerNeed(0, 0)
-    shards = shards_of(config.parallel, world_size)
-
-    @cache
-    def size(num_rows: int, is_checkpointing: bool) -> Size:
-        if is_checkpointing and not copy.is_gradient_checkpointing:
-            checkpoint_gradients(copy)
-        rows = rows_of(num_rows, longest)
-        microbatch = collate([rows[index] for index in range(num_rows)])
-        peak = forecast_step(copy, microbatch, how).peak(optimizer, world_size=world_size, shards=shards)
-        weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))
-        return Size(microbatch.num_computed, peak.total - weights)
-
-    return size

@@ -12,30 +12,32 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from finetune.data.encoded import EncodedExamples
 from finetune.engine.decoder import bare_model
 from finetune.engine.microbatch import Microbatch, WithRows
-from finetune.engine.quantized import is_in_4_bits, state_bytes, weight_without_data
+from finetune.engine.products import is_in_4_bits
+from finetune.engine.quantized import state_bytes, weight_without_data
+from finetune.model.base import checkpoint_gradients
+from finetune.training.forward import Computation
 from finetune.training.memory.tracing import (
     BETWEEN,
     FORWARD,
     IN_A_LAYER,
     Allocations,
-    Computation,
     Part,
     Phases,
     name_of_layers,
     trace,
 )
+from finetune.training.optim import build_optimizer
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
-    pass
+    from finetune.config.schema import Config, ParallelSection
 
 PARTS: tuple[Part, ...] = (
     *("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"),
@@ -46,7 +48,6 @@ _AT_ONCE = 2
 
 _FEW, _MORE = 2, 3
 """Layers of the two models that are run."""
-_FILLER_TOKEN = 1
 CANNOT_TRACE = (RuntimeError, NotImplementedError, AttributeError, TypeError)
 """The errors of `forecast_step` if a model's own forward does not run on tensors without data."""
 
@@ -64,6 +65,13 @@ class Peak:
     def total(self) -> int:
         """All bytes in use."""
         return sum(self.parts.values())
+
+
+class Size(NamedTuple):
+    """A micro-batch and the memory that its step needs in addition to the weights."""
+
+    tokens: int
+    num_bytes: int
 
 
 class OptimizerNeed(NamedTuple):
@@ -270,11 +278,42 @@ def copy_without_data(model: Any) -> Any:
     return copy.deepcopy(model, copies).train()
 
 
-def longest_rows(number: int, length: int, *, first: int = 0) -> EncodedExamples:
-    """Make rows of this length that carry loss throughout. Each begins with a token of its own, from `first` on."""
-    ids = [_FILLER_TOKEN] * (length - 1)
-    rows = [([first + row, *ids], [False] + [True] * (length - 1)) for row in range(max(1, number))]
-    return EncodedExamples.from_rows(rows, end_id=_FILLER_TOKEN)
+def shards_of(parallel: ParallelSection, world_size: int) -> Shards:
+    """Return how the weights of a run are sharded in a world of this size."""
+    if parallel.sharding == "none" or world_size == 1:
+        return WHOLE
+    return Shards(parallel.shard_size or world_size, parallel.reshard_after_forward)
+
+
+def predict_sizes(
+    config: Config,
+    model: Any,
+    how: Computation,
+    *,
+    longest: int,
+    rows_of: Callable[[int, int], Any],
+    collate: Callable[[Any], Any],
+    world_size: int,
+) -> Callable[[int, bool], Size]:
+    """Return a function that predicts a step, given the rows of its micro-batches and whether it is checkpointed.
+
+    Calls with checkpointing come last. For the arguments, see `finetune.training.memory.choice.choose`.
+    """
+    twin = copy_without_data(model)
+    optimizer = optimizer_need(build_optimizer(twin, config.optim), device_type=how.device_type) or OptimizerNeed(0, 0)
+    shards = shards_of(config.parallel, world_size)
+
+    @cache
+    def size(num_rows: int, is_checkpointing: bool) -> Size:
+        if is_checkpointing and not twin.is_gradient_checkpointing:
+            checkpoint_gradients(twin)
+        rows = rows_of(num_rows, longest)
+        microbatch = collate([rows[index] for index in range(num_rows)])
+        peak = forecast_step(twin, microbatch, how).peak(optimizer, world_size=world_size, shards=shards)
+        weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))
+        return Size(microbatch.num_computed, peak.total - weights)
+
+    return size
 
 
 def trace_deep(model: torch.nn.Module, trace_layers: Callable[[], Phases]) -> Phases:

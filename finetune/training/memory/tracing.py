@@ -21,16 +21,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
-from finetune.distributed.gradients import LossFunction
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.fused import fused_or_not
 from finetune.engine.layout import PackedMicrobatch
-from finetune.engine.loss import Choices
 from finetune.engine.microbatch import Microbatch, WithRows, rows_of
 from finetune.engine.products import unchanged_weights
 from finetune.engine.quantized import weight_without_data
 from finetune.model.base import evaluation_mode
+from finetune.training.forward import Computation
 
 Part = Literal["weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace", "gathered"]
 """The purposes of memory."""
@@ -45,27 +44,6 @@ _LISTS_OF_LAYERS = ("layers", "h", "blocks")
 """The names that models of transformers give to the list of their layers."""
 IN_A_LAYER = re.compile(rf"\.(?:{'|'.join(_LISTS_OF_LAYERS)})\.(\d+)\.(.*)")
 """Matches the number of a weight's layer, and its name there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Computation:
-    """How a run computes a step, as far as memory depends on it.
-
-    Attributes:
-        loss_of: the loss of the run, given how the engine computes packed rows.
-        device_type: the type of device to predict for: cpu or cuda.
-        dtype: the type in which the run computes.
-        is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
-        accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
-        learns: there is a backward pass. Without one, the forward pass runs in evaluation mode, as in a validation.
-    """
-
-    loss_of: Callable[[Choices], LossFunction]
-    device_type: str
-    dtype: torch.dtype = torch.float32
-    is_fused: bool = False
-    accumulates: bool = True
-    learns: bool = True
 
 
 def name_of_layers(decoder: torch.nn.Module) -> str:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import Collate, EvaluationLoader
+from finetune.data.encoded import filler_rows
 from finetune.data.examples import holds_out_by_default
 from finetune.data.preferences import EncodedLabelled, EncodedPairs, encode_labelled, encode_preferences
 from finetune.distributed.gradients import LossFunction
@@ -22,7 +23,6 @@ from finetune.inference.scores import Evaluation, ModelName, Scores, show_evalua
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary, max_context
 from finetune.runs.model_files import has_adapter
-from finetune.training.memory.forecast import longest_rows
 from finetune.training.objective import Objective
 from finetune.training.preferences.losses import PreferenceLoss
 from finetune.training.preferences.microbatches import (
@@ -127,9 +127,9 @@ class Pairs(_Preferences):
         """Put the answers of each pair next to each other."""
         return partial(put_pairs_together, rows=rows, learns_prompt=self._learns_prompt)
 
-    def longest_rows(self, number: int, length: int) -> EncodedPairs:
+    def filler_rows(self, number: int, length: int) -> EncodedPairs:
         """Make pairs of two answers of this length."""
-        return EncodedPairs(longest_rows(number, length), longest_rows(number, length, first=number), "train")
+        return EncodedPairs(filler_rows(number, length), filler_rows(number, length, first=number), "train")
 
 
 class PairsAndPrompts(Pairs):
@@ -158,9 +158,9 @@ class LabelledAnswers(_Preferences):
         """Add the mismatched completions."""
         return partial(put_labelled_together, rows=rows)
 
-    def longest_rows(self, number: int, length: int) -> EncodedLabelled:
+    def filler_rows(self, number: int, length: int) -> EncodedLabelled:
         """Make labelled answers of this length, at least two."""
-        return EncodedLabelled(longest_rows(max(2, number), length), "train", max_length=length)
+        return EncodedLabelled(filler_rows(max(2, number), length), "train", max_length=length)
 
 
 def refuse_straddling(pairs: EncodedPairs | None, boundary: int | None) -> None:

@@ -16,7 +16,6 @@ from finetune.config.render import SCHEMA_LINE, schema_text
 from finetune.config.run_paths import resolved_paths
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.losses import LossSums
-from finetune.inference.scores import Evaluation
 from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
@@ -35,6 +34,7 @@ from finetune.units import counted
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.fallbacks import Fallbacks
+    from finetune.inference.scores import Evaluation
     from finetune.runs.checkpoints import Snapshot
     from finetune.training.profiling import Profile
 
