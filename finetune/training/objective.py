@@ -176,7 +176,7 @@ class Setup:
         metrics: `validation.metrics`, by name.
         collate: makes a micro-batch of rows.
         is_packed: whether micro-batches are packed for the engine.
-        measured: a model that can be copied to measure memory, because a sharded model cannot be copied.
+        memory_twin: a model whose memory can be measured: a sharded one cannot be copied.
         memory: checkpointing and the size of micro-batches.
         hooks: the script's own code.
     """
@@ -192,7 +192,7 @@ class Setup:
     metrics: Mapping[str, Any]
     collate: Collate
     is_packed: bool
-    measured: Any
+    memory_twin: Any
     memory: MemoryChoice
     hooks: Hooks
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.inference.answers import Metric
     from finetune.training.low_precision import LowPrecisionError
     from finetune.training.objective import AnySplits
 
@@ -55,6 +56,26 @@ _NOT_IN_BACKGROUND = Fallback(
 )
 
 
+class _Checked(NamedTuple):
+    """The parts of a run, which fit each other. Nothing is written yet."""
+
+    config: Config
+    objective: Objective
+    splits: EncodedSplits
+    metrics: Mapping[str, Metric]
+    base: str | None
+    """The fingerprint of the base of an adapter; None if it is random or trains."""
+
+
+class _Placed(NamedTuple):
+    """The model on its device, and how a step computes it."""
+
+    forward: Forward
+    collate: Collate
+    memory_twin: Any
+    """The model, or a copy without data of one that is sharded, which cannot be copied any more."""
+
+
 def set_up(
     runtime: Runtime,
     config: Config,
@@ -67,6 +88,42 @@ def set_up(
 
     Collective: every rank. For what is raised see `Trainer`.
     """
+    checked = _check(runtime, config, model, tokenizer, rows, hooks)
+    folder = RunFolder(checked.config.output_dir)
+    journal = _open(runtime, checked, folder, model, tokenizer, hooks)
+    placed = _place(runtime, checked, journal, model)
+    memory = _choose_memory(runtime, checked, journal, placed)
+    if memory.gradient_checkpointing:
+        checkpoint_gradients(model, offloads=memory.offloads)
+    setup = Setup(
+        runtime=runtime,
+        config=checked.config,
+        folder=folder,
+        model=model,
+        tokenizer=tokenizer,
+        splits=checked.splits,
+        objective=checked.objective,
+        journal=journal,
+        metrics=checked.metrics,
+        collate=placed.collate,
+        is_packed=placed.forward.why_not_engine is None,
+        memory_twin=placed.memory_twin,
+        memory=memory,
+        hooks=hooks,
+    )
+    setup.record_memory()
+    return setup
+
+
+def _check(
+    runtime: Runtime,
+    config: Config,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: AnySplits,
+    hooks: Hooks,
+) -> _Checked:
+    """Refuse parts that do not fit each other, and ranks that have other parts. Collective."""
     check_objective(config)
     hooks.check(config)
     hooks.refuse_no_sum(model, runtime.device)
@@ -89,65 +146,57 @@ def set_up(
     runtime.collectives.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
     runtime.placement.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
-    journal, folder = None, RunFolder(config.output_dir)
+    return _Checked(config, objective, splits, metrics, base)
+
+
+def _open(
+    runtime: Runtime,
+    checked: _Checked,
+    folder: RunFolder,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    hooks: Hooks,
+) -> Journal | None:
+    """Open the run's folder and journal on the main process, and read a random base from it. Collective."""
+    config, journal = checked.config, None
     with runtime.collectives.failing_together("opening the run's folder"):
         if runtime.is_main_process:
-            journal = _open_journal(runtime, config, model, tokenizer, splits, base, objective, hooks)
+            journal = _open_journal(runtime, checked, model, tokenizer, hooks)
     if _saves_base(config) and config.resume == "auto":  # a resumed run keeps it, whatever its seed is now
         with runtime.collectives.failing_together("reading the base model"):
             load_model(without_adapter(model), folder.base)
+    return journal
+
+
+def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: Any) -> _Placed:
+    """Place or shard the model, and decide how a step computes it. Collective."""
+    config = checked.config
     if runtime.placement.shard_size is None:
         runtime.placement.place(model)
     if config.training.neftune_alpha:
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
-    collate = objective.collate(forward.collate)
-    measured, states = model, states_in_4_bits(model)
-    if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
+    collate = checked.objective.collate(forward.collate)
+    memory_twin, states = model, states_in_4_bits(model)
+    if runtime.placement.shard_size is not None:
         from finetune.training.memory.forecast import copy_without_data
 
-        measured = copy_without_data(model)
-        convert_weights(measured, runtime.precision)
+        memory_twin = copy_without_data(model)
+        convert_weights(memory_twin, runtime.precision)
         runtime.placement.shard(model)
-    _try_precision(runtime, config, model, splits, forward, collate, states, journal)
+    _try_precision(runtime, config, model, checked.splits, forward, collate, states, journal)
     if config.training.graphs is True:
         from finetune.inference.decoding import agree_on_replays
 
         agree_on_replays(runtime, config.training, model)
-    setup = Setup(
-        runtime=runtime,
-        config=config,
-        folder=folder,
-        model=model,
-        tokenizer=tokenizer,
-        splits=splits,
-        objective=objective,
-        journal=journal,
-        metrics=metrics,
-        collate=collate,
-        is_packed=forward.why_not_engine is None,
-        measured=measured,
-        # A script's own loss may refuse tensors without data, and takes about as much memory.
-        memory=_choose_memory(runtime, config, objective, splits, measured, collate, journal),
-        hooks=hooks,
-    )
-    if setup.memory.gradient_checkpointing:
-        checkpoint_gradients(model, offloads=setup.memory.offloads)
-    setup.record_memory()
-    return setup
+    return _Placed(forward, collate, memory_twin)
 
 
-def _choose_memory(
-    runtime: Runtime,
-    config: Config,
-    objective: Objective,
-    splits: EncodedSplits,
-    measured: Any,
-    collate: Collate,
-    journal: Journal | None,
-) -> MemoryChoice:
+def _choose_memory(runtime: Runtime, checked: _Checked, journal: Journal | None, placed: _Placed) -> MemoryChoice:
     """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective."""
+    objective = checked.objective
     how = Computation(
+        # A script's own loss may refuse tensors without data, and takes about as much memory.
         loss_of=objective.loss,
         device_type=runtime.device.type,
         dtype=DTYPES[runtime.precision],
@@ -155,12 +204,12 @@ def _choose_memory(
     )
     return agree_on_memory(
         runtime,
-        config,
-        measured,
+        checked.config,
+        placed.memory_twin,
         how,
-        longest=objective.longest_row(splits),
+        longest=objective.longest_row(checked.splits),
         rows_of=objective.filler_rows,
-        collate=collate,
+        collate=placed.collate,
         recorded=None if journal is None else journal.recorded_memory(),
     )
 
@@ -245,18 +294,11 @@ def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
 
 
 def _open_journal(
-    runtime: Runtime,
-    config: Config,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    splits: EncodedSplits,
-    base: str | None,
-    objective: Objective,
-    hooks: Hooks,
+    runtime: Runtime, checked: _Checked, model: Any, tokenizer: PreTrainedTokenizerBase, hooks: Hooks
 ) -> Journal:
-    environment = runtime.environment
+    environment, config, splits = runtime.environment, checked.config, checked.splits
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}
-    inputs |= {} if base is None else {"base": base}
+    inputs |= {} if checked.base is None else {"base": checked.base}
     inputs |= hooks.fingerprints(config)
     texts = {"config": resolved_yaml(config), "chat_template": str(tokenizer.chat_template)}
     inputs |= {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
@@ -281,7 +323,7 @@ def _open_journal(
         },
         rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
         fingerprints=inputs,
-        warnings=objective.warnings(),
+        warnings=checked.objective.warnings(),
     )
     runtime.liveness.on_close(journal.close)
     if script_parts := hooks.as_record(config, model):

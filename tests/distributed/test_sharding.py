@@ -54,7 +54,7 @@ def train_and_look(words: list[str]) -> None:
         if runtime.placement.shard_size is None:
             return
         shards = Shards(runtime.placement.shard_size, trainer.config.parallel.reshard_after_forward)
-        assert Weights(trainer._setup.measured).gathered(shards) == runtime.placement.gathered_bytes, (
+        assert Weights(trainer._setup.memory_twin).gathered(shards) == runtime.placement.gathered_bytes, (
             "as `finetune plan` counts it"
         )
         kept = {name: weight for name, weight in trainer.model.named_parameters() if isinstance(weight, DTensor)}
