@@ -1,4 +1,4 @@
-"""The statements of docs/peers.md hold for the installed peers, and the README's short table agrees with it."""
+"""The statements of docs/peers.md hold for the installed peers, and the README compares with the same figures."""
 
 from __future__ import annotations
 
@@ -65,17 +65,15 @@ def test_every_row_has_a_proof_that_is_there():
         assert set(pages) <= {"one-curve.md", "benchmarks.md"}, name
 
 
-def test_the_readme_compares_in_four_rows_with_figures_that_were_recorded():
+def test_the_readme_compares_with_figures_that_were_recorded():
     text = README.read_text(encoding="utf-8")
-    table = text.partition("## How it compares\n")[2].partition("\n## ")[0]
-    rows = {name: (ours, theirs) for name, ours, theirs in rows_of(table)}
-    assert list(rows) == ["Loss curve", "Crashes", "Speed", "What is missing"]
+    compared = " ".join(text.partition("## How it compares\n")[2].partition("\n## ")[0].split())
     times = f"{RATES['peers/mini/ours'] / RATES['peers/mini/trl-1x16-liger']:.1f} times"
     *others, fastest = sorted(rate for task, rate in RATES.items() if task.startswith("peers/chat/trl"))
     assert len(others) >= 3
     times_with_chats = f"{RATES['peers/chat/ours'] / fastest:.1f} times"
-    for part in (f"with chat rows, {times_with_chats} the fastest", f"rows of 4,096 tokens, {times} TRL with Liger"):
-        assert part in rows["Speed"][0]
+    for part in (f"on chat rows {times_with_chats} as fast as the fastest", f"rows of 4,096 tokens {times};"):
+        assert part in compared
     for part in (f"on one H200: chat rows {times_with_chats} the", f"rows of 4,096 tokens {times} those of TRL"):
         assert part in PAGE
     for_owners_of_gpus = text.partition("## Your data")[0]
@@ -84,7 +82,7 @@ def test_the_readme_compares_in_four_rows_with_figures_that_were_recorded():
     plan = RECORDED.last("phi4/defaults") or {}
     assert abs(plan["figures"]["peak_over_plan"] - 1) < 0.01
     speed = r"\d\.\d to \d\.\d times"
-    assert re.findall(speed, rows["Speed"][0]) == re.findall(speed, PAGE) != []
+    assert re.findall(speed, compared) == re.findall(speed, PAGE) != []
 
 
 def test_the_trainer_weighs_by_tokens_hides_losses_that_are_not_finite_and_takes_broken_checkpoints(tmp_path):
