@@ -223,7 +223,7 @@ class DatasetRows:
     label: str
 
     def place(self, number: int) -> str:
-        """See `FileRows.place`."""
+        """Name one row in messages."""
         return f"{self.label} row {number}"
 
     def digest(self) -> str:
@@ -245,23 +245,23 @@ class RowFile(Protocol):
 
     @property
     def label(self) -> str:
-        """See `FileRows.label`."""
+        """The file as the user would name it."""
         ...
 
     def place(self, number: int) -> str:
-        """See `FileRows.place`."""
+        """Name one row in messages."""
         ...
 
     def check(self) -> None:
-        """See `FileRows.check`."""
+        """Refuse a file that cannot be opened."""
         ...
 
     def digest(self) -> str:
-        """See `FileRows.digest`."""
+        """Compute a SHA-256 over the bytes of the file and what decides how they are read."""
         ...
 
     def rows(self) -> Iterator[RawRow]:
-        """See `FileRows.rows`."""
+        """Yield every row, also rows that cannot be read."""
         ...
 
 

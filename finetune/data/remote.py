@@ -68,7 +68,7 @@ class RemoteRows:
     address: str
     cache_dir: str
     separator: str | None = None
-    """See `FileRows.separator`."""
+    """The character between the cells of a CSV file, or `tab`; None: by the name of the file."""
 
     @property
     def label(self) -> str:
@@ -76,7 +76,7 @@ class RemoteRows:
         return without_passwords(self.address)
 
     def place(self, number: int) -> str:
-        """See `FileRows.place`."""
+        """Name one row in messages."""
         return FileRows(Path(name_of(self.address)), self.label).place(number)
 
     def check(self) -> None:
@@ -84,7 +84,7 @@ class RemoteRows:
         ask(self.key, self.address, lambda files, path: files.info(path))
 
     def digest(self) -> str:
-        """See `FileRows.digest`.
+        """Compute a SHA-256 over the bytes of the file and what decides how they are read.
 
         Raises:
             DataError: there is no such file, it cannot be read, or its copy cannot be written.
@@ -92,7 +92,7 @@ class RemoteRows:
         return self._copy.digest()
 
     def rows(self) -> Iterator[RawRow]:
-        """See `FileRows.rows`. Raises the errors of `digest`."""
+        """Yield every row, also rows that cannot be read. Raises the errors of `digest`."""
         return self._copy.rows()
 
     @cached_property

@@ -113,7 +113,7 @@ class Plan:
 
     @property
     def phase(self) -> tuple[str, int] | None:
-        """See `most_memory`; None if `peak` is."""
+        """The phase that needs the most memory, and its bytes; None if the peak of a step is not known."""
         return None if self.peak is None else most_memory(self.peak, self.generating, self.evaluating)
 
     @property

@@ -125,7 +125,7 @@ class AssumedAnswers:
 
     @property
     def sides(self) -> tuple[AssumedAnswers, ...]:
-        """See `EncodedExamples.sides`."""
+        """The one side that answers have."""
         return (self,)
 
     def tokens(self, index: int) -> Tokens:
@@ -178,7 +178,7 @@ class Batching:
     answers: AssumedAnswers | None = None
 
     def refuse_dropping_all(self, splits: AnySplits) -> None:
-        """See `finetune.training.loaders.refuse_dropping_all`."""
+        """Raise DataError if `drop_last` leaves nothing of a split."""
         refuse_dropping_all(self.config, splits, self._rule)
 
     @cached_property

@@ -46,9 +46,9 @@ class Choices:
 
     attention: Attention = attention
     mlp_chunk_rows: int | None = None
-    """See `finetune.engine.mlp.gated_mlp`."""
+    """The rows that `gated_mlp` computes at a time; None: as many as suit the device."""
     logits_chunk_bytes: int | None = None
-    """See `finetune.engine.loss_head.summed_head_loss`."""
+    """The bytes of logits that the head computes at a time; None: as many as suit the device."""
     offload: Keep = _in_pinned_memory
     """How inputs of layers are kept in main memory, if the model asks for it."""
 

@@ -41,7 +41,7 @@ class PairedVerdict:
     num_worse: int
     num_equal: int
     rows_needed: int | None
-    """See `_rows_needed`; None if the difference is 0."""
+    """How many rows would show a difference of this size in 80 of 100 cases; None if it is 0."""
 
     @property
     def result(self) -> Literal["better", "worse", "no difference"]:

@@ -119,7 +119,7 @@ class ComparedSide(NamedTuple):
     run: RecordedRun
     """The run that has the checkpoints."""
     config: Config
-    """See `replay_config`."""
+    """The configuration by which the steps are computed again."""
     trace: Trace
 
 

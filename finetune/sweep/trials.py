@@ -41,7 +41,7 @@ class Sweep:
     metric: str
     """The metric of validations by which trials are compared, without `validation.`."""
     halving: int
-    """See `finetune.sweep.running`; 0: no trial ends early."""
+    """The factor of successive halving, see `finetune.sweep.running`; 0: no trial ends early."""
     num_trials: int | None
     """The number of trials to draw; None: every combination."""
     trials: list[dict[str, str]]

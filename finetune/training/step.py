@@ -98,7 +98,7 @@ class StepSettings(NamedTuple):
     """The number of the optimizer step, for dropout's seeds and for messages."""
     learning_rate: float
     max_grad_norm: float | None
-    """See `Placement.clip_grad_norm`."""
+    """Gradients with a larger norm are scaled down to it; None: none is."""
     seed: int
     """Of the run."""
     loss_scale: int = 1

@@ -87,21 +87,21 @@ class TrainerDDP(Trainer):
         return device.index if device.type == "cuda" else device
 
     def prepare_dataloaders(self) -> Loaders:
-        """See `Trainer.prepare_dataloaders`."""
+        """Build the loaders of this rank, and leave the world on an error."""
         with self._leaving_on_error():
             return super().prepare_dataloaders()
 
     def run_training(
         self, train_loader: TrainLoader, val_loader: EvaluationLoader | None = None
     ) -> tuple[TrainingResults, LossSums | None]:
-        """See `Trainer.run_training`. Collective."""
+        """Train to the end, and leave the world on an error. Collective."""
         with self._leaving_on_error():
             results = super().run_training(train_loader, val_loader)
         self._is_trained = True
         return results
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
-        """See `Trainer.run_test`. This completes the run and releases its folder; a second call only measures."""
+        """Measure the published weights. This completes the run and releases its folder; a second call only measures."""
         with self._leaving_on_error():
             evaluation = super().run_test(test_loader)
             if self.journal is not None:

@@ -110,7 +110,7 @@ class RolloutLoader:
             yield self._microbatches(self._rollout)
 
     def halve(self, epoch: int, step: int) -> int | None:
-        """See `TrainRows.halve`. The step is the last one that was yielded."""
+        """Halve the micro-batches of the last yielded step and of later ones. Return their limit in tokens, or None."""
         del epoch, step
         assert self._rollout is not None
         rule = self._rule_of_answers(self._rollout, self._in_loss(self._rollout))
