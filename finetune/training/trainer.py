@@ -264,7 +264,7 @@ class Trainer:
         self.runtime.liveness.enter_phase("testing", timed=not is_alone and test_loader is not None)
         if test_loader is None or (is_alone and self.journal is None):
             return None
-        from finetune.inference.evaluation import run_test_phase
+        from finetune.inference.evaluation import run_test_phase  # no step needs these modules
         from finetune.inference.forgetting import measure_forgetting
         from finetune.inference.scores import show_evaluation
 
@@ -317,7 +317,7 @@ class Trainer:
 
     def _compare_with_base(self, loader: EvaluationLoader, step: int) -> None:
         """Measure the base and the published weights on the validation rows of pairs or labels. Collective."""
-        from finetune.inference.scores import Evaluation, Scores, show_evaluation
+        from finetune.inference.scores import Evaluation, Scores, show_evaluation  # no step needs them
 
         _log.info("Comparing base and tuned model on the validation rows...")
         self.load_published(on_all=True)
