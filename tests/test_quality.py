@@ -49,7 +49,7 @@ def test_one_module_imports_accelerate():
 
 @pytest.mark.parametrize("call", ["init_process_group(", "destroy_process_group("])
 def test_one_module_starts_and_ends_process_groups(call):
-    assert files_where(lambda path: call in path.read_text()) == {"finetune/distributed/ddp_init.py"}
+    assert files_where(lambda path: call in path.read_text()) == {"finetune/distributed/process_group.py"}
 
 
 def test_one_module_names_launch_variables_and_one_those_of_accelerate():

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
-    JsonOption,
     OptionRules,
     RunFolderArgument,
     SetOption,

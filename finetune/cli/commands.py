@@ -11,7 +11,6 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from finetune import __version__
-from finetune.cli.run_options import JsonOption
 from finetune.terminal import fold, print_json, say
 
 
@@ -127,6 +126,7 @@ def _complete_argument(incomplete: str) -> list[str]:
     return [argument for argument in offered if argument.startswith(incomplete)]
 
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
-    JsonOption,
     OptionRules,
     RunFolderArgument,
     SetOption,

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
+from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
-    JsonOption,
     MaxNewTokensOption,
     OptionRules,
     RunFolderArgument,

@@ -1,4 +1,4 @@
-"""The options that several commands share, and the rules for options that cannot be used together."""
+"""What commands about runs share: options, the rules for options that cannot be used together, and colours."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ from finetune.distributed.environment import read_environment
 from finetune.errors import ConfigError
 from finetune.logs import configure_logs
 
+STYLES = {
+    **{"running": "cyan", "completed": "green", "failed": "red", "unreadable": "red"},
+    **dict.fromkeys(("stopped", "preempted", "ended early"), "magenta"),
+}
+"""The colours of the states of runs, in tables."""
 Folder = TypeVar("Folder", Path, Path | None)
 
 
@@ -67,7 +72,6 @@ TopPOption = Annotated[
 ]
 TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def refuse_password(value: str | None) -> str | None:

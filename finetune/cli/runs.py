@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finetune import __version__
-from finetune.cli.run_options import JsonOption, RunFolderArgument
+from finetune.cli.commands import JsonOption
+from finetune.cli.run_options import STYLES, RunFolderArgument
 from finetune.findings import EXIT_PROBLEM
 from finetune.logs import configure_logs, report_progress, waiting
 from finetune.terminal import print_json, print_table, say
@@ -27,10 +28,6 @@ if TYPE_CHECKING:
     from finetune.runs.verification import SavedFolder
 
 
-STYLES = {
-    **{"running": "cyan", "completed": "green", "failed": "red", "unreadable": "red"},
-    **dict.fromkeys(("stopped", "preempted", "ended early"), "magenta"),
-}
 _LOSSES = {"train_loss": "train loss", "validation_loss": "validation", "best_loss": "best"}
 
 
@@ -215,7 +212,7 @@ def watch(
     from rich.console import Console
 
     from finetune.runs.recorded_run import open_run
-    from finetune.runs.view import Watch
+    from finetune.runs.watch import Watch
 
     configure_logs(0, level=logging.ERROR)
     folder = open_run(run_folder).folder

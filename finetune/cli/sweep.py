@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.report import write_report
-from finetune.cli.run_options import refuse_several_processes
-from finetune.cli.runs import STYLES
+from finetune.cli.run_options import STYLES, refuse_several_processes
 from finetune.errors import ConfigError, FinetuneError, RunFailedError, extra_command
 from finetune.runs.recorded_run import best_point
 from finetune.sweep.running import run_trials

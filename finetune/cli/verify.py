@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
-    JsonOption,
     OptionRules,
     SetOption,
     find_run_folder,

@@ -221,7 +221,7 @@ def config_from_record(values: Mapping[str, object]) -> Config:
     Raises:
         ConfigError: with every problem found, one per line.
     """
-    from finetune.config.older_spelling import with_current_keys
+    from finetune.config.older_spelling import with_current_keys  # a long table, which a new run does not need
 
     problems: list[str] = []
     return build_config(with_current_keys(_read_dict(values, "run.json", problems)), problems, complete=False)

@@ -281,7 +281,7 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     @property
     def ignored_keys(self) -> list[tuple[str, int, int]]:
-        """The keys that the chat template does not render, each with how many rows of its source have it and the first."""
+        """The keys that the chat template does not render, each with the number of rows that have it, and the first."""
         return [key for source in self.sources for key in source.facts.ignored_keys]
 
     @cached_property

@@ -1,8 +1,7 @@
 """Join and leave the world that a launcher started.
 
-Only this module calls `init_process_group` and `destroy_process_group`. `initialize_ddp` changes only launch variables
-that are missing or would mislead Accelerate. `cleanup_ddp` undoes only these changes, so that the launcher's own
-settings survive.
+`initialize_ddp` changes only launch variables that are missing or would mislead Accelerate. `cleanup_ddp` undoes only
+these changes, so that the launcher's own settings survive.
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import json
-import logging
 import os
-import time
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -20,16 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
-from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
-from finetune.distributed.device import (
-    _resolve_device,
-    device_identity,
-    device_of_rank,
-    refuse_different_devices,
-    refuse_shared_devices,
-)
+from finetune.distributed.device import _resolve_device, device_identity, device_of_rank
 from finetune.distributed.environment import (
     GLOO_INTERFACE_VARIABLE,
     WORLD_VARIABLES,
@@ -37,22 +26,16 @@ from finetune.distributed.environment import (
     read_environment,
     with_place,
 )
-from finetune.errors import LaunchError, LeftToMain, first_line
+from finetune.errors import LaunchError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.logs import configure_logs, is_configured
 
-if TYPE_CHECKING:  # a process alone needs neither a rendezvous nor the network
-    from finetune.distributed.rendezvous import Rendezvous, Verdict
+if TYPE_CHECKING:  # a process alone needs neither a rendezvous nor a backend
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, not in __all__
 
-_log = logging.getLogger(__name__)
+    from finetune.distributed.rendezvous import Rendezvous
 
 DEFAULT_TIMEOUT = timedelta(minutes=60)
-_MOST_START_SECONDS = 300.0
-"""For a backend to connect ranks that are all present: one that hangs is no reason to wait for an hour."""
-_LEAST_START_SECONDS = 5.0
-_LOOK_SECONDS = 0.01
-_set_timeout = getattr(dist, "set_timeout", _set_pg_timeout)
-"""The public name is newer than torch 2.13. Beside it, the private one warns that it is deprecated."""
 
 
 class ProcessContext(NamedTuple):
@@ -106,10 +89,6 @@ _world = _JoinedWorld()
 _rendezvous_numbers = itertools.count(1)
 
 
-class _TrainsAloneError(Exception):
-    """Rank 0 goes on alone, for this reason. Raised on rank 0 only."""
-
-
 def initialize_ddp(
     timeout: timedelta | None = None,
     *,
@@ -160,8 +139,10 @@ def initialize_ddp(
     fallbacks = fallbacks or Fallbacks()
     if environment.world_size == 1:
         return _alone(environment, device, flag, fallbacks)
+    from finetune.distributed.process_group import TrainsAloneError, choose_backend
+
     own_device = device_of_rank(environment.local_rank, device, shares_gpus=shares_gpus)
-    chosen = _choose_backend(backend, own_device, shares_gpus=shares_gpus)
+    chosen = choose_backend(backend, own_device, shares_gpus=shares_gpus)
     if own_device.type == "cuda":
         torch.cuda.set_device(own_device)
     try:
@@ -172,7 +153,7 @@ def initialize_ddp(
         _initialize_distributed(
             environment, chosen, own_device, timeout, flag=flag, shares_gpus=shares_gpus, fallbacks=fallbacks
         )
-    except _TrainsAloneError as decision:
+    except TrainsAloneError as decision:
         return _go_on_alone(environment, str(decision), own_device, fallbacks)
     except BaseException:
         cleanup_ddp()
@@ -218,16 +199,6 @@ def cleanup_ddp() -> None:
 atexit.register(cleanup_ddp)
 
 
-def _choose_backend(backend: str | None, device: torch.device, *, shares_gpus: bool = False) -> str:
-    if backend in (None, "auto"):
-        return "nccl" if device.type == "cuda" and not shares_gpus else "gloo"
-    if backend == "nccl" and device.type != "cuda":
-        raise LaunchError(
-            "backend=nccl needs a CUDA device and this process computes on the CPU. Use backend=gloo or auto."
-        )
-    return str(backend)
-
-
 def _initialize_distributed(
     environment: LaunchEnvironment,
     backend: str,
@@ -238,8 +209,17 @@ def _initialize_distributed(
     shares_gpus: bool,
     fallbacks: Fallbacks,
 ) -> None:
-    """Form the group, or raise what `_obey` raises. Collective."""
+    """Form the group, or raise what `obey` raises. Collective."""
     from finetune.distributed.network import address_of_rank_0, own_address_towards
+    from finetune.distributed.process_group import (
+        TrainsAloneError,
+        choose_interface,
+        compare_devices,
+        obey,
+        start_backend,
+        verdict_on_failure,
+        why_not_wanted,
+    )
     from finetune.distributed.rendezvous import Rendezvous, Verdict
 
     host = address_of_rank_0(environment)
@@ -251,152 +231,24 @@ def _initialize_distributed(
         # Without its port no other rank reaches rank 0: the others do not find it, and leave with an error.
         if environment.rank != 0 or fallbacks.strict:
             raise
-        raise _TrainsAloneError(str(error)) from error
+        raise TrainsAloneError(str(error)) from error
     _world.rendezvous = rendezvous
     _world.undo.callback(rendezvous.leave)
     verdict = Verdict("together")
     if environment.rank == 0:
-        failure = _why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
-        verdict = _compare_devices(rendezvous) if failure is None else _verdict(failure, fallbacks)
-    _obey(rendezvous, verdict)
-    _choose_interface(rendezvous, host)
-    failure = _start_backend(rendezvous, backend, timeout)
+        failure = why_not_wanted(environment) if flag is False else rendezvous.wait_for_all()
+        verdict = compare_devices(rendezvous) if failure is None else verdict_on_failure(failure, fallbacks)
+    obey(rendezvous, verdict)
+    interface = choose_interface(rendezvous, host)
+    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
+        _world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
+    failure = start_backend(rendezvous, backend, timeout, _world.undo)
     if failure is not None and backend == "nccl" and not fallbacks.strict:
-        nccl_failure, failure = failure, _start_backend(rendezvous, "gloo", timeout)
+        nccl_failure, failure = failure, start_backend(rendezvous, "gloo", timeout, _world.undo)
         if failure is None:
             _world.take(fallbacks, Fallback(what="parallel.backend", wanted=backend, used="gloo", why=nccl_failure))
     if failure is not None:
-        _obey(rendezvous, _verdict(failure, fallbacks))
-
-
-def _why_not_wanted(environment: LaunchEnvironment) -> str:
-    return (
-        f"ddp=False refuses it: {environment.launcher} started {environment.world_size} processes. Start one process, "
-        "or drop ddp=False"
-    )
-
-
-def _verdict(failure: str, fallbacks: Fallbacks) -> Verdict:
-    """Return what rank 0 decides if the ranks cannot train together."""
-    from finetune.distributed.rendezvous import Verdict
-
-    return Verdict("refused", f"{failure}. No rank goes on alone.") if fallbacks.strict else Verdict("alone", failure)
-
-
-def _compare_devices(rendezvous: Rendezvous) -> Verdict:
-    """Refuse ranks on different types of device or two on one GPU: a backend would hang with them."""
-    from finetune.distributed.rendezvous import Verdict
-
-    ranks = {rank: json.loads(note) for rank, note in rendezvous.joined().items()}
-    try:
-        refuse_different_devices({rank: device_type for rank, (device_type, _, _) in ranks.items()})
-        refuse_shared_devices({rank: identity for rank, (_, identity, _) in ranks.items()})
-    except LaunchError as error:
-        return Verdict("refused", str(error))
-    return Verdict("together")
-
-
-def _choose_interface(rendezvous: Rendezvous, host: str) -> None:
-    """Choose gloo's network interface: on one machine, it listens on loopback only.
-
-    On rank 0's machine its own name may mean 127.0.1.1, so MASTER_ADDR does not tell which way the others come; an
-    address of another machine does.
-    """
-    from finetune.distributed.network import interface_towards, is_own_address
-
-    addresses = (json.loads(note)[2] for note in rendezvous.joined().values())
-    peers = (address for address in addresses if address and not is_own_address(address))
-    interface = interface_towards(next(peers, host))
-    if interface is not None and GLOO_INTERFACE_VARIABLE not in os.environ:
-        _world.set_variable(GLOO_INTERFACE_VARIABLE, interface)
-
-
-def _obey(rendezvous: Rendezvous, verdict: Verdict) -> None:
-    """Share rank 0's verdict, and return if the ranks train together. Collective.
-
-    Raises:
-        LaunchError: the launch is refused.
-        LeftToMain, _TrainsAloneError: rank 0 trains alone, and this is another rank, or rank 0.
-    """
-    rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
-    decision, reason = rendezvous.share_verdict(verdict)
-    if decision == "refused":
-        raise LaunchError(reason)
-    if decision == "alone" and rank == 0:
-        raise _TrainsAloneError(reason)
-    if decision == "alone":
-        _log.warning("[Distributed] rank 0 trains alone: rank %d of %d leaves (%s)", rank, world_size, reason)
-        raise LeftToMain
-
-
-def _start_backend(rendezvous: Rendezvous, backend: str, timeout: timedelta) -> str | None:
-    """Connect the ranks, which are all present, and return which of them could not connect and why. Collective.
-
-    If that fails, no group is left, whatever the error: `cleanup_ddp` would wait for a collective that hangs.
-    """
-    with ExitStack() as unless_started:
-        unless_started.callback(_end_group, aborts=backend == "nccl")
-        failure = _connect_ranks(rendezvous, backend)
-        if failure is None:
-            _set_timeout(timeout)
-            rendezvous.store.set_timeout(timeout)
-            _world.undo.callback(_end_group)  # without it, small gloo runs abort at their end
-            unless_started.pop_all()
-    return failure
-
-
-def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
-    rank, world_size = rendezvous.environment.rank, rendezvous.environment.world_size
-    seconds = min(_MOST_START_SECONDS, max(rendezvous.seconds_left, _LEAST_START_SECONDS))
-    limit = timedelta(seconds=seconds)
-    rendezvous.store.set_timeout(limit)
-    problem = ""
-    try:
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(backend, rendezvous.store),
-            rank=rank,
-            world_size=world_size,
-            # At the limit nccl would end the process from a thread of its own. `_finish` gives up before.
-            timeout=2 * limit if backend == "nccl" else limit,
-        )
-        if backend == "nccl":  # it would guess this process's GPU from its rank
-            _finish(dist.barrier(device_ids=[torch.cuda.current_device()], async_op=True), seconds)
-        else:
-            dist.barrier()
-    except (RuntimeError, ValueError) as error:
-        # nccl's own reason stands lines below the first, which is the same for all of them.
-        problem = f"{first_line(error)} {str(error).partition('Last error:')[2].strip()}".strip()
-    notes = rendezvous.exchange(f"start of {backend}", problem, seconds + _LEAST_START_SECONDS)
-    failed = {rank: notes.get(rank, "no answer") for rank in range(world_size) if notes.get(rank) != ""}
-    if failed:
-        first, text = next(iter(failed.items()))
-        return f"{backend} did not start on {len(failed)} of {world_size} ranks (rank {first}: {text})"
-    _log.info("[Distributed] Initialized with backend=%s rank=%d world_size=%d", backend, rank, world_size)
-    return None
-
-
-def _finish(work: dist.Work, seconds: float) -> None:
-    """Wait for a collective whose backend has no time limit that this process survives.
-
-    Raises:
-        RuntimeError: it failed, or has not ended in time.
-    """
-    end = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > end:
-            raise RuntimeError(f"its first collective has not ended within {seconds:.0f} seconds")
-        time.sleep(_LOOK_SECONDS)
-    work.wait()
-
-
-def _end_group(*, aborts: bool = False) -> None:
-    """End the group, if it is up. Without `aborts`, nccl waits for an unfinished collective."""
-    if dist.is_initialized():
-        if aborts:
-            _abort_process_group()
-        else:
-            dist.destroy_process_group()
+        obey(rendezvous, verdict_on_failure(failure, fallbacks))
 
 
 def _alone(

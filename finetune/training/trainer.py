@@ -244,12 +244,12 @@ class Trainer:
         self.runtime.liveness.enter_phase("testing", timed=not is_alone and test_loader is not None)
         if test_loader is None or (is_alone and self.journal is None):
             return None
-        from finetune.inference.evaluation import run_test_phase
-        from finetune.inference.forgetting import measure_forgetting
-        from finetune.inference.scores import show_evaluation
-
         self.runtime.collectives.synchronize("the test phase")
         with preempted_in_test(self.runtime):
+            from finetune.inference.evaluation import run_test_phase  # no step needs these modules
+            from finetune.inference.forgetting import measure_forgetting
+            from finetune.inference.scores import show_evaluation
+
             _log.info("Starting testing phase...")
             if is_alone:
                 load_model(self.model, self._setup.folder.adapter)

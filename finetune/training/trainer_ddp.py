@@ -101,7 +101,7 @@ class TrainerDDP(Trainer):
         return results
 
     def run_test(self, test_loader: EvaluationLoader | None) -> Evaluation | None:
-        """Measure the published weights. This completes the run and releases its folder; a second call only measures."""
+        """Measure the published weights. The first call also completes the run and releases its folder."""
         with self._leaving_on_error():
             evaluation = super().run_test(test_loader)
             if self.journal is not None:

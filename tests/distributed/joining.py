@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from finetune.distributed import ddp_init
+from finetune.distributed import ddp_init, process_group
 from finetune.distributed.environment import LAUNCH_VARIABLES, WORLD_VARIABLES
 from finetune.errors import FinetuneError, LeftToMain
 from finetune.fallbacks import Fallbacks
@@ -45,7 +45,7 @@ def main(folder, words):
     rank = int(os.environ["RANK"])
     configure_logs(rank)
     if wish.get("backend"):  # what a machine with a GPU chooses, on one without
-        ddp_init._choose_backend = lambda *_, **__: wish["backend"]
+        process_group.choose_backend = lambda *_, **__: wish["backend"]
     before = {name: os.environ.get(name) for name in (*LAUNCH_VARIABLES, *WORLD_VARIABLES)}
     fallbacks = Fallbacks(strict=wish.get("strict", False))
     began = time.monotonic()

@@ -1,6 +1,7 @@
 import json
 import os
 import sys
+from contextlib import ExitStack
 from datetime import timedelta
 from unittest.mock import Mock
 
@@ -10,9 +11,9 @@ import torch.distributed as dist
 
 from finetune import cleanup_ddp, initialize_ddp
 from finetune.config.schema import Config
-from finetune.distributed import ddp_init
-from finetune.distributed.ddp_init import _start_backend
+from finetune.distributed import process_group
 from finetune.distributed.environment import LAUNCH_VARIABLES, read_environment, with_place
+from finetune.distributed.process_group import start_backend
 from finetune.errors import LaunchError
 from tests.launches import free_port, run_command, write_report
 
@@ -138,35 +139,35 @@ class OneRank:
 def test_why_a_backend_does_not_start_is_said_whatever_lines_its_error_has(monkeypatch):
     error = RuntimeError("NCCL error in: X.cpp:94\nncclSystemError: a call failed.\nLast error:\nno ib0")
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=error))
-    why = _start_backend(OneRank(), "gloo", timedelta(minutes=60))
-    cleanup_ddp()
+    why = start_backend(OneRank(), "gloo", timedelta(minutes=60), ExitStack())
     assert why == "gloo did not start on 1 of 1 ranks (rank 0: NCCL error in: X.cpp:94 no ib0)"
 
 
 def test_a_start_that_is_interrupted_leaves_no_group_to_wait_for(monkeypatch):
     """Ctrl-C, or a store that is lost, while nccl hangs: destroying its group would wait for its collective."""
     rendezvous, given_up = OneRank(), []
-    monkeypatch.setattr(ddp_init, "_abort_process_group", lambda: given_up.append("aborted"))
+    monkeypatch.setattr(process_group, "_abort_process_group", lambda: given_up.append("aborted"))
     monkeypatch.setattr(dist, "destroy_process_group", lambda: given_up.append("destroyed"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "init_process_group", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        _start_backend(rendezvous, "nccl", timedelta(minutes=60))
+        start_backend(rendezvous, "nccl", timedelta(minutes=60), ExitStack())
     assert given_up == ["aborted"]
 
 
 def test_a_collective_that_does_not_end_is_given_up_by_this_process_and_not_by_its_backend():
     with pytest.raises(RuntimeError, match="has not ended within 0 seconds"):
-        ddp_init._finish(Mock(is_completed=lambda: False), 0.1)
+        process_group._finish(Mock(is_completed=lambda: False), 0.1)
     ended = Mock(is_completed=lambda: True)
-    ddp_init._finish(ended, 60)
+    process_group._finish(ended, 60)
     ended.wait.assert_called_once_with()
 
 
 def test_the_limit_for_the_start_holds_for_the_start_alone():
     rendezvous = OneRank()
-    assert _start_backend(rendezvous, "gloo", timedelta(minutes=60)) is None
-    cleanup_ddp()
+    with ExitStack() as undo:
+        assert start_backend(rendezvous, "gloo", timedelta(minutes=60), undo) is None
+    assert not dist.is_initialized()
     assert rendezvous.store.timeout == timedelta(minutes=60), "groups that are made later wait at the same store"
 
 

@@ -3,7 +3,6 @@ import types
 import pytest
 import torch
 
-from finetune.distributed.ddp_init import _choose_backend
 from finetune.distributed.device import (
     _pick_device,
     _resolve_device,
@@ -12,6 +11,7 @@ from finetune.distributed.device import (
     refuse_different_devices,
     refuse_shared_devices,
 )
+from finetune.distributed.process_group import choose_backend
 from finetune.errors import LaunchError
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
@@ -78,8 +78,8 @@ def test_local_ranks_take_the_gpus_in_turn_if_they_may_share_them(gpus):
     assert device_of_rank(1, "cpu", shares_gpus=True) == torch.device("cpu")
     gpus(1)
     assert device_of_rank(1, "cuda", shares_gpus=True) == torch.device("cuda", 0)
-    assert _choose_backend("auto", torch.device("cuda", 0), shares_gpus=True) == "gloo"
-    assert _choose_backend("nccl", torch.device("cuda", 0), shares_gpus=True) == "nccl"
+    assert choose_backend("auto", torch.device("cuda", 0), shares_gpus=True) == "gloo"
+    assert choose_backend("nccl", torch.device("cuda", 0), shares_gpus=True) == "nccl"
 
 
 @pytest.mark.parametrize("name", VISIBLE)

@@ -31,7 +31,7 @@ from finetune import build_tokenizer, cleanup_ddp, initialize_ddp, launch, load_
 from finetune.config import hub
 from finetune.config.schema import Config, ModelSection
 from finetune.data import rendering
-from finetune.distributed import accelerate_settings, ddp_init, device, rendezvous
+from finetune.distributed import accelerate_settings, device, process_group, rendezvous
 from finetune.distributed.accelerate_library import AccelerateCommand, forget_accelerate
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.environment import LaunchEnvironment, read_environment
@@ -190,14 +190,14 @@ def nobody_came(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 def left_to_rank_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     port = free_port()
     _set(monkeypatch, _TORCHRUN)
-    why = ddp_init._why_not_wanted(read_environment(os.environ))
+    why = process_group.why_not_wanted(read_environment(os.environ))
     first, second = (Rendezvous(_environment(rank, port), _ONE_SECOND) for rank in (0, 1))
     verdict = threading.Thread(target=first.share_verdict, args=(Verdict("alone", why),))
     verdict.start()
 
     def leave() -> None:
         with pytest.raises(SystemExit):
-            ddp_init._obey(second, Verdict("together"))
+            process_group.obey(second, Verdict("together"))
 
     printed = printed_by(leave)
     verdict.join()
