@@ -136,7 +136,7 @@ def merge_command(
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Merge a run's adapter into its base, and check that transformers alone loads it with the same answers."""
+    """Merge as the options say, and print how the merged model differs from the run."""
     out = out or _beside(run_folder, "merged")
     options = {"most_difference": max_difference, "adds_system": add_system}
     run, merged = _merge(run_folder, out, settings or [], dtype, base=base, checkpoint=checkpoint, **options)
@@ -335,7 +335,7 @@ def push(
     message: Annotated[str, typer.Option(help="The commit's message.")] = "Upload with finetune",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
 ) -> None:
-    """Push a run's adapter or a merged model to the hub as one commit, after printing the files and the repository."""
+    """Print the upload, then send it unless `dry_run` is set."""
     from finetune.export.push import build_package, plan_upload
     from finetune.export.push import upload_package as send
 

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from finetune.cli.run_options import Overrides
 from finetune.config.compose import compose
 from finetune.config.config_files import is_file_of_rows, is_run_file
 from finetune.config.schema import Config
@@ -17,12 +18,12 @@ DEFAULT_TASK = "finetune_lora"
 """The task when a command names neither a task nor a run file. A run file names its own task."""
 
 
-def train_from_overrides(overrides: Sequence[str]) -> None:
+def train_from_overrides(overrides: Overrides = None) -> None:
     """Train the run that `[RUN] OVERRIDES…` describe. Collective: every process of the launch."""
     environment = read_environment(os.environ)  # refuses an incomplete launch before the slow imports
     # `launch` configures the log again: it knows more about the launch, but only after the imports.
     configure_logs(environment.rank, num_processes=environment.world_size)
-    config = config_from_overrides(overrides)
+    config = config_from_overrides(overrides or [])
 
     with importing():
         from finetune.training.train import train

@@ -68,6 +68,32 @@ TopPOption = Annotated[
 TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
+]
+
+
+def _complete_argument(incomplete: str) -> list[str]:
+    """Complete an argument in a shell: run files, choices of a group, keys."""
+    from finetune.config.compose import list_configs
+    from finetune.config.keys import fields
+
+    shipped = list_configs()
+    runs_by_name = [name for name, _ in shipped.pop("run")]
+    choices = [f"{group}={name}" for group, entries in shipped.items() for name, _ in entries]
+    offered = [*runs_by_name, *choices, *(f"{key}=" for key in fields())]
+    return [argument for argument in offered if argument.startswith(incomplete)]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN] OVERRIDES…",
+        help="RUN is a name in configs/ or a YAML file. OVERRIDES choose the model (model=phi4, a folder or a hub id) "
+        "and the data (data=chats.jsonl), and set keys (optim.learning_rate=1e-4). Flags do the same: --model phi4.",
+        autocompletion=_complete_argument,
+    ),
+]
 
 
 def refuse_password(value: str | None) -> str | None:

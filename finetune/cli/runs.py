@@ -40,7 +40,7 @@ def runs(
     ] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """List the runs in a folder: state, step, losses, when, model, data."""
+    """Print a table of the runs below a folder, the newest first."""
     configure_logs(0, level=logging.ERROR)
     with waiting(f"reading the runs in {folder}"):
         summaries = _summaries(folder)
@@ -142,7 +142,7 @@ def local_time(moment: str | None) -> str:
 
 
 def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """List a run's checkpoints: validation loss, size, whether each is whole, and where resume=auto goes on."""
+    """Print a table of a run's checkpoints. Exit with 1 if one is damaged."""
     from finetune.runs.folder import RunFolder
     from finetune.runs.recorded_run import open_run
     from finetune.runs.state import read_state
@@ -211,7 +211,7 @@ def watch(
     run_folder: RunFolderArgument,
     once: Annotated[bool, typer.Option("--once", help="Show the present state, and exit.")] = False,
 ) -> None:
-    """Follow a run from another terminal, or show one that has ended. Ctrl-C leaves; the run goes on."""
+    """Show the live view of a run until it ends."""
     from rich.console import Console
 
     from finetune.runs.recorded_run import open_run

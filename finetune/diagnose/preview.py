@@ -22,7 +22,6 @@ from finetune.diagnose.preview_splits import (
     NamedRows,
     Piece,
     RowLocation,
-    Rows,
     SplitSummary,
     join_alike,
     location,
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.data.objective import AnySplits
+    from finetune.diagnose.preview_splits import Rows
 
 SCHEMA_VERSION = 2
 """The version of the JSON form, which docs/preview.md describes."""
