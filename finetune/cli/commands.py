@@ -21,13 +21,14 @@ class Command(NamedTuple):
     """``module:function`` in `finetune.cli`, imported when the command is called. Its parameters are the arguments and
     options, and it may return an exit code. Empty for a group that only shows its help."""
     panel: str
-    """The title in `finetune --help` above the command."""
+    """The title above the command in the help that lists it."""
     summary: str
     takes_overrides: bool = False
     """Whether its arguments are OVERRIDES, which may also be written as flags."""
 
 
 _BEFORE, _AFTER = "Prepare and train", "Follow a run, and use a finished one"
+_FORMATS, _COMMANDS = "Formats", "Commands"
 # fmt: off
 COMMANDS = (
     Command("train", "overrides:train_from_overrides", _BEFORE,
@@ -61,8 +62,20 @@ COMMANDS = (
         "Talk with a finished run. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."),
     Command("merge", "export:merge_command", _AFTER,
         "Merge a run's adapter into its base, and check that transformers alone loads it with the same answers."),
-    Command("export", "export:export", _AFTER,
-        "Export a merged model for Ollama, with --gguf for llama.cpp, or with --onnx for onnxruntime-genai."),
+    Command("export", "", _AFTER,
+        "Export a run or a merged model for a server: `finetune export gguf runs/a`. Each format has its own options."),
+    Command("export gguf", "export:export_gguf", _FORMATS,
+        "A GGUF file for llama.cpp and Ollama, in 16 bits or quantized (`--type q4_k_m`)."),
+    Command("export lora", "export:export_lora", _FORMATS,
+        "A run's adapter as a GGUF file, and its base beside it: for llama.cpp with one base and several adapters."),
+    Command("export ollama", "export:export_ollama", _FORMATS,
+        "A Modelfile for Ollama, which imports the merged folder itself."),
+    Command("export onnx", "export:export_onnx", _FORMATS,
+        "An ONNX model for onnxruntime-genai, in fp32 or int4, compared there with the run."),
+    Command("export vllm", "export:export_vllm", _FORMATS,
+        "A folder for vLLM, compressed by llm-compressor (fp8, w8a8, w4a16), compared with the run."),
+    Command("export smallest", "export:export_smallest", _FORMATS,
+        "The smallest of all these that still answers as the run does."),
     Command("verify", "verify:verify", _AFTER,
         "Compare a run or a model, in the runtime that serves it, with what was trained, and write a certificate."),
     Command("push", "export:push", _AFTER,
@@ -83,16 +96,16 @@ COMMANDS = (
         "Write one page about one run or several: curves, differences, data, answers. It opens without a network."),
     Command("config", "", _BEFORE,
         "Show the configuration of a run, the schema of all keys, or the configs to choose from."),
-    Command("config show", "config:config_show", _BEFORE,
+    Command("config show", "config:config_show", _COMMANDS,
         "Print the configuration of a run and where each value comes from. Takes the OVERRIDES of train.",
         takes_overrides=True),
-    Command("config schema", "config:config_schema", _BEFORE,
+    Command("config schema", "config:config_schema", _COMMANDS,
         "Print the JSON Schema of a config file, for editors."),
-    Command("config list", "config:config_list", _BEFORE,
+    Command("config list", "config:config_list", _COMMANDS,
         "List the configs to choose from: the shipped ones, and those in ./configs."),
     Command("recipes", "recipes:show_recipes", _BEFORE,
         "List the recipes, or copy one to a folder."),
-    Command("recipes copy", "recipes:copy_recipe", _BEFORE,
+    Command("recipes copy", "recipes:copy_recipe", _COMMANDS,
         "Copy a recipe to a folder. Nothing is overwritten."),
 )
 # fmt: on
@@ -132,6 +145,14 @@ class _Commands(TyperGroup):
         if row is not None:
             self.commands[name] = _load(row, name)
         return self.commands.get(name)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Put the format first in the arguments of `finetune export`."""
+        if self.name == "export":
+            from finetune.cli.export import with_format
+
+            args = with_format(args, self.commands)
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find and load the command that the first argument names."""
@@ -192,8 +213,7 @@ def _load(row: Command, name: str) -> Any:
 def _list_commands(group: typer.Typer, rows: Sequence[Command]) -> None:
     """Add commands that have only their summaries."""
     for row in rows:
-        _, group_name, name = row.name.rpartition(" ")
-        group.command(name, help=row.summary, rich_help_panel=None if group_name else row.panel)(_list_only)
+        group.command(row.name.split()[-1], help=row.summary, rich_help_panel=row.panel)(_list_only)
 
 
 def _list_only() -> None:
