@@ -239,7 +239,7 @@ def _merged(source: Path, run: FinishedRun | None, out: Path) -> Iterator[Path]:
             yield merged.folder
 
 
-def export_gguf(
+def gguf_command(
     source: SourceArgument,
     out: OutArgument = None,
     weight_type: Annotated[
@@ -279,7 +279,7 @@ def export_gguf(
     _say_exported(exported, out, is_gguf=True)
 
 
-def export_lora(
+def lora_command(
     run_folder: RunFolderArgument,
     out: OutArgument = None,
     weight_type: Annotated[
@@ -297,18 +297,18 @@ def export_lora(
     out = _prepare(run_folder, out, "lora")
     with importing():
         from finetune.export.gguf import Gguf, find_converter
-        from finetune.export.gguf_lora import export_lora as write_lora
+        from finetune.export.gguf_lora import export_lora
         from finetune.inference.finished_run import find_run
 
     run = find_run(run_folder, settings or [], is_alone=True)
     converter = find_converter(llama_cpp, os.environ)
     gguf = Gguf(converter=converter, weight_type=weight_type, base=base, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
-        exported = write_lora(run, out, gguf=gguf, with_base=not adapter_only, with_modelfile=modelfile)
+        exported = export_lora(run, out, gguf=gguf, with_base=not adapter_only, with_modelfile=modelfile)
     _say_exported(exported, out, is_gguf=True)
 
 
-def export_ollama(
+def ollama_command(
     model_folder: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A folder that `finetune merge` wrote.", callback=find_run_folder)
     ],
@@ -324,7 +324,7 @@ def export_ollama(
     _say_exported(exported, out, is_gguf=False)
 
 
-def export_onnx(
+def onnx_command(
     source: SourceArgument,
     out: OutArgument = None,
     weight_type: Annotated[
@@ -346,11 +346,11 @@ def export_onnx(
     out, stored_as = _prepare(source, out, "onnx"), weight_type if weight_type == "int4" else "f32"
     with importing():
         from finetune.cli.verify import show_verified
-        from finetune.export.onnx import export_onnx as write_onnx
+        from finetune.export.onnx import export_onnx
 
     run = _run_of(source, settings)
     with waiting("building an ONNX model, and comparing it with the run"), _merged(source, run, out) as model:
-        verified = write_onnx(
+        verified = export_onnx(
             model, out, weight_type=stored_as, most_difference=max_difference, allows_differences=allow_differences
         )
     size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
@@ -361,7 +361,7 @@ def export_onnx(
     say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
 
 
-def export_vllm(
+def vllm_command(
     run_folder: RunFolderArgument,
     out: OutArgument = None,
     scheme: Annotated[
@@ -409,7 +409,7 @@ def export_vllm(
     say(f"Next: vllm serve {out}")
 
 
-def export_smallest(
+def smallest_command(
     run_folder: RunFolderArgument,
     out: OutArgument = None,
     keep: Annotated[

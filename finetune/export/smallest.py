@@ -43,7 +43,7 @@ some matrices in other types, and an ONNX model may store embeddings in fp32."""
 _log = logging.getLogger(__name__)
 
 
-class Format(NamedTuple):
+class TriedFormat(NamedTuple):
     """A format whose types are tried. `runtimes.RUNTIMES` has the runtime that serves its folders."""
 
     types: Mapping[str, tuple[float, float]]
@@ -199,9 +199,9 @@ def _write_gguf(_: FinishedRun, merged: Path, folder: Path, gguf: Gguf, name: An
 
 
 FORMATS = (
-    Format({name: (bits, bits) for name, bits in _GGUF_BITS.items()}, _write_gguf),
-    Format({"w4a16": (4.25, 16)}, lambda run, _, folder, __, name: export_compressed(run, folder, name, 256)),
-    Format(
+    TriedFormat({name: (bits, bits) for name, bits in _GGUF_BITS.items()}, _write_gguf),
+    TriedFormat({"w4a16": (4.25, 16)}, lambda run, _, folder, __, name: export_compressed(run, folder, name, 256)),
+    TriedFormat(
         {"int4 ONNX": (4.5, 8)},
         # Differences do not matter here: they are measured.
         lambda _, merged, folder, *__: export_onnx(merged, folder, weight_type="int4", allows_differences=True),
