@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
+from finetune.engine.decoder import family_of
 from finetune.errors import ConfigError, ModelError, RunFailedError
 from finetune.export.converters import (
     BYTE_LEVEL_TO_GGUF,
@@ -224,10 +225,8 @@ def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
         ModelError: the converter does not support the model or its tokenizer; the message repeats its reason.
         RunFailedError: it wrote no complete file.
     """
-    family = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
-    # llama.cpp strips white space behind special tokens if `general.name` contains phi-3 or phi3.
-    other_name = "phi" if family.startswith("phi3") else family
-    name = "phi-3" if rules.strips else other_name
+    model_type = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
+    name = "phi-3" if rules.strips else family_of(model_type).gguf_name or model_type
     with tempfile.TemporaryDirectory() as scratch:
         converter = copy_for_llama_cpp(model, Path(scratch), gguf.base)
         weight_type = "auto" if gguf.quantizer else gguf.weight_type
