@@ -107,7 +107,11 @@ def test_a_refusal_of_the_converter_is_repeated_with_what_to_do(model, tmp_path,
 def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
     """A converter can report success with a broken file, so the file is checked, not only the exit code."""
     script = tmp_path / "convert_hf_to_gguf.py"
-    script.write_text(f"import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write({written!r})")
+    script.write_text(
+        "import sys; given = dict(zip(sys.argv, sys.argv[1:]))\n"
+        "assert given['--model-name'] == 'phi', 'llama.cpp strips spaces in a file with the name phi3'\n"
+        f"open(given['--outfile'], 'wb').write({written!r})"
+    )
     model = write_model(tmp_path / "merged", "phi-4")
     with pytest.raises(RunFailedError, match=r"the converter reported success, but model\.gguf"):
         export_model(model, tmp_path / "out", gguf=Gguf(converter=script, weight_type="f16"))
