@@ -92,7 +92,7 @@ class RunFailedError(FinetuneError):
 
 
 class RequirementError(FinetuneError):
-    """A requirement that the user stated does not hold: `evaluate --fail-if-worse`, `export --smallest`."""
+    """A requirement that the user stated does not hold: `evaluate --fail-if-worse`, `export smallest`."""
 
     exit_code = 3
 

@@ -39,6 +39,7 @@ def assert_is_one_message(done: Ended, *parts: str) -> None:
     ("words", "code", "more"),
     [
         (["--help"], 0, "huggingface_hub pydantic yaml"),
+        (["preview", "--help"], 0, "huggingface_hub numpy"),
         (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2, "huggingface_hub"),
         (["doctor", "optim.learning_rat=1"], 2, "huggingface_hub"),
         (["init"], 0, "huggingface_hub"),
@@ -99,6 +100,8 @@ def test_bad_input_is_one_clear_message(tmp_path, words, parts, monkeypatch):
 def test_a_command_given_in_words():
     by_words = run_finetune("cmd=config", "run=quickstart")
     assert by_words.returncode == 2  # `config` is a group of commands, not one
+    done = run_finetune("config", "train")
+    assert (done.returncode, "No such command 'train'" in done.errors) == (2, True), done
     done = run_finetune(
         "cmd=train", "data=orders", "model=phi_tiny", "task=finetune_lora", "ddp=False", "data.max_lenght=3"
     )

@@ -35,13 +35,13 @@ def test_a_run_is_named_as_in_runs(command):
     ("command", "out"),
     [
         ("merge csv", "runs/csv-merged"),
-        ("export csv", "runs/csv-ollama"),
-        ("export csv --gguf", "runs/csv-gguf"),
-        ("export csv --gguf --lora", "runs/csv-lora"),
-        ("export csv --onnx", "runs/csv-onnx"),
-        ("export csv --compress w8a8", "runs/csv-w8a8"),
-        ("export csv --smallest", "runs/csv-smallest"),
-        ("export . --gguf", "{}-gguf"),
+        ("export ollama csv", "runs/csv-ollama"),
+        ("export gguf csv", "runs/csv-gguf"),
+        ("export lora csv", "runs/csv-lora"),
+        ("export onnx csv", "runs/csv-onnx"),
+        ("export vllm csv --type w8a8", "runs/csv-w8a8"),
+        ("export smallest csv", "runs/csv-smallest"),
+        ("export gguf .", "{}-gguf"),
     ],
 )
 def test_the_default_folder_to_write_is_beside_the_run_and_is_not_overwritten(command, out):

@@ -87,24 +87,29 @@ SHOWN = {
         ["push", "finished/run", "someone/model", "--base", "someone/base", "--dry-run"],
         ["HF_TOKEN"],
     ),
-    "merge": (["merge", "finished/run", "merged"], ["Reloaded by transformers alone", "finetune export merged"]),
+    "merge": (["merge", "finished/run", "merged"], ["Reloaded by transformers alone", "finetune export gguf merged"]),
     "verify": (["verify", "finished/run", "--out", "certificate.json"], ["7 of 7", "Written: certificate.json"]),
     "upgrade": (
         ["upgrade", "finished/run", "--python", "no/such/python"],
         ["--python is no/such/python, which cannot be started"],
     ),
-    "export": (["export", "merged"], ["Written to merged-ollama: Modelfile", "ollama create my-model -f Modelfile"]),
+    "export ollama": (
+        ["export", "ollama", "merged"],
+        ["Written to merged-ollama: Modelfile", "ollama create my-model -f Modelfile"],
+    ),
 }
 """Words of each command, and values that must be whole."""
-STARTS_PROCESSES = dict.fromkeys(("sweep", "merge", "export"), (pytest.mark.warm, pytest.mark.process))
+STARTS_PROCESSES = dict.fromkeys(("sweep", "merge", "export ollama"), (pytest.mark.warm, pytest.mark.process))
 CODES = {"diff": 1, "push": 2, "upgrade": 2}
 """There are differences; there is no token for the hub, and no other Python."""
-ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"}
-"""Training has a test of its own, below, and a rehearsal in tests/diagnose; the others write a path, and JSON."""
+CONVERTED = {f"export {name}" for name in ("gguf", "lora", "onnx", "vllm", "smallest")}
+ELSEWHERE = {"train", "rehearse", "recipes copy", "config schema"} | CONVERTED
+"""Training has a test of its own, below, a rehearsal in tests/diagnose, and a converted model in tests/export. The
+others write a path, and JSON."""
 
 
 def test_every_command_is_tried():
-    groups = {"", "config"}
+    groups = {"", "config", "export"}
     assert {path.removeprefix("finetune").strip() for path in COMMANDS} == {*SHOWN, *ELSEWHERE} | groups
 
 
@@ -113,10 +118,10 @@ def test_every_command_is_tried():
 def test_a_command_fits_its_terminal_and_cuts_nothing(command, here):
     columns = 80
     words, whole = SHOWN[command]
-    if command == "export" and not Path("merged").is_dir():
+    if command == "export ollama" and not Path("merged").is_dir():
         run_on_terminal(columns, *SHOWN["merge"][0])
-    if command in ("export", "merge"):
-        shutil.rmtree("merged-ollama" if command == "export" else words[-1], ignore_errors=True)
+    if command in ("export ollama", "merge"):
+        shutil.rmtree("merged-ollama" if command == "export ollama" else words[-1], ignore_errors=True)
     keys = {"chat": b"\x04", "init": b"base\n"}.get(command, b"")
     Path("new.yaml").unlink(missing_ok=True)
     done = run_on_terminal(columns, *words, keys=keys)

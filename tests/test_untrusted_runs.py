@@ -109,7 +109,7 @@ ON_FOLDER = {
     "verify": ["verify", "{run}"],
     "verify a replay": ["verify", "{run}", "--replay", "1"],
     "merge": ["merge", "{run}", "{out}"],
-    "compress": ["export", "{run}", "{out}", "--compress", "w8a8"],
+    "compress": ["export", "vllm", "{run}", "{out}", "--type", "w8a8"],
     "bisect": ["bisect", "{run}"],
     "bisect two": ["bisect", "{run}", "{run}"],
 }

@@ -25,10 +25,8 @@ def commands_page() -> str:
 def all_commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Yield every command and group, with the words that call it."""
     yield path, command
-    for name in command.list_commands(None) if hasattr(command, "list_commands") else []:
-        inner = command.get_command(None, name)
-        if not inner.hidden:
-            yield from all_commands(inner, f"{path} {name}")
+    for name in getattr(command, "commands", ()):
+        yield from all_commands(command.load(name), f"{path} {name}")
 
 
 def _parts_of(root: Any, name: str) -> Iterator[str]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
+    JsonOption,
     OptionRules,
     RunFolderArgument,
     SetOption,
@@ -45,7 +45,7 @@ def bisect(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Find the first step in which two runs differ, and the cause. Exit code 3 if they differ."""
+    """Compute steps of two runs again, print the first that differs, and its cause."""
     refuse_several_processes("bisect")
     configure_logs(rank=0)
     is_run = other is not None and len(other) == 1 and "=" not in other[0]
@@ -96,7 +96,7 @@ def diff(
     second: Annotated[Path, typer.Argument(metavar="RUN", help="Another run's folder.", callback=find_run_folder)],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two runs: config, versions, data, world, results. Exit code 1 if they differ."""
+    """Print what differs between two runs, and exit with 1 if anything does."""
     from finetune.runs.comparison import compare_runs
     from finetune.runs.recorded_run import open_run
 
@@ -131,7 +131,7 @@ def upgrade(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare another environment with this one: steps and answers of a finished run. Exit code 3 if they differ."""
+    """Compute steps and answers of a run with another Python, and print how they differ."""
     refuse_several_processes("upgrade")
     configure_logs(rank=0)
 

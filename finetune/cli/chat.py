@@ -60,7 +60,7 @@ def chat(
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Talk with a finished run. /help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves."""
+    """Read what is typed, and print each answer while it is generated, until the input ends."""
     from finetune.inference.finished_run import find_run
     from finetune.inference.generator import AnswerSettings, Generator
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
+    JsonOption,
     OptionRules,
     RunFolderArgument,
     SetOption,
@@ -122,7 +122,7 @@ def evaluate_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure a finished run on its test or validation split, base against tuned. OVERRIDES change its config."""
+    """Evaluate as the options say: print the measures, and write them to a file if one is named."""
     from finetune.config.checks import split_functions_in_files
     from finetune.inference.answers import METRICS, resolve_functions
     from finetune.inference.finished_run import find_run

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -22,21 +23,22 @@ from finetune.cli.run_options import (
     refuse_password,
     refuse_several_processes,
 )
+from finetune.errors import ConfigError, RequirementError, RunFailedError
 from finetune.logs import configure_logs, importing, waiting
 from finetune.signals import raise_at_once, stop_signals_go_to
-from finetune.terminal import print_table, say
+from finetune.terminal import fold, print_table, say
 from finetune.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from finetune.export.compressed_folder import SchemeName
-    from finetune.export.gguf import Exported, Gguf
+    from finetune.export.gguf import Exported
     from finetune.export.model_card import Merged
-    from finetune.export.onnx_served import OnnxType
     from finetune.inference.finished_run import FinishedRun
 
 _QUANTIZED = ("q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k")
-_TYPES = {"--gguf": ("f32", "f16", "bf16", "q8_0", *_QUANTIZED), "--onnx": ("f32", "int4")}
-"""The types of weights that each format can store."""
+_QUANTIZED_NAMES = f"{', '.join(_QUANTIZED[:-1])} or {_QUANTIZED[-1]}"
+_CONVERTED = "f32, f16, bf16, q8_0, or auto, which is the model's 16-bit type"
+_FORMER_FLAGS = {"--gguf": "gguf", "--onnx": "onnx", "--compress": "vllm", "--smallest": "smallest"}
+"""The flags that chose a format before formats were commands."""
 _log = logging.getLogger(__name__)
 OutArgument = Annotated[
     Path | None,
@@ -45,6 +47,30 @@ OutArgument = Annotated[
         help="The folder to write. It must not exist, or be empty. Default: runs/a-gguf for runs/a, for example.",
     ),
 ]
+SourceArgument = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="A run's folder, or its name in runs; or a folder that `finetune merge` wrote.",
+        callback=find_run_folder,
+    ),
+]
+LlamaCppOption = Annotated[Path | None, typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.")]
+BaseFolderOption = Annotated[
+    Path | None, typer.Option(help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5).")
+]
+ImatrixOption = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Quantize with an importance matrix from N training rows of the run.", min=1),
+]
+AllowDifferencesOption = Annotated[
+    bool,
+    typer.Option(
+        "--allow-differences",
+        help="Keep a model that its runtime serves differently from the run, or that reads chats as other tokens.",
+    ),
+]
+ModelfileOption = Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")]
 
 
 def _beside(folder: Path, suffix: str) -> Path:
@@ -136,7 +162,7 @@ def merge_command(
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
 ) -> None:
-    """Merge a run's adapter into its base, and check that transformers alone loads it with the same answers."""
+    """Merge as the options say, and print how the merged model differs from the run."""
     out = out or _beside(run_folder, "merged")
     options = {"most_difference": max_difference, "adds_system": add_system}
     run, merged = _merge(run_folder, out, settings or [], dtype, base=base, checkpoint=checkpoint, **options)
@@ -149,169 +175,280 @@ def merge_command(
     say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
     say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
     _say_system(out)
-    say(f"Next: finetune verify {out}, finetune export {out} GGUF_FOLDER --gguf, or finetune push {out} OWNER/NAME")
+    say(f"Next: finetune verify {out}, finetune export gguf {out} GGUF_FOLDER, or finetune push {out} OWNER/NAME")
 
 
-def export(
-    model_folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="MODEL",
-            help="A folder that `finetune merge` wrote; with --lora, --compress, --imatrix or --smallest, a run's.",
-            callback=find_run_folder,
-        ),
-    ],
+def with_format(arguments: list[str], formats: Collection[str]) -> list[str]:
+    """Return the arguments of `finetune export` with the format first. In the older form, flags choose the format.
+
+    Raises:
+        ConfigError: flags choose no format, or several.
+    """
+    if not arguments or arguments[0] in (*formats, "-h", "--help"):
+        return arguments
+    rest = [part for each in arguments for part in (each.split("=", 1) if each.startswith("--compress=") else [each])]
+    chosen = [flag for flag in _FORMER_FLAGS if flag in rest]
+    if len(chosen) > 1:
+        raise ConfigError(
+            f"{' and '.join(chosen)} cannot be given together: a folder has one format, and --smallest tries several. "
+            "Run finetune export once for each: finetune export gguf RUN OUT."
+        )
+    if not chosen and not find_run_folder(Path(arguments[0])).exists():
+        return arguments
+    if not chosen and any(each.startswith("--") for each in rest):
+        raise ConfigError(f"name a format before its options: finetune export {'|'.join(formats)} RUN OUT.")
+    name = "lora" if "--lora" in rest else _FORMER_FLAGS[chosen[0]] if chosen else "ollama"
+    rest = [
+        "--type" if each == "--compress" else each for each in rest if each not in ("--gguf", "--onnx", "--smallest")
+    ]
+    rest = [name, *(each for each in rest if each != "--lora")]
+    now = f"finetune: the format comes first now: {shlex.join(['finetune', 'export', *rest])}"
+    sys.stderr.write(f"{fold(now, sys.stderr, indent='  ')}\n")
+    return rest
+
+
+def _prepare(source: Path, out: Path | None, suffix: str) -> Path:
+    """Return the folder to write, after the checks that every format makes first."""
+    from finetune.export.out_folder import refuse_taken
+
+    refuse_several_processes("export")
+    configure_logs(rank=0)
+    out = out or _beside(source, suffix)
+    refuse_taken(out)
+    return out
+
+
+def _run_of(source: Path, settings: list[str] | None) -> FinishedRun | None:
+    """Return the run in a folder; None if the folder is a merged model and no key of a run is to be changed."""
+    from finetune.config.config_files import SAVED_CONFIG
+    from finetune.inference.finished_run import find_run
+
+    is_run = (source.expanduser() / SAVED_CONFIG).is_file()
+    return find_run(source, settings or [], is_alone=True) if is_run or settings else None
+
+
+@contextmanager
+def _merged(source: Path, run: FinishedRun | None, out: Path) -> Iterator[Path]:
+    """Return the merged folder to convert: `source`, or the run merged beside `out`."""
+    from finetune.export.merge import merged_beside
+
+    if run is None:
+        yield source
+    else:
+        with merged_beside(run, out) as merged:
+            yield merged.folder
+
+
+def gguf_command(
+    source: SourceArgument,
     out: OutArgument = None,
-    gguf: Annotated[bool, typer.Option("--gguf", help="Convert to GGUF with llama.cpp's converter.")] = False,
-    lora: Annotated[
-        bool, typer.Option("--lora", help="With --gguf: convert a run's adapter, and its base beside it.")
-    ] = False,
-    adapter_only: Annotated[bool, typer.Option("--adapter-only", help="With --lora: leave out the base.")] = False,
-    llama_cpp: Annotated[Path | None, typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.")] = None,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Build an ONNX model for onnxruntime-genai.")] = False,
     weight_type: Annotated[
-        Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "int4"],
+        Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k"],
         typer.Option(
-            "--type",
-            metavar="TYPE",
-            help="The type of the weights. With --gguf: f32, f16, bf16, q8_0, and by llama.cpp's quantizer q2_k, "
-            "q3_k_m, q4_0, q4_k_m, q5_k_m or q6_k. With --onnx: f32 or int4. `auto` is the model's 16-bit type in a "
-            "GGUF file, and f32 in an ONNX model.",
+            "--type", metavar="TYPE", help=f"{_CONVERTED}; llama.cpp's quantizer also writes {_QUANTIZED_NAMES}."
         ),
     ] = "auto",
-    imatrix: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="For llama.cpp's quantizer: an importance matrix from N training rows of the run MODEL.",
-            min=1,
-        ),
-    ] = None,
-    smallest: Annotated[
-        bool,
-        typer.Option("--smallest", help="Keep the smallest file of all types that still answers as the run MODEL."),
-    ] = False,
-    keep: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="--smallest: the share of greedy answers that must equal the run's. Default: 0.99.",
-            min=0,
-            max=1,
-        ),
-    ] = None,
-    compress: Annotated[
-        Literal["fp8", "w8a8", "w4a16"] | None,
-        typer.Option(metavar="SCHEME", help="Compress a run for vLLM with llm-compressor: fp8, w8a8 or w4a16."),
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(metavar="N", help="--compress: training rows for calibration. Default: 256.", min=1)
-    ] = None,
+    imatrix: ImatrixOption = None,
+    llama_cpp: LlamaCppOption = None,
+    base: BaseFolderOption = None,
+    allow_differences: AllowDifferencesOption = False,
+    modelfile: ModelfileOption = True,
+    settings: SetOption = None,
+) -> None:
+    """Convert a model with llama.cpp's converter, and quantize it if the type asks for it."""
+    rules = OptionRules({"--imatrix": imatrix, f"--type {weight_type}": True})
+    rules.need("--imatrix", *map("--type {}".format, _QUANTIZED))
+    out = _prepare(source, out, "gguf")
+    with importing():
+        from finetune.export.compress import find_quantizer
+        from finetune.export.gguf import Gguf, export_model, find_converter
+        from finetune.inference.finished_run import find_run
+
+    run = _run_of(source, settings) if imatrix is None else find_run(source, settings or [], is_alone=True)
+    converter = find_converter(llama_cpp, os.environ)
+    quantizer = find_quantizer(converter.parent, run, imatrix) if weight_type in _QUANTIZED else None
+    gguf = Gguf(
+        converter=converter,
+        weight_type=weight_type,
+        quantizer=quantizer,
+        base=base,
+        allows_differences=allow_differences,
+    )
+    with waiting(f"exporting to {out}"), _merged(source, run, out) as model:
+        exported = export_model(model, out, gguf=gguf, with_modelfile=modelfile)
+    _say_exported(exported, out, is_gguf=True)
+
+
+def lora_command(
+    run_folder: RunFolderArgument,
+    out: OutArgument = None,
+    weight_type: Annotated[
+        Literal["auto", "f32", "f16", "bf16", "q8_0"],
+        typer.Option("--type", metavar="TYPE", help=f"The type of the base's weights: {_CONVERTED}."),
+    ] = "auto",
+    adapter_only: Annotated[bool, typer.Option("--adapter-only", help="Leave out the base.")] = False,
+    llama_cpp: LlamaCppOption = None,
+    base: Annotated[Path | None, typer.Option(help="The base's folder. Default: the base of the run.")] = None,
+    allow_differences: AllowDifferencesOption = False,
+    modelfile: ModelfileOption = True,
+    settings: SetOption = None,
+) -> None:
+    """Convert a run's adapter: OUT/adapter.gguf, OUT/base.gguf and OUT/Modelfile."""
+    out = _prepare(run_folder, out, "lora")
+    with importing():
+        from finetune.export.gguf import Gguf, find_converter
+        from finetune.export.gguf_lora import export_lora
+        from finetune.inference.finished_run import find_run
+
+    run = find_run(run_folder, settings or [], is_alone=True)
+    converter = find_converter(llama_cpp, os.environ)
+    gguf = Gguf(converter=converter, weight_type=weight_type, base=base, allows_differences=allow_differences)
+    with waiting(f"exporting to {out}"):
+        exported = export_lora(run, out, gguf=gguf, with_base=not adapter_only, with_modelfile=modelfile)
+    _say_exported(exported, out, is_gguf=True)
+
+
+def ollama_command(
+    model_folder: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A folder that `finetune merge` wrote.", callback=find_run_folder)
+    ],
+    out: OutArgument = None,
+) -> None:
+    """Write a Modelfile that names the merged folder, which Ollama imports itself."""
+    out = _prepare(model_folder, out, "ollama")
+    with importing():
+        from finetune.export.gguf import export_model
+
+    with waiting(f"exporting to {out}"):
+        exported = export_model(model_folder, out, gguf=None)
+    _say_exported(exported, out, is_gguf=False)
+
+
+def onnx_command(
+    source: SourceArgument,
+    out: OutArgument = None,
+    weight_type: Annotated[
+        Literal["auto", "f32", "int4"],
+        typer.Option("--type", metavar="TYPE", help="The type of the weights: f32 or int4. `auto` is f32."),
+    ] = "auto",
     max_difference: Annotated[
         float | None,
         typer.Option(
             metavar="X",
-            help="--onnx: the largest relative difference of logits. Default: one that fits the type.",
+            help="The largest relative difference of logits. Default: a bound that fits the type.",
             min=0,
         ),
     ] = None,
-    allow_differences: Annotated[
-        bool,
-        typer.Option(
-            "--allow-differences",
-            help="Keep a model that its runtime serves differently from the run, or that reads chats as other tokens.",
-        ),
-    ] = False,
-    base: Annotated[
-        Path | None, typer.Option(help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5), and for --lora.")
-    ] = None,
-    modelfile: Annotated[bool, typer.Option("--modelfile/--no-modelfile", help="Write an Ollama Modelfile.")] = True,
+    allow_differences: AllowDifferencesOption = False,
     settings: SetOption = None,
 ) -> None:
-    """Export a merged model for Ollama, with --gguf for llama.cpp, or with --onnx for onnxruntime-genai.
+    """Build an ONNX model, and compare it with the run in onnxruntime-genai."""
+    out, stored_as = _prepare(source, out, "onnx"), weight_type if weight_type == "int4" else "f32"
+    with importing():
+        from finetune.cli.verify import show_verified
+        from finetune.export.onnx import export_onnx
 
-    With --compress, merge a run, compress it for vLLM, and compare the compressed model with the run.
+    run = _run_of(source, settings)
+    with waiting("building an ONNX model, and comparing it with the run"), _merged(source, run, out) as model:
+        verified = export_onnx(
+            model, out, weight_type=stored_as, most_difference=max_difference, allows_differences=allow_differences
+        )
+    size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
+    say(f"Written to {out}: an ONNX model of {format_bytes(size)}, matrices as {stored_as}")
+    show_verified(verified)
+    for mismatch in verified.mismatches:
+        _log.warning("kept though it differs: %s", mismatch)
+    say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
 
-    With --gguf --lora, export a run's adapter instead: OUT/adapter.gguf, OUT/base.gguf and OUT/Modelfile.
 
-    With --smallest, try all types on a run from small to large, and keep the first that answers as the run does.
-    """
-    from finetune.export.out_folder import refuse_taken
+def vllm_command(
+    run_folder: RunFolderArgument,
+    out: OutArgument = None,
+    scheme: Annotated[
+        Literal["fp8", "w8a8", "w4a16"],
+        typer.Option("--type", metavar="TYPE", help="How linear layers are stored: fp8, w8a8 or w4a16."),
+    ] = "fp8",
+    num_rows: Annotated[
+        int, typer.Option("--rows", metavar="N", help="Training rows for calibration. fp8 needs none.", min=1)
+    ] = 256,
+    settings: SetOption = None,
+) -> None:
+    """Merge a run, compress it with llm-compressor, and compare the compressed model with the run."""
+    out = _prepare(run_folder, out, scheme)
+    from finetune.export.certificate import write_certificate
+    from finetune.export.compress import export_compressed
+    from finetune.export.vectors import VLLM_CERTIFICATE
+    from finetune.export.verifying import refuse_differences, verify_folder
+    from finetune.export.vllm_served import InVllm, limits_of_adapter
+    from finetune.inference.finished_run import find_run
 
-    refuse_several_processes("export")
-    rules = OptionRules(
-        {
-            "--gguf": gguf,
-            "--onnx": onnx,
-            "--compress": compress,
-            "--rows": rows,
-            "--lora": lora,
-            "--adapter-only": adapter_only,
-            "--llama-cpp": llama_cpp,
-            "--base": base,
-            "--set": settings or None,
-            "--no-modelfile": not modelfile,
-            "--max-difference": max_difference,
-            "--allow-differences": allow_differences,
-            f"--type {weight_type}": weight_type != "auto",
-            "--imatrix": imatrix,
-            "--smallest": smallest,
-            "--keep": keep,
-        }
-    )
-    every = (*_TYPES, "--compress", "--lora", f"--type {weight_type}")
-    rules.exclude("--smallest", *every, because="--smallest tries all types and formats. Leave the others out.")
-    rules.exclude("--lora", *map("--type {}".format, _QUANTIZED), because="merge the adapter, and export that folder.")
-    rules.need("--imatrix", *map("--type {}".format, _QUANTIZED), "--smallest")
-    rules.need("--keep", "--smallest")
-    for option, others in (("--gguf", ("--onnx", "--compress")), ("--onnx", ("--compress",))):
-        rules.exclude(option, *others, because="a folder has one format. Run finetune export twice.")
-    rules.need("--rows", "--compress")
-    rules.need(f"--type {weight_type}", *(option for option, types in _TYPES.items() if weight_type in types))
-    for option in ("--llama-cpp", "--base"):
-        rules.need(option, "--gguf", "--smallest")
-    for option in ("--lora", "--no-modelfile"):
-        rules.need(option, "--gguf")
-    rules.need("--adapter-only", "--lora")
-    rules.need("--set", "--lora", "--compress", "--imatrix", "--smallest")
-    rules.need("--max-difference", "--onnx")
-    rules.need("--allow-differences", "--gguf", "--onnx")
-    configure_logs(rank=0)
-    chosen = {"lora": lora, "gguf": gguf, "onnx": onnx, "smallest": smallest, compress or "ollama": True}
-    out = out or _beside(model_folder, next(name for name, is_chosen in chosen.items() if is_chosen))
-    refuse_taken(out)
-    if compress is not None:
-        _export_compressed(model_folder, out, compress, rows or 256, settings or [])
-        return
-    if onnx:
-        int4_or_f32: OnnxType = "int4" if weight_type == "int4" else "f32"
-        _export_onnx(model_folder, out, int4_or_f32, max_difference, allow_differences)
-        return
+    run = find_run(run_folder, settings or [], is_alone=True)
+    with waiting(f"compressing as {scheme}, and comparing the compressed model with the run"):
+        compressed = export_compressed(run, out, scheme, num_rows)
+    verified, verdict = None, "not run here"
+    try:
+        with waiting("comparing in vLLM"):
+            verified = verify_folder(out, vllm=InVllm())
+    except (ConfigError, RunFailedError) as error:
+        reason = str(error)
+    else:
+        verdict = str(write_certificate(verified.folder / VLLM_CERTIFICATE, verified)["verdict"])
+    rows = [*compressed.rows(), ["certificate in vLLM", "", verdict]]
+    calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
+    print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
+    _say_system(out, instead="")
+    for limit in [] if run.is_full else limits_of_adapter(run.weights):
+        say(f"Note: {limit}. In {out}, the adapter is merged.")
+    say(f"Stored as before: {', '.join(compressed.kept)}, embeddings and norms.")
+    if compressed.losses is None:
+        say("Note: the run has no validation split, so losses and answers were not compared.")
+    if verified is None:
+        say(f"Note: not run in vLLM: {reason}")
+    else:
+        refuse_differences(verified, verified.folder / VLLM_CERTIFICATE)
+    say(f"Next: vllm serve {out}")
+
+
+def smallest_command(
+    run_folder: RunFolderArgument,
+    out: OutArgument = None,
+    keep: Annotated[
+        float,
+        typer.Option(metavar="X", help="The share of greedy answers that must equal the run's.", min=0, max=1),
+    ] = 0.99,
+    imatrix: ImatrixOption = None,
+    llama_cpp: LlamaCppOption = None,
+    base: BaseFolderOption = None,
+    settings: SetOption = None,
+) -> None:
+    """Try the types of all formats on a run from small to large, and keep the first that answers as the run does."""
+    out = _prepare(run_folder, out, "smallest")
     with importing():
         from finetune.export.compress import find_quantizer
-        from finetune.export.gguf import Gguf, export_model, export_run, find_converter
-        from finetune.export.gguf_lora import export_lora
+        from finetune.export.gguf import Gguf, find_converter
+        from finetune.export.smallest import find_smallest
         from finetune.inference.finished_run import find_run
 
-    conversion, run = None, None
-    if lora or smallest or imatrix is not None:
-        run = find_run(model_folder, settings or [], is_alone=True)
-    if gguf or smallest:
-        converter, gguf_type = find_converter(llama_cpp, os.environ), "auto" if weight_type == "int4" else weight_type
-        conversion = Gguf(converter=converter, weight_type=gguf_type, base=base, allows_differences=allow_differences)
-        if smallest or gguf_type in _QUANTIZED:
-            conversion = replace(conversion, quantizer=find_quantizer(converter.parent, run, imatrix))
-    if smallest and run and conversion:
-        _export_smallest(run, out, conversion, 0.99 if keep is None else keep)
-        return
-    with waiting(f"exporting to {out}"):
-        if lora and run and conversion:
-            exported = export_lora(run, out, gguf=conversion, with_base=not adapter_only, with_modelfile=modelfile)
-        elif run and conversion:
-            exported = export_run(run, out, gguf=conversion, with_modelfile=modelfile)
-        else:
-            exported = export_model(model_folder, out, gguf=conversion, with_modelfile=modelfile)
-    _say_exported(exported, out, is_gguf=gguf)
+    run = find_run(run_folder, settings or [], is_alone=True)
+    converter = find_converter(llama_cpp, os.environ)
+    quantizer = find_quantizer(converter.parent, run, imatrix)
+    gguf = Gguf(converter=converter, weight_type="auto", quantizer=quantizer, base=base)
+    with stop_signals_go_to(raise_at_once):  # SIGTERM too leaves no temporary file behind
+        search = find_smallest(run, out, gguf, keep=keep)
+    rows = []
+    for tried in search.tries:
+        change, share = f"{tried.loss / search.loss - 1:+.1%}", f"{tried.equal} of {search.num_answers}"
+        holds = "yes, kept" if tried is search.kept else "yes" if tried.holds else "no"
+        rows.append([tried.name, format_bytes(tried.size), f"{tried.loss:.4f}", change, share, holds])
+    head = ("type", "size", "loss", "change", "equal answers", "holds")
+    title = f"{run.folder.path}: loss {search.loss:.4f} on {counted(search.num_rows, 'validation row')}"
+    print_table(head, rows, right=head[1:5], title=title)
+    if search.kept is None:
+        raise RequirementError(
+            f"no type has {keep:.0%} equal greedy answers and a loss at most 1 % higher, so nothing was written to "
+            f"{out}. Lower --keep, add --imatrix, or serve the merged folder."
+        )
+    say(f"Written to {out}, with its certificate. Next: finetune verify {out}")
 
 
 def push(
@@ -335,7 +472,7 @@ def push(
     message: Annotated[str, typer.Option(help="The commit's message.")] = "Upload with finetune",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent, and send nothing.")] = False,
 ) -> None:
-    """Push a run's adapter or a merged model to the hub as one commit, after printing the files and the repository."""
+    """Print the upload, then send it unless `dry_run` is set."""
     from finetune.export.push import build_package, plan_upload
     from finetune.export.push import upload_package as send
 
@@ -379,81 +516,3 @@ def _say_system(out: Path, instead: str = ", or merge with --add-system") -> Non
     system = read_vectors(folder).system if (folder / VECTORS_FILE).is_file() else None
     if system is not None:
         say(f"Note: {describe_system(system)}. Send it with each conversation{instead}.")
-
-
-def _export_onnx(
-    model: Path, out: Path, weight_type: OnnxType, max_difference: float | None, allow_differences: bool
-) -> None:
-    from finetune.cli.verify import show_verified
-    from finetune.export.onnx import export_onnx
-
-    with waiting("building an ONNX model, and comparing it with the run"):
-        verified = export_onnx(
-            model, out, weight_type=weight_type, most_difference=max_difference, allows_differences=allow_differences
-        )
-    size = sum(path.stat().st_size for path in out.expanduser().glob("model.onnx*"))
-    say(f"Written to {out}: an ONNX model of {format_bytes(size)}, matrices as {weight_type}")
-    show_verified(verified)
-    for mismatch in verified.mismatches:
-        _log.warning("kept though it differs: %s", mismatch)
-    say(f"Next: finetune verify {out}, or serve it (docs/tasks/serve.md)")
-
-
-def _export_smallest(run: FinishedRun, out: Path, gguf: Gguf, keep: float) -> None:
-    from finetune.errors import RequirementError
-    from finetune.export.smallest import find_smallest
-
-    with stop_signals_go_to(raise_at_once):  # SIGTERM too leaves no temporary file behind
-        search = find_smallest(run, out, gguf, keep=keep)
-    rows = []
-    for tried in search.tries:
-        change, share = f"{tried.loss / search.loss - 1:+.1%}", f"{tried.equal} of {search.num_answers}"
-        holds = "yes, kept" if tried is search.kept else "yes" if tried.holds else "no"
-        rows.append([tried.name, format_bytes(tried.size), f"{tried.loss:.4f}", change, share, holds])
-    head = ("type", "size", "loss", "change", "equal answers", "holds")
-    title = f"{run.folder.path}: loss {search.loss:.4f} on {counted(search.num_rows, 'validation row')}"
-    print_table(head, rows, right=head[1:5], title=title)
-    if search.kept is None:
-        raise RequirementError(
-            f"no type has {keep:.0%} equal greedy answers and a loss at most 1 % higher, so nothing was written to "
-            f"{out}. Lower --keep, add --imatrix, or serve the merged folder."
-        )
-    say(f"Written to {out}, with its certificate. Next: finetune verify {out}")
-
-
-def _export_compressed(
-    model_folder: Path, out: Path, scheme: SchemeName, num_rows: int, settings: Sequence[str]
-) -> None:
-    from finetune.errors import ConfigError, RunFailedError
-    from finetune.export.certificate import write_certificate
-    from finetune.export.compress import export_compressed
-    from finetune.export.vectors import VLLM_CERTIFICATE
-    from finetune.export.verifying import refuse_differences, verify_folder
-    from finetune.export.vllm_served import InVllm, limits_of_adapter
-    from finetune.inference.finished_run import find_run
-
-    run = find_run(model_folder, settings, is_alone=True)
-    with waiting(f"compressing as {scheme}, and comparing the compressed model with the run"):
-        compressed = export_compressed(run, out, scheme, num_rows)
-    verified, verdict = None, "not run here"
-    try:
-        with waiting("comparing in vLLM"):
-            verified = verify_folder(out, vllm=InVllm())
-    except (ConfigError, RunFailedError) as error:
-        reason = str(error)
-    else:
-        verdict = str(write_certificate(verified.folder / VLLM_CERTIFICATE, verified)["verdict"])
-    rows = [*compressed.rows(), ["certificate in vLLM", "", verdict]]
-    calibrated = f", calibrated on {compressed.num_rows} training rows" if compressed.num_rows else ""
-    print_table(["", "run", scheme], rows, right=("run", scheme), title=f"{out} against {run.folder.path}{calibrated}")
-    _say_system(out, instead="")
-    for limit in [] if run.is_full else limits_of_adapter(run.weights):
-        say(f"Note: {limit}. In {out}, the adapter is merged.")
-    say(f"Stored as before: {', '.join(compressed.kept)}, embeddings and norms.")
-    if compressed.losses is None:
-        say("Note: the run has no validation split, so losses and answers were not compared.")
-    if verified is None:
-        say(f"Note: not run in vLLM: {reason}")
-    else:
-        refuse_differences(verified, verified.folder / VLLM_CERTIFICATE)
-    say(f"Next: vllm serve {out}")

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 
-from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
+    JsonOption,
     MaxNewTokensOption,
     OptionRules,
     RunFolderArgument,
@@ -141,7 +141,7 @@ def generate_command(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask a finished run: one answer for each PROMPT, each row of --from FILE, or the text of a pipe."""
+    """Print the answers to the prompts of the command line, a file, rows or a pipe."""
     from finetune.inference.finished_run import find_run
     from finetune.inference.generator import AnswerSettings
     from finetune.inference.prompts import Prompt

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from finetune.cli.overrides import DEFAULT_TASK
-from finetune.config.compose import compose, list_configs
+from finetune.config.compose import DEFAULT_TASK, compose, list_configs
 from finetune.config.config_files import shipped_folder
 from finetune.config.keys import did_you_mean, did_you_mean_key, expected, fields, values
 from finetune.config.objectives import OBJECTIVES

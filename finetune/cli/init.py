@@ -1,10 +1,8 @@
-"""`finetune init` asks for model, data and place, and writes a run file. `finetune recipes` copies shipped recipes."""
+"""`finetune init`: ask for model, data and place, and write a run file."""
 
 from __future__ import annotations
 
-import ast
 import json
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Collection, Sequence
@@ -12,12 +10,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.overrides import DEFAULT_TASK, config_from_overrides, run_and_overrides
-from finetune.config.compose import compose
+from finetune.cli.commands import Overrides
+from finetune.cli.overrides import config_from_overrides, run_and_overrides
+from finetune.config.compose import DEFAULT_TASK, compose
 from finetune.config.config_files import (
     GROUPS,
     MADE_FOR,
@@ -28,7 +27,6 @@ from finetune.config.config_files import (
     list_model_families,
     other_models,
     resolve_shipped,
-    shipped_folder,
 )
 from finetune.config.render import SCHEMA_FILE, TRAIN_WITH, commented_run_file, schema_text
 from finetune.config.schema import AUTO_VALIDATION, Config, name_files
@@ -58,15 +56,26 @@ _ASK_VALIDATION = "Rows to validate on: auto (5 % of them, none of fewer than 40
 
 
 def init_from_overrides(
-    overrides: Sequence[str], file: Path | None, source: Path | None = None, *, is_full: bool = False
+    overrides: Overrides = None,
+    file: Annotated[
+        Path | None, typer.Option("--file", help="The file to write. Default: named after the run's folder.")
+    ] = None,
+    source: Annotated[
+        Path | None,
+        typer.Option("--from", help="Translate this file of axolotl, LLaMA-Factory, TRL, Transformers or DeepSpeed."),
+    ] = None,
+    is_full: Annotated[
+        bool, typer.Option("--full", help="Also write the keys that keep their defaults, commented out.")
+    ] = False,
 ) -> None:
     """Ask for what the overrides leave open, and write a run file. Without a terminal, print one with the defaults.
 
-    See `finetune init` for the arguments. What a file of another tool leaves open is not filled in: it stays open.
+    What a file of another tool leaves open is not filled in: it stays open.
 
     Raises:
         ConfigError: an override is wrong, the source cannot be translated, or the file exists. Nothing is written then.
     """
+    overrides = overrides or []
     if run := run_and_overrides(overrides)[0]:
         raise ConfigError(f"init takes no run file, got {run}. It writes a new one: give model=, data= or single keys.")
     _refuse_existing(file)
@@ -311,31 +320,3 @@ def _group_files(overrides: Sequence[str]) -> dict[str, str]:
     """Return the names of the group files that the overrides choose, in the order of `GROUPS`."""
     pairs = dict(override.partition("=")[::2] for override in (f"task={DEFAULT_TASK}", *overrides))
     return {group: pairs[group] for group in GROUPS if group in pairs and not is_path(group, pairs[group])}
-
-
-def list_recipes() -> list[tuple[str, str]]:
-    """Return the name and the first docstring line of each recipe."""
-    return [(path.stem, _first_line(path)) for path in sorted(shipped_folder("recipes").glob("*.py"))]
-
-
-def copy_recipe(name: str, folder: Path) -> Path:
-    """Copy a recipe to a folder. The configs that it names stay in the package: a copy would hide them.
-
-    Raises:
-        ConfigError: there is no such recipe, or the file exists already. Nothing is written then.
-    """
-    recipes = {path.stem: path for path in shipped_folder("recipes").glob("*.py")}
-    name = name.removesuffix(".py")
-    if name not in recipes:
-        raise ConfigError(f"there is no recipe {name}. There are: {', '.join(sorted(recipes))}.")
-    target = folder / f"{name}.py"
-    if target.exists():
-        raise ConfigError(f"{target} is there already. Nothing was written; name another folder.")
-    folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(recipes[name], target)
-    return target
-
-
-def _first_line(recipe: Path) -> str:
-    docstring = ast.get_docstring(ast.parse(recipe.read_text(encoding="utf-8"))) or ""
-    return docstring.partition("\n")[0]

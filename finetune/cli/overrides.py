@@ -6,23 +6,21 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from finetune.config.compose import compose
+from finetune.cli.commands import Overrides
+from finetune.config.compose import DEFAULT_TASK, compose
 from finetune.config.config_files import is_file_of_rows, is_run_file
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting
 from finetune.distributed.environment import read_environment
 from finetune.logs import configure_logs, importing
 
-DEFAULT_TASK = "finetune_lora"
-"""The task when a command names neither a task nor a run file. A run file names its own task."""
 
-
-def train_from_overrides(overrides: Sequence[str]) -> None:
+def train_from_overrides(overrides: Overrides = None) -> None:
     """Train the run that `[RUN] OVERRIDES…` describe. Collective: every process of the launch."""
     environment = read_environment(os.environ)  # refuses an incomplete launch before the slow imports
     # `launch` configures the log again: it knows more about the launch, but only after the imports.
     configure_logs(environment.rank, num_processes=environment.world_size)
-    config = config_from_overrides(overrides)
+    config = config_from_overrides(overrides or [])
 
     with importing():
         from finetune.training.train import train

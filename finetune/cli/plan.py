@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 
+from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
+from finetune.cli.run_options import DeviceOption, JsonOption
 from finetune.config.objectives import OBJECTIVES
 from finetune.distributed.environment import is_first_process
 from finetune.findings import count, exit_code
@@ -30,10 +33,15 @@ _SHORT_ROWS = 1.5
 
 
 def plan_from_overrides(
-    overrides: Sequence[str], *, device: str | None = None, is_probed: bool = False, as_json: bool = False
+    overrides: Overrides = None,
+    device: DeviceOption = None,
+    is_probed: Annotated[
+        bool, typer.Option("--probe", help="Run a few steps on this machine to measure the time.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Predict a run and print the plan. Under a launcher, only the first process does so. Return the exit code."""
-    config = config_from_overrides(overrides, command="plan", needs_data=False)
+    config = config_from_overrides(overrides or [], command="plan", needs_data=False)
     if not is_first_process(os.environ):
         return 0
     configure_logs(0, level=logging.ERROR)  # what matters is among the findings

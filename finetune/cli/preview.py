@@ -10,13 +10,16 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
+from finetune.cli.run_options import JsonOption
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.diagnose.preview_splits import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible_token
@@ -43,18 +46,20 @@ _MARGIN = {True: "loss | ", False: "     | "}
 
 
 def preview_from_overrides(
-    overrides: Sequence[str],
-    *,
-    split: Literal["train", "validation", "test"] = "train",
-    num_rows: int = 3,
-    rows: Sequence[int] = (),
-    form: Literal["text", "table", "json"] = "text",
+    overrides: Overrides = None,
+    split: Annotated[Literal["train", "validation", "test"], typer.Option(help="The split to show.")] = "train",
+    num_rows: Annotated[int, typer.Option("--rows", help="Number of rows to show, from the first on.", min=0)] = 3,
+    rows: Annotated[
+        list[int] | None, typer.Option("--row", help="Show this row in full, counted from 1. Repeatable.", min=1)
+    ] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Print a line for each token.")] = False,
+    as_json: JsonOption = False,
 ) -> int:
     """Show the rows of a run as its model will see them, and return the exit code. A table has a line for each token.
 
     Under a launcher, only the first process prints.
     """
-    config = config_from_overrides(overrides, command="preview")
+    config = config_from_overrides(overrides or [], command="preview")
     if not is_first_process(os.environ):
         return 0
     configure_logs(0, level=logging.WARNING)
@@ -62,13 +67,13 @@ def preview_from_overrides(
     with importing():
         from finetune.diagnose.preview import preview_data
 
-    preview = preview_data(config, split=split, num_rows=num_rows, rows=rows)
+    preview = preview_data(config, split=split, num_rows=num_rows, rows=rows or [])
     try:
-        if form == "json":
+        if as_json:
             text = json.dumps(preview.as_record(strict=config.strict))
             sys.stdout.write(text.replace("\x7f", "\\u007f") + "\n")  # the only control character that JSON leaves
         else:
-            show_preview(preview, _console(), whole_rows=bool(rows), as_table=form == "table")
+            show_preview(preview, _console(), whole_rows=bool(rows), as_table=tokens)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
+
+from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
-from finetune.cli.run_options import refuse_several_processes
+from finetune.cli.run_options import DeviceOption, JsonOption, refuse_several_processes
 from finetune.logs import configure_logs, importing
 from finetune.runs.default_folder import with_chosen_folder
 from finetune.signals import raise_at_once, stop_signals_go_to
@@ -20,12 +22,17 @@ if TYPE_CHECKING:
 
 
 def rehearse_from_overrides(
-    overrides: Sequence[str], sizes: Mapping[str, Any], *, device: str | None = None, as_json: bool = False
+    overrides: Overrides = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to take.", min=1)] = 6,  # three saves, a kill after one
+    minutes: Annotated[float, typer.Option(help="End a stage that runs so many minutes after the start.", min=0)] = 15,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes of the real launch. Default: as the OVERRIDES say.", min=1)
+    ] = None,
+    device: DeviceOption = None,
+    as_json: JsonOption = False,
 ) -> int:
-    """Rehearse a run, print the results, and return the exit code of the first stage that failed, or 0.
-
-    `sizes` has `steps`, `minutes` and `processes`.
-    """
+    """Rehearse a run, print the results, and return the exit code of the first stage that failed, or 0."""
+    overrides = overrides or []
     refuse_several_processes("rehearse")
     config = with_chosen_folder(config_from_overrides(overrides, command="rehearse"))
     configure_logs(0, level=logging.ERROR)  # what matters is in the table, and in the logs of the stages
@@ -38,7 +45,15 @@ def rehearse_from_overrides(
         read_device(device)  # refuses a name that is not known before anything is run
     # A signal leaves neither the folder nor a process of a stage behind.
     with stop_signals_go_to(raise_at_once):
-        rehearsal = Rehearsal(config=config, arguments=overrides, folder=make_folder(config), device=device, **sizes)
+        rehearsal = Rehearsal(
+            config=config,
+            arguments=overrides,
+            folder=make_folder(config),
+            device=device,
+            steps=steps,
+            minutes=minutes,
+            processes=processes,
+        )
         try:
             rehearsal.run()
         finally:

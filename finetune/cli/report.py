@@ -38,7 +38,7 @@ def report(
     ] = None,
     data: Annotated[bool, typer.Option(help="Read the data of the runs again, to show a row of it.")] = True,
 ) -> None:
-    """Write one page about one run or several: curves, differences, data, answers. It opens without a network."""
+    """Write the page, and print where it is."""
     if not is_first_process(os.environ):
         return
     configure_logs(0, level=logging.ERROR)  # what could not be read stands on the page

@@ -72,6 +72,10 @@ TopPOption = Annotated[
 ]
 TopKOption = Annotated[int | None, typer.Option(help="Sample from this many of the most likely tokens.", min=1)]
 SeedOption = Annotated[int, typer.Option(help="Seed of the sampling.", min=0)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+DeviceOption = Annotated[
+    str | None, typer.Option(help="Plan for this device: 'H100 80GB'. Default: the device of this machine.")
+]
 
 
 def refuse_password(value: str | None) -> str | None:

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from finetune import __version__
-from finetune.cli.commands import JsonOption
-from finetune.cli.run_options import STYLES, RunFolderArgument
+from finetune.cli.run_options import STYLES, JsonOption, RunFolderArgument
 from finetune.findings import EXIT_PROBLEM
 from finetune.logs import configure_logs, report_progress, waiting
 from finetune.terminal import print_json, print_table, say
@@ -37,7 +36,7 @@ def runs(
     ] = Path("runs"),
     as_json: JsonOption = False,
 ) -> None:
-    """List the runs in a folder: state, step, losses, when, model, data."""
+    """Print a table of the runs below a folder, the newest first."""
     configure_logs(0, level=logging.ERROR)
     with waiting(f"reading the runs in {folder}"):
         summaries = _summaries(folder)
@@ -139,7 +138,7 @@ def local_time(moment: str | None) -> str:
 
 
 def checkpoints(run_folder: RunFolderArgument, as_json: JsonOption = False) -> None:
-    """List a run's checkpoints: validation loss, size, whether each is whole, and where resume=auto goes on."""
+    """Print a table of a run's checkpoints. Exit with 1 if one is damaged."""
     from finetune.runs.folder import RunFolder
     from finetune.runs.recorded_run import open_run
     from finetune.runs.state import read_state
@@ -208,7 +207,7 @@ def watch(
     run_folder: RunFolderArgument,
     once: Annotated[bool, typer.Option("--once", help="Show the present state, and exit.")] = False,
 ) -> None:
-    """Follow a run from another terminal, or show one that has ended. Ctrl-C leaves; the run goes on."""
+    """Show the live view of a run until it ends."""
     from rich.console import Console
 
     from finetune.runs.recorded_run import open_run

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
 from finetune.cli.report import write_report
 from finetune.cli.run_options import STYLES, refuse_several_processes
@@ -23,19 +26,34 @@ if TYPE_CHECKING:
 _PREFIX = "validation."
 
 
-class SweepOptions(NamedTuple):
-    """The options of the command, see `finetune sweep --help`."""
-
-    trials: int | None
-    metric: str | None
-    seed: int
-    halving: int
-    only: int | None
-    retry_failed: bool
-    report: bool
-
-
-def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int:
+def sweep_from_overrides(
+    overrides: Overrides = None,
+    num_trials: Annotated[
+        int | None,
+        typer.Option(
+            "--trials", help="Draw this many trials. Default: every combination, if all values are lists.", min=1
+        ),
+    ] = None,
+    metric: Annotated[
+        str | None,
+        typer.Option(
+            help="Compare by this metric of validations. Default: validation.loss, or checkpoint.best_metric."
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the draws, not of the runs.", min=0)] = 0,
+    halving: Annotated[
+        int,
+        typer.Option(
+            help="After the validations 1, N, N*N, … only the best of each N trials go on. 0: no trial ends early.",
+            min=0,
+        ),
+    ] = 3,
+    only: Annotated[int | None, typer.Option(help="Run only this trial, as a task of an array does.", min=1)] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Also run the trials that have failed.")] = False,
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Start no trial: show the table and write the page.")
+    ] = False,
+) -> int:
     """Run the trials that are not finished, and show all of them; with `only`, run one. Return the exit code.
 
     The exit code is 3 if every trial has failed, or with `only` if this one has.
@@ -44,27 +62,27 @@ def sweep_from_overrides(arguments: Sequence[str], options: SweepOptions) -> int
         FinetuneError: the sweep was refused before its first trial, or a signal stopped it.
     """
     refuse_several_processes("sweep")
-    if options.halving == 1:
+    if halving == 1:
         raise ConfigError("--halving is 1, but it is a factor: give 2 or more, or 0 to end no trial early.")
-    same, space = read_space(arguments)
-    drawn = draw_trials(space, seed=options.seed, num_trials=options.trials)
-    if options.only is not None and options.only > len(drawn):
-        raise ConfigError(f"--only is {options.only}, but this sweep has the trials 1 to {len(drawn)}.")
-    config = _check(same, drawn, options.metric)
+    same, space = read_space(overrides or [])
+    drawn = draw_trials(space, seed=seed, num_trials=num_trials)
+    if only is not None and only > len(drawn):
+        raise ConfigError(f"--only is {only}, but this sweep has the trials 1 to {len(drawn)}.")
+    config = _check(same, drawn, metric)
     same = [argument for argument in same if not argument.startswith("output_dir=")]
-    if options.metric is not None:  # so that adapter/ has the weights by which the trial is judged
-        same.append(f"checkpoint.best_metric={options.metric.removeprefix(_PREFIX)}")
-    metric = config.checkpoint.best_metric
-    sweep = Sweep(same, space, options.seed, metric, options.halving, options.trials, drawn)
+    if metric is not None:  # so that adapter/ has the weights by which the trial is judged
+        same.append(f"checkpoint.best_metric={metric.removeprefix(_PREFIX)}")
+    best_metric = config.checkpoint.best_metric
+    sweep = Sweep(same, space, seed, best_metric, halving, num_trials, drawn)
     # By default it is named after the run: a run of this name may be there already.
     suffix = "-sweep" if config.origin("output_dir") == "default" else ""
     folder = shown_folder(Path(f"{config.output_dir}{suffix}").expanduser().absolute())
     open_sweep(folder, sweep)
     trials = [Trial(folder, number, sweep) for number in range(1, len(drawn) + 1)]
-    chosen = trials if options.only is None else [trials[options.only - 1]]
-    if not options.report:
-        run_trials(sweep, trials, chosen, retries=options.retry_failed)
-    if options.only is None:
+    chosen = trials if only is None else [trials[only - 1]]
+    if not report_only:
+        run_trials(sweep, trials, chosen, retries=retry_failed)
+    if only is None:
         return _show(folder, sweep, trials)
     say(f"{chosen[0].name} is {chosen[0].state}")
     return RunFailedError.exit_code if chosen[0].state == "failed" else 0

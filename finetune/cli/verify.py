@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune.cli.commands import JsonOption
 from finetune.cli.run_options import (
     BaseOption,
     CheckpointOption,
+    JsonOption,
     OptionRules,
     SetOption,
     find_run_folder,
@@ -82,7 +82,7 @@ def verify(
     settings: SetOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare a run or a model, in the runtime that serves it, with what was trained, and write a certificate."""
+    """Verify a folder as the options say. Print each comparison, and write the certificate."""
     refuse_several_processes("verify")
     configure_logs(rank=0)
     is_run = (source.expanduser() / "config.yaml").exists()  # find_run says what else than a file it is

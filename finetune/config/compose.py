@@ -55,6 +55,8 @@ from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
 from finetune.config.yaml_reader import COMMAND_LINE, SCRIPT, DottedName, Setting, read_settings, read_value
 from finetune.errors import ConfigError
 
+DEFAULT_TASK = "finetune_lora"
+"""The task when a command names neither a task nor a run file. A run file names its own task."""
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 """Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
 

@@ -20,7 +20,6 @@ from finetune.diagnose.preview_splits import (
     NamedRows,
     Piece,
     RowLocation,
-    Rows,
     SplitSummary,
     join_alike,
     location,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
+    from finetune.diagnose.preview_splits import Rows
     from finetune.training.objective import AnySplits
 
 SCHEMA_VERSION = 2

@@ -6,21 +6,22 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
+from operator import or_
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-import torch
-
 from finetune import terminal
-from finetune.data.encoded import EncodedExamples
-from finetune.data.preferences import EncodedLabelled, EncodedPairs
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
+    from finetune.data.encoded import EncodedExamples
+    from finetune.data.preferences import EncodedLabelled, EncodedPairs
 
-Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
-"""The rows of a split. A pair of answers has two sides, every other row has one."""
+    Rows: TypeAlias = EncodedExamples | EncodedPairs | EncodedLabelled
+    """The rows of a split. A pair of answers has two sides, every other row has one."""
 
 _MOST_NAMED = 20
 _MOST_BINS = 12
@@ -92,7 +93,7 @@ def summarize_split(rows: Rows, *, are_prompts: bool = False) -> SplitSummary:
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)
     num_targets = 0 if are_prompts else sum(int(side.num_targets.sum()) for side in rows.sides)
-    is_truncated = torch.stack([side.is_truncated for side in rows.sides]).any(dim=0)
+    is_truncated = reduce(or_, (side.is_truncated for side in rows.sides))
     return SplitSummary(
         kind=rows.row_type,
         rows=len(rows),
@@ -136,7 +137,7 @@ def histogram(lengths: torch.Tensor) -> list[Bin]:
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = _round_width(longest - shortest + 1)
     first = shortest // width
-    counts = torch.bincount(lengths // width - first).tolist()
+    counts = (lengths // width - first).bincount().tolist()
     return [Bin((first + index) * width, (first + index + 1) * width - 1, rows) for index, rows in enumerate(counts)]
 
 

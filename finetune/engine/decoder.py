@@ -7,9 +7,9 @@ tokens, and everything else, dropout included, only for the requested ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
@@ -59,7 +59,7 @@ class Attention(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """The names of the parts of a decoder, for one model type.
+    """What the package knows about one model type: the parts of its decoder, and what other libraries do with it.
 
     Attributes:
         projections: queries, keys and values: one module with all three side by side, or three.
@@ -70,6 +70,14 @@ class Family:
         is_parallel: attention and the feed-forward part read the same LayerNorm, and there is no gate.
         head_norms: the norms of each query head and of each key head; empty if the model has none.
         window: the layers to which `sliding_window` of the configuration applies; by layer: as `layer_types` says.
+        is_computed: whether the engine computes its forward pass. If not, the names of parts are not used.
+        uses_long_factors: whether transformers uses the long factors of LongRoPE. If not, the model is correct only up
+            to the length from which they apply.
+        rope_sizes: keys that `rope_scaling` of the configuration needs besides the factors.
+        gguf_name: the name of the model in a GGUF file; None: the model type. llama.cpp strips white space behind
+            special tokens if it contains phi-3 or phi3.
+        is_longrope_by_context: whether onnxruntime-genai takes a model for one with LongRoPE if
+            original_max_position_embeddings differs from max_position_embeddings.
     """
 
     projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -80,6 +88,11 @@ class Family:
     is_parallel: bool = False
     head_norms: tuple[str, ...] = ()
     window: Literal["no layer", "all layers", "by layer"] = "no layer"
+    is_computed: bool = True
+    uses_long_factors: bool = True
+    rope_sizes: Mapping[str, float] = field(default_factory=dict)
+    gguf_name: str | None = None
+    is_longrope_by_context: bool = False
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -93,7 +106,13 @@ class Family:
 
 
 FAMILIES = {
-    "phi3": Family(projections=("self_attn.qkv_proj",), widen=("mlp.gate_up_proj",), window="all layers"),
+    "phi3": Family(
+        projections=("self_attn.qkv_proj",),
+        widen=("mlp.gate_up_proj",),
+        window="all layers",
+        gguf_name="phi",
+        is_longrope_by_context=True,
+    ),
     "phi": Family(
         output="self_attn.dense", widen=("mlp.fc1",), narrow="mlp.fc2", final_norm="final_layernorm", is_parallel=True
     ),
@@ -102,8 +121,19 @@ FAMILIES = {
     "qwen2": Family(window="by layer"),
     "qwen3": Family(head_norms=("self_attn.q_norm", "self_attn.k_norm"), window="by layer"),
     "smollm3": Family(window="by layer"),
+    "phimoe": Family(  # as of transformers 5.23
+        is_computed=False, uses_long_factors=False, rope_sizes={"short_mscale": 1.0, "long_mscale": 1.0}
+    ),
 }
-"""By transformers' `model_type`. SmolLM and SmolLM2 are of the type llama, Qwen2.5 of the type qwen2."""
+"""By transformers' `model_type`. SmolLM and SmolLM2 are of the type llama, Qwen2.5 of qwen2. To support a type,
+add an entry. `model/unsupported.py` has the types that are refused."""
+
+
+def family_of(model_type: str | None) -> Family:
+    """Return the record of a model type. Other types train through transformers' own forward."""
+    return FAMILIES.get(model_type or "", Family(is_computed=False))
+
+
 FULL, SLIDING = "full_attention", "sliding_attention"
 """The types in `layer_types` that the engine computes: without a sliding window, and with one."""
 ENTER = "enter_layer"

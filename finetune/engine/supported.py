@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from finetune.engine.adapted import hook_reason, reason_to_call, unknown_linear
-from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model
+from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model, family_of
 
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
 
@@ -27,8 +27,9 @@ def _reasons(model: Any) -> Iterator[str]:
         yield "its adapter is a prompt"
     bare = bare_model(model)
     model_type = getattr(getattr(bare, "config", None), "model_type", None)
-    if model_type not in FAMILIES:
-        yield f"its model type is {model_type}; the engine supports {', '.join(sorted(FAMILIES))}"
+    if not family_of(model_type).is_computed:
+        computed = sorted(name for name, family in FAMILIES.items() if family.is_computed)
+        yield f"its model type is {model_type}; the engine supports {', '.join(computed)}"
         return
     yield from _config_reasons(bare.config)
     names = frozenset(name for name, _ in _linears(bare))

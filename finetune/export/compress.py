@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +18,9 @@ from finetune.errors import ConfigError, ModelError
 from finetune.export import compressor
 from finetune.export.compressed_folder import SCHEMES, SchemeName, load_compressed, refuse_no_compressed_tensors
 from finetune.export.converters import MODEL_TO_COMPRESSED, python_with
-from finetune.export.merge import write_merged
+from finetune.export.merge import merged_beside
 from finetune.export.model_card import Compressed, merged_card
-from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
+from finetune.export.out_folder import new_folder, read_on, refuse_taken
 from finetune.export.quantizing import Quantizer, find_program
 from finetune.export.runtimes import load_transformers
 from finetune.export.served_comparison import served_vectors
@@ -73,28 +72,26 @@ def export_compressed(run: FinishedRun, out: Path, scheme: SchemeName, num_rows:
     # Before the merge, which takes longer: the rows may be gone.
     splits = encode_examples(load_examples(run.config.data), build_run_tokenizer(run.config), run.config.data)
     chosen = draw_rows(splits, num_rows, run.config.seed) if SCHEMES[scheme].is_calibrated else []
-    with tempfile.TemporaryDirectory(dir=nearest_parent(out), prefix=f".{out.name}.") as aside:
-        merged = write_merged(run, Path(aside, "merged"))
-        with new_folder(out, merged.num_bytes) as writer:  # twice the compressed weights
-            built = Path(aside, "compressed")
-            uncompressed = _run_llm_compressor(python, merged.folder, built, scheme, chosen)
-            num_bytes = _fill(writer, merged.folder, built)
-            vectors, difference = _own_vectors(writer, read_vectors(merged.folder))
-            compressed = Compressed(
-                scheme=scheme,
-                kept=uncompressed,
-                num_bytes=(merged.num_bytes, num_bytes),
-                num_rows=len(chosen),
-                apart=difference.relative,
-                **_measure(run, writer.path, has_validation=splits.validation is not None),
-            )
-            stored = replace(
-                merged,
-                dtype=f"{merged.dtype}, linear layers as {scheme}",
-                difference=difference,
-                vectors_sha256=write_vectors(writer, vectors),
-            )
-            writer.write("README.md", [merged_card(run, stored, compressed).encode()])
+    with merged_beside(run, out) as merged, new_folder(out, merged.num_bytes) as writer:  # twice the compressed weights
+        built = merged.folder.with_name("compressed")
+        uncompressed = _run_llm_compressor(python, merged.folder, built, scheme, chosen)
+        num_bytes = _fill(writer, merged.folder, built)
+        vectors, difference = _own_vectors(writer, read_vectors(merged.folder))
+        compressed = Compressed(
+            scheme=scheme,
+            kept=uncompressed,
+            num_bytes=(merged.num_bytes, num_bytes),
+            num_rows=len(chosen),
+            apart=difference.relative,
+            **_measure(run, writer.path, has_validation=splits.validation is not None),
+        )
+        stored = replace(
+            merged,
+            dtype=f"{merged.dtype}, linear layers as {scheme}",
+            difference=difference,
+            vectors_sha256=write_vectors(writer, vectors),
+        )
+        writer.write("README.md", [merged_card(run, stored, compressed).encode()])
     return compressed
 
 

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from finetune.engine.decoder import FAMILIES, SLIDING
+from finetune.engine.decoder import SLIDING, family_of
 from finetune.errors import CheckpointError, ConfigError, ModelError, last_line
 
 Json = dict[str, Any]
@@ -128,17 +128,17 @@ def _with_scale_of_llama_cpp(adapter_config: Json) -> Json:
 def _with_layers_and_rope(config: Json) -> Json:
     """Add the keys of config.json that onnxruntime-genai's builder needs and transformers does not.
 
-    The builder gives a layer its window only if `layer_types` says so. It takes a phi3 model for one with LongRoPE if
-    original_max_position_embeddings differs from max_position_embeddings. It reads the type of the rotary embedding
-    under an older name.
+    The builder gives a layer its window only if `layer_types` says so. `Family.is_longrope_by_context` says which
+    models it takes for ones with LongRoPE. It reads the type of the rotary embedding under an older name.
     """
-    family, longest, window = config["model_type"], config.get("max_position_embeddings"), config.get("sliding_window")
+    family = family_of(config["model_type"])
+    longest, window = config.get("max_position_embeddings"), config.get("sliding_window")
     changed = dict(config)
     if rope := config.get("rope_parameters") or config.get("rope_scaling"):
         changed["rope_parameters"] = {**rope, "type": rope.get("rope_type", rope.get("type", "default"))}
-    if family == "phi3" and (not rope or changed["rope_parameters"]["type"] == "default"):
+    if family.is_longrope_by_context and (not rope or changed["rope_parameters"]["type"] == "default"):
         changed["original_max_position_embeddings"] = longest
-    if family in FAMILIES and FAMILIES[family].window == "all layers" and window and longest and window < longest:
+    if family.window == "all layers" and window and longest and window < longest:
         changed["layer_types"] = [SLIDING] * config["num_hidden_layers"]
     return changed
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
+from finetune.engine.decoder import family_of
 from finetune.errors import ConfigError, ModelError, RunFailedError
 from finetune.export.converters import (
     BYTE_LEVEL_TO_GGUF,
@@ -38,13 +39,11 @@ from finetune.export.gguf_served import (
     installed_version,
 )
 from finetune.export.gguf_tokens import Reading, TokenRules, find_rules, is_byte_level, refuse_other_ids
-from finetune.export.merge import write_merged
 from finetune.export.ollama import modelfile
-from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
+from finetune.export.out_folder import new_folder, read_on
 from finetune.export.quantizing import Quantizer, vectors_of_quantized
 from finetune.export.rounding import ROUNDED, measure_folder
 from finetune.export.vectors import VECTORS_FILE, copy_vectors, digest_files, read_vectors, write_vectors
-from finetune.inference.finished_run import FinishedRun
 from finetune.model.unsupported import refuse_oversized_folder
 from finetune.runs.durable import FolderWriter
 
@@ -105,7 +104,7 @@ def find_converter(folder: Path | None, environment: Mapping[str, str]) -> Path:
     """
     named = folder or (Path(environment[LLAMA_CPP_VARIABLE]) if environment.get(LLAMA_CPP_VARIABLE) else None)
     if named is None:
-        raise ConfigError(f"--gguf needs llama.cpp's converter, but its folder is not set. {HOW_TO_GET_LLAMA_CPP}.")
+        raise ConfigError(f"GGUF files need llama.cpp's converter, but its folder is not set. {HOW_TO_GET_LLAMA_CPP}.")
     script = named.expanduser().absolute() / CONVERTER
     if not script.is_file():
         raise ConfigError(f"{named} has no {CONVERTER}, so it is not a checkout of llama.cpp. {HOW_TO_GET_LLAMA_CPP}.")
@@ -126,7 +125,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     model = model.expanduser().absolute()
     refuse_no_model(model)
     if gguf is None and not with_modelfile:
-        raise ConfigError("there is nothing to export: add --gguf, or leave out --no-modelfile.")
+        raise ConfigError("there is nothing to export: give gguf or with_modelfile=True.")
     refuse_oversized_folder(model)
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
     measure = partial(measure_folder, model, read_vectors(model)) if (model / VECTORS_FILE).is_file() else None
@@ -149,14 +148,6 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
         else:
             copy_vectors(model, writer)
     return exported
-
-
-def export_run(run: FinishedRun, out: Path, *, gguf: Gguf, with_modelfile: bool) -> Exported:
-    """Merge a run beside `out`, and export the merged model; see `write_merged` and `export_model`."""
-    out = refuse_taken(out)
-    with tempfile.TemporaryDirectory(dir=nearest_parent(out), prefix=f".{out.name}.") as aside:
-        merged = write_merged(run, Path(aside, "merged"))
-        return export_model(merged.folder, out, gguf=gguf, with_modelfile=with_modelfile)
 
 
 def write_gguf(
@@ -234,10 +225,8 @@ def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
         ModelError: the converter does not support the model or its tokenizer; the message repeats its reason.
         RunFailedError: it wrote no complete file.
     """
-    family = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
-    # llama.cpp strips white space behind special tokens if `general.name` contains phi-3 or phi3.
-    other_name = "phi" if family.startswith("phi3") else family
-    name = "phi-3" if rules.strips else other_name
+    model_type = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
+    name = "phi-3" if rules.strips else family_of(model_type).gguf_name or model_type
     with tempfile.TemporaryDirectory() as scratch:
         converter = copy_for_llama_cpp(model, Path(scratch), gguf.base)
         weight_type = "auto" if gguf.quantizer else gguf.weight_type

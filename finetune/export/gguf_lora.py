@@ -54,8 +54,8 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
     """
     if run.is_full:
         raise ConfigError(
-            f"{run.folder.path} trained every weight, so there is no adapter. Merge it, and export without --lora: "
-            "finetune merge RUN MODEL, finetune export MODEL OUT --gguf."
+            f"{run.folder.path} trained every weight, so there is no adapter. Export the "
+            "model: finetune export gguf RUN OUT."
         )
     _refuse_what_is_lost(run.weights)
     base, tokenizer = gguf.base or _base_folder(run), build_run_tokenizer(run.config)
@@ -97,7 +97,7 @@ def _refuse_what_is_lost(adapter: Path) -> None:
     example = f" ({other[0]})" if other else ""
     raise ModelError(
         f"a GGUF LoRA holds lora_A and lora_B alone, and this adapter also has {unsupported}{example}. Merge it, and "
-        "export the merged model: finetune merge RUN MODEL, finetune export MODEL OUT --gguf."
+        "export the merged model: finetune export gguf RUN OUT."
     )
 
 

@@ -88,7 +88,7 @@ def gguf_bound(folder: Path) -> float:
 
 
 def load_gguf(folder: Path) -> LlamaCpp:
-    """Load what `finetune export --gguf` wrote.
+    """Load what `finetune export gguf` wrote.
 
     Raises:
         ConfigError: llama-cpp-python is not installed, or the folder holds no GGUF file that it can load alone.
@@ -98,7 +98,7 @@ def load_gguf(folder: Path) -> LlamaCpp:
     if files is None:
         raise ConfigError(
             f"{folder} has no {MODEL_FILE}, and no {BASE_FILE} with an {ADAPTER_FILE}. Name a folder that "
-            "`finetune export --gguf` wrote."
+            "`finetune export gguf` wrote."
         )
     if installed_version() is None:
         raise ConfigError(f"{files.model.name} runs in llama.cpp, which is not installed: pip install {PACKAGE}.")

@@ -14,7 +14,8 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from finetune.engine.decoder import bare_model
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
 from finetune.export.model_card import Merged, merged_card
-from finetune.export.out_folder import new_folder
+from finetune.export.out_folder import nearest_parent, new_folder, refuse_taken
 from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.system_turn import usual_system, with_default_system
 from finetune.export.vectors import (
@@ -130,6 +131,14 @@ def write_merged(
         )
         writer.write("README.md", [merged_card(run, merged).encode()])
     return merged
+
+
+@contextmanager
+def merged_beside(run: FinishedRun, out: Path) -> Iterator[Merged]:
+    """Merge a run into a temporary folder on the disk of `out`, for a format that converts it; see `write_merged`."""
+    out = refuse_taken(out)
+    with tempfile.TemporaryDirectory(dir=nearest_parent(out), prefix=f".{out.name}.") as aside:
+        yield write_merged(run, Path(aside, "merged"))
 
 
 def load_tuned_model(run: FinishedRun) -> Any:

@@ -72,8 +72,9 @@ def read_turn_pieces(tokenizer: Any) -> TurnPieces:
         with suppress(ValueError):
             return _checked(tokenizer, _take_apart(tokenizer, "system"))
         raise ModelError(
-            f"the tokenizer's chat template cannot be written as a Modelfile: {error}. Export with --no-modelfile, and "
-            "serve the GGUF file with llama.cpp, which renders the chat template itself (--jinja)."
+            f"the tokenizer's chat template cannot be written as a Modelfile: {error}. Use "
+            "finetune export gguf with --no-modelfile, and serve the file with llama.cpp, which renders the chat "
+            "template itself (--jinja)."
         ) from error
 
 

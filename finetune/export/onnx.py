@@ -32,7 +32,7 @@ _ADVICE = {
     "it stops at": "The runtime stops where eos_token_id in its genai_config.json says",
     "f32": "Set another bound with --max-difference, or serve the merged folder",
     "int4": "int4 is too coarse for this model. Export with --type f32, which rounds nothing. If it must be small, "
-    "use finetune export MODEL OUT --gguf --type q8_0 for llama.cpp",
+    "use finetune export gguf RUN OUT --type q8_0 for llama.cpp",
 }
 """What to do about a difference, by a part of its sentence; about logits and answers, by the type of the weights."""
 

@@ -38,7 +38,7 @@ def refuse_missing_packages(*, builds: bool) -> None:
 
 
 def load_onnx(folder: Path) -> ServedModel:
-    """Load a folder that `finetune export --onnx` wrote.
+    """Load a folder that `finetune export onnx` wrote.
 
     Raises:
         ConfigError: onnxruntime-genai is not installed.

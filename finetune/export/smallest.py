@@ -1,4 +1,4 @@
-"""Find the smallest exported model that still answers as a run does: `finetune export --smallest`."""
+"""Find the smallest exported model that still answers as a run does: `finetune export smallest`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,12 +37,19 @@ MOST_ROWS = 64
 MOST_LOSS = 1.01
 """The largest loss, relative to the run's."""
 _GGUF_BITS = {"q2_k": 3.2, "q3_k_m": 4, "q4_0": 4.6, "q4_k_m": 4.9, "q5_k_m": 5.7, "q6_k": 6.6, "q8_0": 8.5, "f16": 16}
-BITS = {**{name: (bits, bits) for name, bits in _GGUF_BITS.items()}, "w4a16": (4.25, 16), "int4 ONNX": (4.5, 8)}
-"""Bits of a weight of a linear layer and of an embedding, by the name of a type. They decide the order of the tries."""
 _NEARLY = 1.25
 """A type that is expected to be so many times as large as the kept file may still come out smaller: llama.cpp stores
 some matrices in other types, and an ONNX model may store embeddings in fp32."""
 _log = logging.getLogger(__name__)
+
+
+class TriedFormat(NamedTuple):
+    """A format whose types are tried. `runtimes.RUNTIMES` has the runtime that serves its folders."""
+
+    types: Mapping[str, tuple[float, float]]
+    """Bits of a weight of a linear layer and of an embedding, by the name of a type. They decide the order."""
+    write: Callable[[FinishedRun, Path, Path, Gguf, Any], object]
+    """Writes a folder, given the run, the run as a merged folder, the new folder, the settings of GGUF and the type."""
 
 
 class Tried(NamedTuple):
@@ -99,7 +107,8 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
             shutil.rmtree(candidate, ignore_errors=True)
             with waiting(f"trying {name}, {number} of at most {len(expected)}"):
                 try:
-                    _export(run, merged, candidate, gguf, name)
+                    write = next(each.write for each in FORMATS if name in each.types)
+                    write(run, merged, candidate, gguf, name)
                     size = _size_of(candidate)
                     if kept is not None and size >= kept.size:
                         continue
@@ -170,7 +179,11 @@ def expected_sizes(model: Path) -> dict[str, float]:
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     embeddings = config["vocab_size"] * config["hidden_size"] * (1 if config.get("tie_word_embeddings") else 2)
     linear = max(0, num_bytes / (4 if config.get("dtype") == "float32" else 2) - embeddings)
-    sizes = {name: (bits * linear + embedding_bits * embeddings) / 8 for name, (bits, embedding_bits) in BITS.items()}
+    sizes = {
+        name: (bits * linear + embedding_bits * embeddings) / 8
+        for each in FORMATS
+        for name, (bits, embedding_bits) in each.types.items()
+    }
     return dict(sorted(sizes.items(), key=lambda item: item[1]))
 
 
@@ -179,15 +192,22 @@ def _size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.name not in (VECTORS_FILE, LOGITS_FILE))
 
 
-def _export(run: FinishedRun, merged: Path, folder: Path, gguf: Gguf, name: Any) -> None:
-    if name == "int4 ONNX":
-        export_onnx(merged, folder, weight_type="int4", allows_differences=True)  # they are measured here
-    elif name == "w4a16":
-        export_compressed(run, folder, name, 256)
-    else:
-        workspace = gguf.quantizer and replace(gguf.quantizer, workspace=folder.parents[1])
-        quantizer = workspace if name in QUANTIZED else None
-        export_model(merged, folder, gguf=replace(gguf, weight_type=name, quantizer=quantizer))
+def _write_gguf(_: FinishedRun, merged: Path, folder: Path, gguf: Gguf, name: Any) -> None:
+    workspace = gguf.quantizer and replace(gguf.quantizer, workspace=folder.parents[1])
+    quantizer = workspace if name in QUANTIZED else None
+    export_model(merged, folder, gguf=replace(gguf, weight_type=name, quantizer=quantizer))
+
+
+FORMATS = (
+    TriedFormat({name: (bits, bits) for name, bits in _GGUF_BITS.items()}, _write_gguf),
+    TriedFormat({"w4a16": (4.25, 16)}, lambda run, _, folder, __, name: export_compressed(run, folder, name, 256)),
+    TriedFormat(
+        {"int4 ONNX": (4.5, 8)},
+        # Differences do not matter here: they are measured.
+        lambda _, merged, folder, *__: export_onnx(merged, folder, weight_type="int4", allows_differences=True),
+    ),
+)
+"""To have another format tried, add an entry."""
 
 
 def _keep(folder: Path, out: Path, size: int, note: str) -> None:

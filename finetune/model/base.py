@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from finetune.engine.adapted import holds_nf4
-from finetune.engine.decoder import OFFLOADS, bare_model
+from finetune.engine.decoder import OFFLOADS, bare_model, family_of
 from finetune.engine.products import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
@@ -207,11 +207,9 @@ def states_in_4_bits(model: Any) -> dict[str, Any]:
 
 
 def max_context(model: Any) -> int | None:
-    """Return the number of positions that the model computes correctly; None if its configuration has no limit.
-
-    transformers 5.23 never uses the long LongRoPE factors of Phi-3.5-MoE, so it is correct only up to the boundary.
-    """
-    if model.config.model_type == "phimoe" and (boundary := longrope_boundary(model)) is not None:
+    """Return the number of positions that the model computes correctly; None if its configuration has no limit."""
+    boundary = longrope_boundary(model)
+    if boundary is not None and not family_of(model.config.model_type).uses_long_factors:
         return boundary
     return getattr(model.config, "max_position_embeddings", None)
 

@@ -43,14 +43,15 @@ class Published(NamedTuple):
 
     def as_config(self) -> dict[str, Any]:
         """Return the sizes as `model.config`."""
+        from finetune.engine.decoder import family_of
+
         sizes = dict(self.sizes)
         if (rope_type := sizes.pop("rope_type", None)) is not None:
             head = sizes["hidden_size"] // sizes["num_attention_heads"]
             factors = [1.0] * (int(head * sizes.get("partial_rotary_factor", 1.0)) // 2)  # they change no size
             original = sizes["original_max_position_embeddings"]
             rope = {"type": rope_type, "short_factor": factors, "long_factor": factors}
-            if sizes["model_type"] == "phimoe":
-                rope |= {"short_mscale": 1.0, "long_mscale": 1.0}
+            rope |= family_of(sizes["model_type"]).rope_sizes
             sizes["rope_scaling"] = {**rope, "original_max_position_embeddings": original}
         return sizes
 

@@ -135,7 +135,7 @@ def test_a_histogram_counts_every_row_once_in_few_equal_bins(lengths):
 
 def test_a_model_that_does_not_fit_the_rows_is_a_problem(words, base, capsys):
     tiny_phi3_config(vocab_size=300, max_position_embeddings=32).save_pretrained(base)
-    assert preview_from_overrides(words, form="json") == 2
+    assert preview_from_overrides(words, as_json=True) == 2
     record = json.loads(capsys.readouterr().out)
     problems = [finding["what"] for finding in record["findings"] if finding["level"] == "problem"]
     assert record["exit_code"] == 2
@@ -149,7 +149,7 @@ def test_json_says_all_of_it_in_plain_ascii_on_the_first_rank(words, capsys, mon
             patch.setenv(name, value)
         assert preview_from_overrides(words) == 0
     assert capsys.readouterr().out == ""
-    assert preview_from_overrides([*words, *TOLERANT], split="validation", form="json") == 0
+    assert preview_from_overrides([*words, *TOLERANT], split="validation", as_json=True) == 0
     text = capsys.readouterr().out.splitlines()[-1]
     assert text.isascii()
     record = json.loads(text)
@@ -228,7 +228,7 @@ def test_a_pair_is_shown_with_its_prompt_once(words_of_pairs, capsys):
         "     | <|endoftext|>",
         "loss | marks what the model must predict; ↵ line break, ⇥ tab, <U+001B> a character that cannot be seen",
     ]
-    assert preview_from_overrides([*words_of_pairs, *TOLERANT], rows=[2], form="table") == 0
+    assert preview_from_overrides([*words_of_pairs, *TOLERANT], rows=[2], tokens=True) == 0
     lines = capsys.readouterr().out.splitlines()
     after_prompt = next(number for number, line in enumerate(lines, 1) if line.endswith(hidden))
     assert int(lines[after_prompt].split()[0]) == shared, "positions count the shared tokens"

@@ -67,8 +67,9 @@ def test_the_exit_codes_are_those_of_the_code():
     assert table == {0, EXIT_BUG, EXIT_INTERRUPTED} | errors
 
 
-ACTS = {"help", "init", "train", "sweep", "chat", "merge", "export", "push", "watch", "report"}
-ACTS |= {"recipes copy", "config schema"}
+FORMATS = ("gguf", "lora", "ollama", "onnx", "vllm", "smallest")
+ACTS = {"help", "init", "train", "sweep", "chat", "merge", "push", "watch", "report"}
+ACTS |= {"recipes copy", "config schema", *(f"export {name}" for name in FORMATS)}
 """Commands whose output is no data, or is nothing but JSON."""
 
 

@@ -35,6 +35,7 @@ MANY, FEW = (50, 60, 70), (5, 4)
 """Tokens of rows: with many, adapters are merged into their weights."""
 ANSWERED = 3
 _EXECUTED = re.compile(r"onednn_verbose,v\d,primitive,exec,cpu,(?P<primitive>\w+),(?P<kernel>[^,]+),(?P<rest>.*)")
+COMPUTED = [name for name, family in FAMILIES.items() if family.is_computed]
 _CASE = "case: "
 
 
@@ -130,7 +131,7 @@ def main(words: list[str]) -> None:
     torch.set_num_threads(1)
     products._WORTH_COMPILING = 0  # these models are small, and not what is asked about
     libc, in_4_bits = ctypes.CDLL(None), "4-bits" in words
-    for family in FAMILIES:
+    for family in COMPUTED:
         for dtype in (torch.float32, torch.bfloat16):
             for method, (compute, adapter) in METHODS.items():
                 if in_4_bits and adapter is None:

@@ -56,7 +56,7 @@ def quickstart(folder: Path) -> list[str]:
     finetune(folder, "merge", "runs/quickstart", "merged")
     finetune(folder, "merge", "runs/quickstart", "wide", "--dtype", "float32")
     for kind in ("f32", "int4"):
-        finetune(folder, "export", "wide", f"onnx-{kind}", "--onnx", "--type", kind)
+        finetune(folder, "export", "onnx", "wide", f"onnx-{kind}", "--type", kind)
     return [
         row("the quickstart's adapter", verified(folder, "runs/quickstart", "--vectors", "merged")),
         row("merged, bfloat16", verified(folder, "merged")),
@@ -76,7 +76,7 @@ def sentencepiece_model(folder: Path) -> str:
     shutil.copy(folder / "tokenizer.model", folder / "run-base")
     write_merged(run, folder / "phi3", dtype=torch.float32)
     llama_cpp = ["--llama-cpp", str(built.source), "--base", "run-base", "--type", "f32"]
-    finetune(folder, "export", "phi3", "gguf", "--gguf", *llama_cpp)
+    finetune(folder, "export", "gguf", "phi3", "gguf", *llama_cpp)
     return row("a SentencePiece model, GGUF, f32", verified(folder, "gguf"))
 
 

@@ -64,7 +64,7 @@ def exports(run, tmp_path_factory):
             with pytest.MonkeyPatch.context() as patch:
                 if scheme != "w4a16":  # one of them is served by vLLM, which takes a minute
                     patch.delenv("FINETUNE_VLLM", raising=False)
-                done = run_finetune("export", run, out, "--compress", scheme, "--rows", "8", code=0)
+                done = run_finetune("export", "vllm", run, out, "--type", scheme, "--rows", "8", code=0)
             made[scheme] = out, done.answer
         return made[scheme]
 
@@ -126,14 +126,14 @@ def test_without_vllm_the_table_says_not_run_here(exports):
 @runs_llm_compressor
 def test_what_cannot_be_compressed_leaves_nothing(rows, run, tmp_path):
     narrow = write_run(tmp_path / "narrow", words=(f"data.path={rows}/train.jsonl",))
-    done = run_finetune("export", narrow.folder.path, tmp_path / "out", "--compress", "w4a16", code=2)
+    done = run_finetune("export", "vllm", narrow.folder.path, tmp_path / "out", "--type", "w4a16", code=2)
     assert "w4a16 needs multiples of 32" in done.stdout
 
     moved = tmp_path / "run"
     shutil.copytree(run, moved)
     config = moved / "config.yaml"
     config.write_text(config.read_text().replace(f"{rows}/train.jsonl", f"{tmp_path}/gone.jsonl"))
-    done = run_finetune("export", moved, tmp_path / "out", "--compress", "fp8", code=2)
+    done = run_finetune("export", "vllm", moved, tmp_path / "out", "--type", "fp8", code=2)
     assert f"{tmp_path}/gone.jsonl" in done.stdout
     assert not (tmp_path / "out").exists()
     assert not list(tmp_path.glob(".out.*/"))
@@ -147,7 +147,7 @@ def test_llm_compressor_is_asked_for(tmp_path):
         with pytest.raises(ConfigError, match=r"is not in the environment of .*pip install torch llmcompressor"):
             find_llm_compressor()
         patch.delenv(PYTHON, raising=False)
-        done = run_finetune("export", run, tmp_path / "out", "--compress", "fp8", code=2)
+        done = run_finetune("export", "vllm", run, tmp_path / "out", code=2)
     assert "llm-compressor is not installed here" in done.stdout
 
 
@@ -155,11 +155,11 @@ def test_options_that_do_not_fit_are_refused(tmp_path):
     run = write_run(tmp_path / "run").folder.path
     (tmp_path / "taken").write_text("")
     for words, message in (
-        ((run, tmp_path / "out", "--compress", "int3"), "'int3' is not one of"),
-        ((run, tmp_path / "out", "--rows", "8"), "--rows needs --compress"),
+        (("vllm", run, tmp_path / "out", "--type", "int3"), "'int3' is not one of"),
+        ((run, tmp_path / "out", "--rows", "8"), "name a format before its options"),
         ((run, tmp_path / "out", "--compress", "fp8", "--gguf"), "cannot be given together"),
-        ((run, tmp_path / "taken", "--compress", "fp8"), "already exists"),
-        ((tmp_path / "run-base", tmp_path / "out", "--compress", "fp8"), "is not the folder of a run"),
+        (("vllm", run, tmp_path / "taken"), "already exists"),
+        (("vllm", tmp_path / "run-base", tmp_path / "out"), "is not the folder of a run"),
     ):
         done = run_finetune("export", *words, code=2)
         assert message in " ".join(done.stdout.split()), done.stdout
@@ -172,7 +172,7 @@ def test_runs_that_cannot_be_measured_or_were_not_tried_are_refused(tmp_path):
         (pairs, "was trained with training.objective=dpo"),
         (experts, "a mixture of experts, whose compressed form was not tried"),
     ):
-        done = run_finetune("export", run.folder.path, tmp_path / "out", "--compress", "fp8", code=2)
+        done = run_finetune("export", "vllm", run.folder.path, tmp_path / "out", code=2)
         assert message in " ".join(done.stdout.split()), done.stdout
 
 

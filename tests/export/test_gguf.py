@@ -69,10 +69,10 @@ def test_a_tokenizer_that_is_not_described_is_refused_by_name(tmp_path):
 
 def test_without_llama_cpp_it_is_said_how_to_get_it(model, tmp_path, monkeypatch):
     monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
-    done = run_finetune("export", model, tmp_path / "out", "--gguf", code=2)
+    done = run_finetune("export", "gguf", model, tmp_path / "out", code=2)
     assert "git clone https://github.com/ggml-org/llama.cpp" in done.errors
     assert "vendor/llama.cpp in the source package of llama-cpp-python" in done.errors
-    done = run_finetune("export", model, tmp_path / "out", "--gguf", "--llama-cpp", tmp_path, code=2)
+    done = run_finetune("export", "gguf", model, tmp_path / "out", "--llama-cpp", tmp_path, code=2)
     assert "has no convert_hf_to_gguf.py" in done.errors
     assert not (tmp_path / "out").exists()
 
@@ -107,7 +107,11 @@ def test_a_refusal_of_the_converter_is_repeated_with_what_to_do(model, tmp_path,
 def test_a_file_that_is_no_model_is_not_taken_for_one(tmp_path, written):
     """A converter can report success with a broken file, so the file is checked, not only the exit code."""
     script = tmp_path / "convert_hf_to_gguf.py"
-    script.write_text(f"import sys; open(sys.argv[sys.argv.index('--outfile') + 1], 'wb').write({written!r})")
+    script.write_text(
+        "import sys; given = dict(zip(sys.argv, sys.argv[1:]))\n"
+        "assert given['--model-name'] == 'phi', 'llama.cpp strips spaces in a file with the name phi3'\n"
+        f"open(given['--outfile'], 'wb').write({written!r})"
+    )
     model = write_model(tmp_path / "merged", "phi-4")
     with pytest.raises(RunFailedError, match=r"the converter reported success, but model\.gguf"):
         export_model(model, tmp_path / "out", gguf=Gguf(converter=script, weight_type="f16"))
@@ -132,12 +136,11 @@ def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, mo
 
 
 def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path):
-    done = run_finetune("export", model, tmp_path / "out", code=0)
+    done = run_finetune("export", "ollama", model, tmp_path / "out", code=0)
     assert "ollama create" in done.answer
     text = (tmp_path / "out" / "Modelfile").read_text()
     assert text.startswith(f"FROM {model}\n")
     assert 'PARAMETER stop "<|end|>"\nPARAMETER stop "<|endoftext|>"\n' in text
-    run_finetune("export", model, tmp_path / "other", "--no-modelfile", code=2)
 
 
 def test_a_run_is_told_to_be_merged_first(tmp_path):
@@ -147,7 +150,7 @@ def test_a_run_is_told_to_be_merged_first(tmp_path):
         (run.adapter, f"finetune merge {run.adapter} OUT"),
         (tmp_path, "is not a model folder"),
     ):
-        done = run_finetune("export", folder, tmp_path / "out", code=2)
+        done = run_finetune("export", "ollama", folder, tmp_path / "out", code=2)
         assert said in done.errors
 
 
@@ -155,11 +158,32 @@ def test_a_run_is_told_to_be_merged_first(tmp_path):
     ("words", "reason"),
     [
         (("--gguf", "--onnx"), "--gguf and --onnx cannot be given together: a folder has one format"),
-        (("--onnx", "--type", "q8_0"), "--type q8_0 needs --gguf, which was not given"),
-        (("--allow-differences",), "--allow-differences needs --gguf or --onnx"),
-        (("--gguf", "--adapter-only"), "--adapter-only needs --lora"),
+        (("--onnx", "--type", "q8_0"), "'q8_0' is not one of"),
+        (("--allow-differences",), "name a format before its options: finetune export gguf|lora|ollama"),
+        (("--gguf", "--adapter-only"), "No such option: --adapter-only"),
     ],
 )
 def test_a_folder_has_one_format_and_a_type_that_it_knows(tmp_path, words, reason):
     done = run_finetune("export", tmp_path, tmp_path / "out", *words, code=2)
-    assert reason in " ".join(done.errors.split())
+    assert reason in " ".join(done.errors.replace("│", "").split())
+
+
+@pytest.mark.parametrize(
+    ("former", "now"),
+    [
+        ("--gguf . out --type f32", "gguf . out --type f32"),
+        (". out --gguf --lora --adapter-only", "lora . out --adapter-only"),
+        (". --onnx", "onnx ."),
+        (". out --compress=w4a16 --rows 8", "vllm . out --type w4a16 --rows 8"),
+        (". out --compress w4a16", "vllm . out --type w4a16"),
+        (". out --smallest --keep 0.9", "smallest . out --keep 0.9"),
+        (". out", "ollama . out"),
+    ],
+)
+def test_flags_choose_the_format_as_before_and_the_form_of_now_is_said(former, now, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LLAMA_CPP_DIR", raising=False)
+    done, present = (run_finetune("export", *words.split(), code=2) for words in (former, now))
+    said, _, error = done.errors.partition("\n")
+    assert said == f"finetune: the format comes first now: finetune export {now}"
+    assert error == present.errors

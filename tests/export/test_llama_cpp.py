@@ -187,7 +187,7 @@ def test_an_adapter_beside_its_base_answers_like_peft(llama_cpp, model, tmp_path
     result = compare(served, read_vectors(out), bound=gguf_bound(out))
     assert result.mismatches == ()
     assert compare(served, read_vectors(model.merged), bound=gguf_bound(out)).mismatches == ()
-    record("base and adapter (`--lora`)" + (", rsLoRA" if adapter else ""), served, model)
+    record("base and adapter (`export lora`)" + (", rsLoRA" if adapter else ""), served, model)
     served.close()
     assert (out / "Modelfile").read_text().startswith("FROM ./base.gguf\nADAPTER ./adapter.gguf\n")
     rescale(out / "adapter.gguf", 1.05)
@@ -287,14 +287,14 @@ def run_with_rows(tmp_path_factory) -> SimpleNamespace:
 
 
 def export(model, out: Path, *words: str):
-    return run_finetune("export", model.run.folder.path, out, "--base", model.base, *words)
+    return run_finetune("export", words[0], model.run.folder.path, out, "--base", model.base, *words[1:])
 
 
 def test_a_quantized_model_keeps_tokens_and_stops_and_states_its_difference(
     llama_cpp, run_with_rows, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("LLAMA_CPP_DIR", str(llama_cpp.source))
-    out, quantize = tmp_path / "out", ("--gguf", "--type", "q4_k_m", "--imatrix", "200")
+    out, quantize = tmp_path / "out", ("gguf", "--type", "q4_k_m", "--imatrix", "200")
     done = export(run_with_rows, out, *quantize)
     assert done.returncode == 0, done.stdout
     assert "using q5_0 " in done.errors
@@ -319,7 +319,7 @@ def test_a_quantized_model_keeps_tokens_and_stops_and_states_its_difference(
 
 def test_the_smallest_type_that_holds_is_kept_in_llama_cpp(llama_cpp, run_with_rows, tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP_DIR", str(llama_cpp.source))
-    done = export(run_with_rows, tmp_path / "out", "--smallest")
+    done = export(run_with_rows, tmp_path / "out", "smallest")
     assert done.returncode == 0, done.stdout
     rows = re.findall(r"│ (\w+) +│ +[\d.]+ .B │ +[\d.]+ │ +[+-][\d.]+% │ +(\d) of 6 │ (no|yes)", done.answer)
     assert [name for name, _, holds in rows if holds == "yes"] == [rows[-1][0]], done.answer

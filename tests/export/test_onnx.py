@@ -155,9 +155,18 @@ def test_the_folder_is_certified_and_verifies_again(exported):
 
 @needs_runtime
 @pytest.mark.slow
+def test_a_run_is_merged_for_it(run, exported, built_before, tmp_path):
+    done = run_finetune("export", "onnx", run.folder.path, tmp_path / "out", code=0)
+    assert "matrices as f32" in done.answer
+    assert (tmp_path / "out/test_vectors.json").read_bytes() == (exported / "test_vectors.json").read_bytes()
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+@needs_runtime
+@pytest.mark.slow
 def test_int4_is_compared_too_and_what_differs_can_be_kept(merged, tmp_path):
     """Weights that were drawn suffer more from rounding than trained ones: these are beyond the bound."""
-    done = run_finetune("export", merged, tmp_path / "out", "--onnx", "--type", "int4", "--allow-differences", code=0)
+    done = run_finetune("export", "onnx", merged, tmp_path / "out", "--type", "int4", "--allow-differences", code=0)
     assert "matrices as int4" in done.answer
     assert re.search(r"logits at positions .* \d\.\d+ \(bound 0\.5\)", done.answer)
     assert "Note: with a bound of 0.5, the comparison shows that the model loads and answers" in done.answer
@@ -226,7 +235,7 @@ def test_a_missing_package_is_said_with_the_command_that_installs_it(tmp_path, m
     """The builder imports onnx-ir, which is not needed to serve."""
     monkeypatch.setattr(onnx_served, "find_spec", lambda name: None if name == "onnx_ir" else object())
     onnx_served.refuse_missing_packages(builds=False)
-    done = run_finetune("export", tmp_path, tmp_path / "out", "--onnx", code=2)
+    done = run_finetune("export", "onnx", tmp_path, tmp_path / "out", code=2)
     assert "needs onnx-ir, not installed here" in done.errors
     assert "pip install 'phi-finetune[onnx]'" in done.errors
 

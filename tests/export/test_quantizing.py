@@ -12,7 +12,7 @@ from finetune.errors import ConfigError, ModelError, RequirementError
 from finetune.export import quantizing
 from finetune.export.gguf_served import QUANTIZED, gguf_bound
 from finetune.export.quantizing import Quantizer, find_program, types_of
-from finetune.export.smallest import BITS, expected_sizes
+from finetune.export.smallest import FORMATS, expected_sizes
 from finetune.fallbacks import Fallback
 from tests.export.finished_runs import write_run
 from tests.export.gguf_files import write_gguf
@@ -96,7 +96,11 @@ def test_types_are_tried_from_small_to_large(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(bytes(100_000))
     names = list(expected_sizes(tmp_path))
-    assert set(names) == {*QUANTIZED, "q8_0", "f16", "w4a16", "int4 ONNX"} == BITS.keys()
+    assert (
+        set(names)
+        == {*QUANTIZED, "q8_0", "f16", "w4a16", "int4 ONNX"}
+        == {name for each in FORMATS for name in each.types}
+    )
     assert names == ["q2_k", "q3_k_m", "w4a16", "int4 ONNX", "q4_0", "q4_k_m", "q5_k_m", "q6_k", "q8_0", "f16"]
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 3000}))
     assert list(expected_sizes(tmp_path))[-2:] == ["w4a16", "f16"], "w4a16 keeps embeddings in 16 bits"
@@ -108,16 +112,16 @@ def test_options_that_do_not_fit_are_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("LLAMA_CPP_DIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     for words, message in (
-        ((run, "--gguf", "--type", "q4_k_m"), "cmake --build build --target llama-quantize"),
-        ((tmp_path / "run-base", "--gguf", "--type", "q4_k_m", "--imatrix", "8"), "is not the folder of a run"),
-        ((tmp_path / "run-base", "--smallest"), "is not the folder of a run"),
-        ((run, "--smallest"), "cmake --build build --target llama-quantize"),
-        ((run, "--gguf", "--type", "q8_0", "--imatrix", "8"), "--imatrix needs --type q2_k or"),
-        ((run, "--smallest", "--gguf"), "cannot be given together"),
-        ((run, "--gguf", "--keep", "0.9"), "--keep needs --smallest"),
-        ((run, "--gguf", "--lora", "--type", "q4_k_m"), "merge the adapter"),
+        (("gguf", run, "--type", "q4_k_m"), "cmake --build build --target llama-quantize"),
+        (("gguf", tmp_path / "run-base", "--type", "q4_k_m", "--imatrix", "8"), "is not the folder of a run"),
+        (("smallest", tmp_path / "run-base"), "is not the folder of a run"),
+        (("smallest", run), "cmake --build build --target llama-quantize"),
+        (("gguf", run, "--type", "q8_0", "--imatrix", "8"), "--imatrix needs --type q2_k or"),
+        (("--smallest", run, "--gguf"), "cannot be given together"),
+        (("gguf", run, "--keep", "0.9"), "No such option: --keep"),
+        (("lora", run, "--type", "q4_k_m"), "'q4_k_m' is not one of"),
     ):
-        done = run_finetune("export", words[0], tmp_path / "out", *words[1:], code=2)
+        done = run_finetune("export", *words[:2], tmp_path / "out", *words[2:], code=2)
         assert message in " ".join(done.stdout.split()), done.stdout
     assert not (tmp_path / "out").exists()
 
@@ -141,7 +145,7 @@ def test_a_type_that_holds_is_kept_and_otherwise_nothing(tmp_path, monkeypatch):
     monkeypatch.delenv("FINETUNE_LLMCOMPRESSOR", raising=False)
     monkeypatch.setattr("finetune.export.smallest.MOST_LOSS", 0.0)
     before = {path.name for path in tmp_path.iterdir()}
-    command = ("export", tmp_path / "run", tmp_path / "out", "--smallest", "--llama-cpp", tmp_path)
+    command = ("export", "smallest", tmp_path / "run", tmp_path / "out", "--llama-cpp", tmp_path)
     done = run_finetune(*command, "--keep", "0")
     assert done.returncode == RequirementError.exit_code == 3, done.stdout
     assert "nothing was written to" in " ".join(done.stdout.split())

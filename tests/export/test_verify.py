@@ -451,11 +451,11 @@ def test_a_push_sends_the_certificate_and_puts_it_into_the_card_once(merged, run
 
 
 def test_an_export_has_the_vectors_of_the_merge_or_says_that_there_are_none(made, tmp_path, merged, caplog):
-    done = run_finetune("export", made.merged, tmp_path / "out", code=0)
+    done = run_finetune("export", "ollama", made.merged, tmp_path / "out", code=0)
     for name in ("test_vectors.json", "test_vectors.npy"):
         assert (tmp_path / "out" / name).read_bytes() == (made.merged / name).read_bytes()
     (merged / "test_vectors.json").unlink()
-    done = run_finetune("export", merged, tmp_path / "without", code=0)
+    done = run_finetune("export", "ollama", merged, tmp_path / "without", code=0)
     assert "has no test vectors, so what is exported cannot be verified. Merge the run again" in done.errors
     assert not (tmp_path / "without" / "test_vectors.npy").exists()
 

@@ -1,0 +1,57 @@
+"""`finetune recipes`: list the shipped recipes, or copy one to a folder."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune.cli.run_options import JsonOption
+from finetune.errors import ConfigError
+from finetune.terminal import print_json, say
+
+
+def show_recipes(context: typer.Context, as_json: JsonOption = False) -> None:
+    """List the recipes by name, with the first line of their docstrings."""
+    if context.invoked_subcommand is not None:
+        return
+    about = {
+        name: (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+        for name, path in _recipes().items()
+    }
+    if as_json:
+        print_json(about, indent=None)
+        return
+    for name, description in about.items():
+        say(f"{name:<20} {description}", indent=" " * 21)
+    say("\nCopy one to this folder: finetune recipes copy finetune_lora")
+
+
+def copy_recipe(
+    name: Annotated[str, typer.Argument(help="A name from `finetune recipes`.")],
+    folder: Annotated[Path, typer.Argument(help="The folder to write to.")] = Path(),
+) -> None:
+    """Copy a recipe to a folder. The configs that it names stay in the package: a copy would hide them.
+
+    Raises:
+        ConfigError: there is no such recipe, or the file exists already. Nothing is written then.
+    """
+    name, recipes = name.removesuffix(".py"), _recipes()
+    if name not in recipes:
+        raise ConfigError(f"there is no recipe {name}. There are: {', '.join(recipes)}.")
+    target = folder / f"{name}.py"
+    if target.exists():
+        raise ConfigError(f"{target} is there already. Nothing was written; name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(recipes[name], target)
+    given = "" if 'run="' in target.read_text(encoding="utf-8") else " model=phi_tiny data=orders"
+    say(f"wrote {target}\nnext: python {target}{given}")
+
+
+def _recipes() -> dict[str, Path]:
+    from finetune.config.config_files import shipped_folder
+
+    return {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.py"))}
