@@ -102,13 +102,8 @@ def set_up(
         add_embedding_noise(model, config.training.neftune_alpha)
     forward = agree_on_forward(runtime, config.training, model)
     collate = objective.collate(config, forward.collate)
-    measured, states = model, states_in_4_bits(model)
-    if runtime.placement.shard_size is not None:  # keep a copy without data of the unsharded model
-        from finetune.training.memory.forecast import copy_without_data
-
-        measured = copy_without_data(model)
-        convert_weights(measured, runtime.precision)
-        runtime.placement.shard(model)
+    states = states_in_4_bits(model)
+    measured = model if runtime.placement.shard_size is None else _shard(runtime, model)
     _try_precision(runtime, config, model, splits, forward, collate, states, journal)
     if config.training.graphs is True:
         from finetune.inference.decoding import agree_on_replays
@@ -136,6 +131,16 @@ def set_up(
         checkpoint_gradients(model, offloads=setup.memory.offloads)
     setup.record_memory()
     return setup
+
+
+def _shard(runtime: Runtime, model: Any) -> Any:
+    """Shard a model across the ranks, and return a copy of the unsharded model without data. Collective."""
+    from finetune.training.memory.forecast import copy_without_data
+
+    copy = copy_without_data(model)
+    convert_weights(copy, runtime.precision)
+    runtime.placement.shard(model)
+    return copy
 
 
 def _choose_memory(
