@@ -257,16 +257,12 @@ def _read_saved(path: Path, problems: list[str]) -> list[Setting]:
 
 def _translate_older(settings: list[Setting], problems: list[str]) -> list[Setting]:
     """Translate the older spellings in the settings of one file or of the command line, if there are any."""
-    if all(_is_current(setting) for setting in settings):
+    current = {*GROUPS, *fields()}.difference(_CURRENT_WITH_OLDER_VALUES)
+    if all(".".join(setting.key[:2]) in current for setting in settings):
         return settings
     from finetune.config.older_spelling import translate  # a long table that other keys need
 
     return translate(settings, problems)
-
-
-def _is_current(setting: Setting) -> bool:
-    is_known = setting.dotted in GROUPS or ".".join(setting.key[:2]) in fields()
-    return is_known and setting.dotted not in _CURRENT_WITH_OLDER_VALUES
 
 
 @dataclass(frozen=True)

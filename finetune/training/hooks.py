@@ -152,12 +152,11 @@ class Hooks:
             "reward.functions": (config.reward.functions, config.reward.functions_from),
             "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
         }
-        for key, (names, allowed_modules) in sources.items():
-            if allowed_modules:
-                from finetune.inference.answers import fingerprint_functions
+        if config.reward.functions_from or config.validation.metrics_from:
+            from finetune.inference.answers import fingerprint_functions
 
-                if value := fingerprint_functions(names, allowed_modules):
-                    of_script[key] = value
+            of_keys = {key: fingerprint_functions(*named) for key, named in sources.items()}
+            of_script |= {key: value for key, value in of_keys.items() if value}
         return of_script
 
     def as_record(self, config: Config, model: Any) -> dict[str, Any]:

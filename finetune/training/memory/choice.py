@@ -188,8 +188,7 @@ def choose(
     )
     row_tokens = longest * config.objective.sides
     if config.training.memory == "least":
-        least = _least(configured, config, how)
-        return least if least.max_tokens or keeps_microbatches else replace(least, max_tokens=row_tokens)
+        return _least(configured, config, how, max_tokens=None if keeps_microbatches else row_tokens)
     if config.training.gradient_checkpointing != "auto" and not limits_tokens:
         return configured
     if how.device_type not in ("cpu", "cuda"):
@@ -203,8 +202,7 @@ def choose(
     bound = _bound(model, rows=most * row_tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
         return replace(configured, why=f"a step needs less than {format_bytes(bound)}, of {free}")
-    # A run that returns above imports no forecast.
-    from finetune.training.memory.forecast import CANNOT_TRACE, predict_sizes
+    from finetune.training.memory.forecast import CANNOT_TRACE, predict_sizes  # which a run that fits does not need
 
     fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
     try:
@@ -233,11 +231,12 @@ def choose(
     return replace(chosen, max_tokens=max(row_tokens, MOST_TOKENS if fits_most else decision.tokens))
 
 
-def _least(configured: MemoryChoice, config: Config, how: Computation) -> MemoryChoice:
+def _least(configured: MemoryChoice, config: Config, how: Computation, *, max_tokens: int | None) -> MemoryChoice:
     is_checkpointing = config.training.gradient_checkpointing is not False
     return replace(
         configured,
         gradient_checkpointing=is_checkpointing,
+        max_tokens=configured.max_tokens or max_tokens,
         offloads=is_checkpointing and how.device_type == "cuda",
         why="training.memory=least",
     )
