@@ -218,13 +218,13 @@ def _prepare(source: Path, out: Path | None, suffix: str) -> Path:
     return out
 
 
-def _run_of(source: Path, settings: list[str] | None) -> FinishedRun | None:
-    """Return the run in a folder; None if the folder is a merged model and no key of a run is to be changed."""
+def _run_of(source: Path, settings: list[str] | None, *, is_needed: bool = False) -> FinishedRun | None:
+    """Return the run in a folder; None if the folder is a merged model, unless the options need a run."""
     from finetune.config.config_files import SAVED_CONFIG
     from finetune.inference.finished_run import find_run
 
-    is_run = (source.expanduser() / SAVED_CONFIG).is_file()
-    return find_run(source, settings or [], is_alone=True) if is_run or settings else None
+    is_needed = is_needed or bool(settings) or (source.expanduser() / SAVED_CONFIG).is_file()
+    return find_run(source, settings or [], is_alone=True) if is_needed else None
 
 
 @contextmanager
@@ -262,9 +262,8 @@ def gguf_command(
     with importing():
         from finetune.export.compress import find_quantizer
         from finetune.export.gguf import Gguf, export_model, find_converter
-        from finetune.inference.finished_run import find_run
 
-    run = _run_of(source, settings) if imatrix is None else find_run(source, settings or [], is_alone=True)
+    run = _run_of(source, settings, is_needed=imatrix is not None)
     converter = find_converter(llama_cpp, os.environ)
     quantizer = find_quantizer(converter.parent, run, imatrix) if weight_type in _QUANTIZED else None
     gguf = Gguf(
@@ -347,7 +346,9 @@ def onnx_command(
     with importing():
         from finetune.cli.verify import show_verified
         from finetune.export.onnx import export_onnx
+        from finetune.export.onnx_served import refuse_missing_packages
 
+    refuse_missing_packages(builds=True)  # before the merge, which takes longer
     run = _run_of(source, settings)
     with waiting("building an ONNX model, and comparing it with the run"), _merged(source, run, out) as model:
         verified = export_onnx(
