@@ -46,6 +46,8 @@ class RankReport:
     """Bytes; of the device where it has memory of its own."""
     timed_peak_memory: int = 0
     """The same after the warm-up. Resident memory has one peak for the whole process."""
+    loading_peak_memory: int = 0
+    """Until the base was loaded; 0 unless it was quantized."""
     peak_reserved: int = 0
     """Bytes that torch has taken from the device, in use or not; 0 on the CPU."""
 
@@ -82,6 +84,8 @@ class StepClock:
         self.marks: list[Mark] = []
         self.warmup_peak = 0
         """Bytes; see `peak_memory`."""
+        self.loading_peak = 0
+        """Bytes; see `loading_peak_memory`."""
         self._job = job
         self._started = started
         self._hook: Any = None

@@ -37,7 +37,7 @@ def _config(name: str, *overrides: str) -> Config:
     return compose([f"model={name}", "output_dir=run", *overrides], complete=False)
 
 
-def cell(name: str, task: str, length: int, known: dict[Any, Any] | None = None) -> str:
+def cell(name: str, task: str, length: int, known: dict[Any, str] | None = None) -> str:
     """Return the least memory of a run in GiB, and the smallest GPU that has it.
 
     Args:
@@ -50,16 +50,28 @@ def cell(name: str, task: str, length: int, known: dict[Any, Any] | None = None)
     assert sizes is not None
     if length > sizes.sizes["max_position_embeddings"]:
         return "–"
-    devices = [(size, read_device(f"GPU {size}GB")) for size in GIGABYTES]
     alike = {key: value for key, value in sizes.sizes.items() if key not in _WITHOUT_MEMORY}
     key, known = (str(alike), task, length), {} if known is None else known
     if key not in known:
         config = _config(name, f"task={TASKS[task]}", f"data.max_length={length}", "training.memory=least")
-        known[key] = make_plan(config, devices[-1][1]).needed
-    if (needed := known[key]) is None:
+        known[key] = _least(config, embedding=2 * sizes.sizes["vocab_size"] * sizes.sizes["hidden_size"])
+    return known[key]
+
+
+def _least(config: Config, *, embedding: int) -> str:
+    """Plan a run for the largest GPU, and for the largest on which it fits only if its embedding may be elsewhere.
+
+    `embedding` is the number of its bytes.
+    """
+    devices = [(size, read_device(f"GPU {size}GB")) for size in GIGABYTES]
+    if (needed := make_plan(config, devices[-1][1]).needed) is None:
         return "not known"
-    fitting = next((f"{size} GB" for size, device in devices if needed <= device.memory), "more than one GPU")
-    return f"{needed / GIB:.1f}: {fitting}"
+    for size, device in devices:
+        if needed - embedding <= device.memory < needed:
+            needed = min(needed, make_plan(config, device).needed or needed)
+        if needed <= device.memory:
+            return f"{needed / GIB:.1f}: {size} GB"
+    return f"{needed / GIB:.1f}: more than one GPU"
 
 
 def table() -> Iterator[str]:
@@ -67,7 +79,7 @@ def table() -> Iterator[str]:
     columns = [(task, length) for task in TASKS for length in LENGTHS]
     yield "| preset | " + " | ".join(f"{task}, {length:,} tokens" for task, length in columns) + " |\n"
     yield "|---|" + "---|" * len(columns) + "\n"
-    known: dict[Any, Any] = {}
+    known: dict[Any, str] = {}
     for name in presets():
         yield f"| `{name}` | " + " | ".join(cell(name, task, length, known) for task, length in columns) + " |\n"
 

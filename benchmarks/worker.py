@@ -87,6 +87,7 @@ def timed(order: Order, train: Callable[[StepClock], RankReport]) -> RankReport:
     report.marks = clock.marks
     report.timed_peak_memory = peak_memory(order.job.device)
     report.peak_memory = max(clock.warmup_peak, report.timed_peak_memory)
+    report.loading_peak_memory = clock.loading_peak
     report.peak_reserved = peak_reserved(order.job.device)
     return report
 

@@ -58,10 +58,10 @@ def conversation_words(folder: Path, *, train: int = 18) -> list[str]:
     return [f"data.path={folder}", "data.train_on=each_turn", "data.chat_template=phi4_mini"]
 
 
-def write_base(folder: Path) -> Path:
+def write_base(folder: Path, **changes: Any) -> Path:
     """A random phi3 model with its tokenizer, as a folder that a run takes as its base."""
-    model = build_tiny(tiny_phi3_config(vocab_size=MODEL_VOCABULARY, initializer_range=0.05, eos_token_id=320))
-    model.save_pretrained(folder)
+    settings = {"vocab_size": MODEL_VOCABULARY, "initializer_range": 0.05, "eos_token_id": 320, **changes}
+    build_tiny(tiny_phi3_config(**settings)).save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return folder
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.clock import EnoughError, RankReport, StepClock
+from benchmarks.clock import EnoughError, RankReport, StepClock, peak_memory
 from benchmarks.job import LEARNING_RATE, LORA_ALPHA, LORA_RANK, MAX_GRAD_NORM, Job, row_shape
 from benchmarks.worker import Order
 
@@ -27,6 +27,8 @@ def train(order: Order, options: Mapping[str, Any], clock: StepClock) -> RankRep
         clock.watch()
         tokenizer = build_tokenizer(config.model)
         base = base_model(order, config, runtime.device)
+        if config.lora.quantize != "none":
+            clock.loading_peak = peak_memory(job.device)
         model = add_lora(base, config.lora) if job.method == "lora" else base
         splits: Any
         if job.objective == "dpo":

@@ -54,6 +54,8 @@ QLORA_RUNS: Mapping[str, tuple[str, ...]] = {
     "least": ("lora.quantize=nf4", "training.memory=least"),
 }
 """The words of the runs of part `qlora`. One row in a micro-batch is what its peers train."""
+QLORA_CARDS = {"least-12gb": 12}
+"""The run `least` within the memory of a smaller card, in GB."""
 QLORA_PEERS = ("peft-nf4-liger", "peft-nf4-checkpointed-liger")
 FULL_PEERS = ("full-fp32-liger", "full-bf16-liger")
 """The other engines of the parts `qlora` and `full`."""
@@ -151,16 +153,11 @@ def tasks() -> Iterator[Task]:
     for batch, by in product(BATCHES, ("engine", "graph", "transformers")):
         how = {"by": by, "batch": batch}
         yield Task(f"rewards/{by}-{batch}", "benchmarks.gpu.rewards:sample", 120, how, _OF_A_RUN)
+    of_qlora = {"kind": "phi4", "needs": ("bitsandbytes",), "reads_weights": True, "compares_with_plan": True}
     for name, words in QLORA_RUNS.items():
-        yield _run(
-            f"qlora/{name}",
-            420,
-            kind="phi4",
-            words=words,
-            needs=("bitsandbytes",),
-            reads_weights=True,
-            compares_with_plan=True,
-        )
+        yield _run(f"qlora/{name}", 420, words=words, **of_qlora)
+    for name, gigabytes in QLORA_CARDS.items():
+        yield _run(f"qlora/{name}", 420, words=QLORA_RUNS["least"], gigabytes=gigabytes, **of_qlora)
     yield from (_run(f"qlora/{engine}", 240, engine=engine, kind="phi4") for engine in QLORA_PEERS)
     yield Task("real/gradient", "benchmarks.gpu.real:gradient", 120, needs=(*_OF_A_RUN, "gguf"), needs_cut=True)
     for precision in REAL_PRECISIONS:

@@ -21,7 +21,7 @@ import torch
 from benchmarks.base_model import TORCH_TYPES, make_base, write_base_without_weights
 from benchmarks.clock import RankReport, StepClock, forget_peak, peak_memory
 from benchmarks.engines import ours
-from benchmarks.gpu.runs import against_plan, planned_peak
+from benchmarks.gpu.runs import against_plan, plan_of
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.timing import synchronize, with_adapter
 from benchmarks.job import FIRST_TEXT_ID, Job
@@ -70,7 +70,7 @@ def train(session: Session, *, generates: bool, words: Sequence[str] = ()) -> di
             folder=str(folder),
             has_weights=False,
         )
-        planned = planned_peak(order, task="finetune_grpo")
+        plan = plan_of(order, task="finetune_grpo")
         recorded = None if generates else _recorded(RunFolder(folder / "recorded"), job, sizes)
         forget_peak(session.device)
         report = timed(order, lambda clock: _train(order, sizes, recorded, clock))
@@ -94,7 +94,7 @@ def train(session: Session, *, generates: bool, words: Sequence[str] = ()) -> di
         "first_step_seconds": report.marks[0].wall,
         "timed_peak_allocated_bytes": report.timed_peak_memory,
         "peak_reserved_bytes": report.peak_reserved,
-        **against_plan(session, report, planned),
+        **against_plan(session, report, plan),
     }
 
 

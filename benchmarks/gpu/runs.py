@@ -10,7 +10,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from benchmarks.base_model import write_base_without_weights, write_wide_base
 from benchmarks.clock import RankReport, forget_peak
@@ -20,6 +20,9 @@ from benchmarks.job import Job
 from benchmarks.machine import device_name
 from benchmarks.summary import figures_of
 from benchmarks.worker import Order, carry_out
+
+if TYPE_CHECKING:
+    from finetune.diagnose.plan import Plan
 
 
 def train(
@@ -31,6 +34,7 @@ def train(
     method: Literal["lora", "full"] = "lora",
     reads_weights: bool = False,
     compares_with_plan: bool = False,
+    gigabytes: int | None = None,
 ) -> dict[str, Any]:
     """Train a job with an engine in this process, with weights that are made on the device.
 
@@ -42,7 +46,10 @@ def train(
         method: of ours.
         reads_weights: write the weights to the disk first, and let the engine read them, as QLoRA must.
         compares_with_plan: predict the peak of memory as `finetune plan` does, too.
+        gigabytes: of a card. On CUDA, the run may use only as much memory as `finetune plan` knows of this card.
     """
+    if gigabytes is not None and session.device == "cuda":
+        words = [*words, f"training.memory_fraction={_fraction(gigabytes)}"]
     job = replace(session.job(kind), method=method)
     with TemporaryDirectory() as folder:
         base = _with_weights(job) if reads_weights else Path(folder) / "base"
@@ -51,11 +58,11 @@ def train(
         order = Order(
             engine=engine, words=tuple(words), job=job, base=str(base), folder=folder, has_weights=reads_weights
         )
-        planned = planned_peak(order) if compares_with_plan else None
+        plan = plan_of(order) if compares_with_plan else None
         forget_peak(session.device)
         report = carry_out(order)
         low_precision = _low_precision(Path(folder))
-    figures = {"job": job.name, **_figures(job, report), **low_precision, **against_plan(session, report, planned)}
+    figures = {"job": job.name, **_figures(job, report), **low_precision, **against_plan(session, report, plan)}
     if method == "full" and (peak_rate := _peak_flops(session)) is not None:
         figures["mfu"] = figures["flops_per_second"] / peak_rate
     return figures
@@ -69,12 +76,23 @@ def _with_weights(job: Job) -> Path:
     return folder
 
 
-def against_plan(session: Session, report: RankReport, planned: int | None) -> dict[str, float]:
-    """Compare the peak of memory with the one that was planned; resident memory holds more than a plan counts."""
-    if planned is None:
+def against_plan(session: Session, report: RankReport, plan: Plan | None) -> dict[str, float]:
+    """Compare the peaks of memory with the planned ones; resident memory holds more than a plan counts."""
+    if plan is None or plan.peak is None:
         return {}
-    measured = {"peak_over_plan": report.timed_peak_memory / planned} if session.device == "cuda" else {}
-    return {"planned_peak_bytes": planned, **measured}
+    figures = {"planned_peak_bytes": plan.peak.total}
+    measured = {"peak_over_plan": report.timed_peak_memory / plan.peak.total}
+    if plan.loading is not None:
+        figures |= {"planned_loading_bytes": plan.loading, "loading_peak_bytes": report.loading_peak_memory}
+        measured["loading_over_plan"] = report.loading_peak_memory / plan.loading
+    return {**figures, **(measured if session.device == "cuda" else {})}
+
+
+def _fraction(gigabytes: int) -> float:
+    """Return the fraction of this GPU's memory that a card has."""
+    from finetune.diagnose.plan_devices import find_device, read_device
+
+    return read_device(f"GPU {gigabytes}GB").memory / find_device("cuda").memory
 
 
 def _low_precision(folder: Path) -> dict[str, float]:
@@ -120,8 +138,8 @@ def _figures(job: Job, report: RankReport) -> dict[str, Any]:
     }
 
 
-def planned_peak(order: Order, *, task: str = "finetune_lora") -> int | None:
-    """Return the peak of memory that `finetune plan` predicts for a run with rows of one length."""
+def plan_of(order: Order, *, task: str = "finetune_lora") -> Plan:
+    """Return what `finetune plan` predicts for a run with rows of one length."""
     from finetune.config.compose import compose
     from finetune.diagnose.plan_devices import find_device, read_device
     from finetune.diagnose.planner import make_plan
@@ -130,5 +148,4 @@ def planned_peak(order: Order, *, task: str = "finetune_lora") -> int | None:
     # A plan refuses 4 bits on a CPU, where a tiny run only shows that the task works.
     is_elsewhere = config.lora.quantize != "none" and order.job.device == "cpu"
     device = read_device("H200") if is_elsewhere else find_device(order.job.device)
-    peak = make_plan(config, device).peak
-    return None if peak is None else peak.total
+    return make_plan(config, device)

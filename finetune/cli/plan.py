@@ -125,6 +125,8 @@ def _memory(plan: Plan) -> Iterator[str]:
     most = max(size for _, size in sizes)
     for name, size in sizes:
         yield f"{name:<12} {format_bytes(size):>8} {'#' * round(_WIDEST_BAR * size / most)}".rstrip()
+    if plan.loading is not None:
+        yield f"loading the base, each weight quantized as it arrives: {format_bytes(plan.loading + device.reserve)}"
     if plan.generating is not None:
         yield _generating(plan.generating, device)
     for section, evaluation in plan.evaluating.items():

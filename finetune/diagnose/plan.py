@@ -78,6 +78,8 @@ class Plan:
     device: Device
     peak: Peak | None
     """None if it cannot be known without data."""
+    loading: int | None
+    """Bytes while the base is quantized, see `PlannedModel`; None if it is not in 4 bits."""
     generating: Generating | None
     """None if the run does not generate the answers that it learns from, or `peak` is None."""
     evaluating: Mapping[Section, Evaluating]
@@ -114,7 +116,7 @@ class Plan:
     @property
     def phase(self) -> tuple[str, int] | None:
         """The phase that needs the most memory, and its bytes; None if the peak of a step is not known."""
-        return None if self.peak is None else most_memory(self.peak, self.generating, self.evaluating)
+        return None if self.peak is None else most_memory(self.peak, self.generating, self.evaluating, self.loading)
 
     @property
     def fits(self) -> bool | None:
@@ -139,9 +141,11 @@ class Plan:
         return {"version": SCHEMA_VERSION, **record, **needs, "seconds": seconds}
 
 
-def most_memory(peak: Peak, generating: Generating | None, evaluating: Mapping[Section, Evaluating]) -> tuple[str, int]:
+def most_memory(
+    peak: Peak, generating: Generating | None, evaluating: Mapping[Section, Evaluating], loading: int | None
+) -> tuple[str, int]:
     """Return the phase of a run that uses the most memory, with its bytes; of a training step, the part of the step."""
-    phases = [(peak.when, peak.total)]
+    phases = [(peak.when, peak.total), ("loading", loading or 0)]
     if generating is not None:
         phases.append(("generating answers", generating.total))
     for section, evaluation in evaluating.items():
@@ -172,6 +176,8 @@ def judge(plan: Plan, config: Config) -> Iterator[Finding]:
 def _phases(plan: Plan, step: int, config: Config) -> Iterator[tuple[str, int, Iterator[str]]]:
     """Yield the phases of a run, with the bytes of each and what takes less."""
     yield "a step", step, _ways_out(plan, config)
+    if plan.loading is not None:
+        yield "loading the base in 4 bits", plan.loading, iter(["a smaller model"])
     if (generation := plan.generating) is not None:
         keys = "rollout.batch_size", "rollout.max_completion_length"
         yield (

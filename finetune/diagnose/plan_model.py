@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.distributed.device import DTYPES, Precision, convert_weights
+from finetune.engine.host_embedding import keep_embedding_on_host
+from finetune.engine.quantized import widened_bytes
 from finetune.findings import Finding, warning
 from finetune.model.base import add_embedding_noise, build_base_model, checkpoint_gradients
 from finetune.model.from_hub import published_sizes, with_sizes_here
@@ -14,6 +16,7 @@ from finetune.model.lora import attach_adapter
 from finetune.model.quantized import quantize_without_data, refuse_fp8_without_engine, round_frozen_layers, wants_fp8
 from finetune.model.targets import resolve_targets
 from finetune.training.forward import choose_forward, wants_padding
+from finetune.training.memory.forecast import WHOLE, Weights
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
@@ -27,6 +30,9 @@ class PlannedModel:
         sizes: the section of the model; if the hub does not give the model, with the sizes that are shipped.
         forward: see `choose_forward`.
         is_in_4_bits: whether the base is in 4 bits. It is not if the engine does not compute every layer.
+        loading: the most bytes on the device while the base is quantized, weight by weight: all weights as they are
+            kept, and the largest one in 16 bits too. None if it is not in 4 bits.
+        keeps_embedding_on_host: see `keep_embedding_on_host`.
         findings: what differs from the run, or from what was asked for.
     """
 
@@ -38,7 +44,8 @@ class PlannedModel:
         if reason is not None:
             fix = "to plan with the model's own files, give model.path=FOLDER, or plan where the hub can be reached"
             self.findings.append(warning("Model", reason, fix))
-        self.is_in_4_bits = self._is_in_fp8 = False
+        self.is_in_4_bits = self._is_in_fp8 = self.keeps_embedding_on_host = False
+        self.loading: int | None = None
         self.model = self.build()
         published = published_sizes(self.sizes)
         for difference in () if published is None else published.differences(self.model.config):
@@ -72,7 +79,10 @@ class PlannedModel:
                 targets = resolve_targets(model, config.lora.target_modules, config.lora.layers)
                 model = attach_adapter(model, config.lora, targets)
             if self.is_in_4_bits if is_in_4_bits is None else is_in_4_bits:
+                if self.sizes is not config.model:  # shipped sizes name no type; the published files have 16 bits
+                    model.to(torch.bfloat16)
                 quantize_without_data(model)
+                self.loading = Weights(model).held(WHOLE) + max(map(widened_bytes, model.parameters()))
         convert_weights(model, self._precision)
         if self._is_in_fp8:
             round_frozen_layers(model, config.model.fp8_layers)
@@ -80,6 +90,8 @@ class PlannedModel:
             add_embedding_noise(model, config.training.neftune_alpha)
         if checkpointed:
             checkpoint_gradients(model)
+        if self.keeps_embedding_on_host:
+            keep_embedding_on_host(model)
         return model.train()
 
 

@@ -28,6 +28,7 @@ from finetune.distributed.device import DTYPES, choose_precision
 from finetune.distributed.environment import read_environment
 from finetune.distributed.sharding import refuse_uneven_shards, refuse_what_is_not_sharded
 from finetune.engine.fused import why_not_fused
+from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, warning
@@ -107,6 +108,7 @@ def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Pla
         batches=planner.batching.describe(),
         device=device,
         peak=peak,
+        loading=planner.loading,
         generating=None if peak is None else planner.generating(),
         evaluating={} if peak is None else planner.evaluating(),
         checkpointing=planner.trade(peak) if peak is not None else None,
@@ -164,6 +166,9 @@ class Planner:
         self._config = config = self.choice.resolve(config)
         if self.choice.gradient_checkpointing:
             checkpoint_gradients(self.model, offloads=self.choice.offloads)
+        if self.choice.embedding_on_host:
+            keep_embedding_on_host(self.model)
+            self._planned.keeps_embedding_on_host = True
         self.batching = Batching(
             config=config,
             rows=None if self._splits is None else self._splits.train,
@@ -227,6 +232,11 @@ class Planner:
             room=self._device.memory - self._device.reserve - resident,
             world_size=self._world_size,
         )
+
+    @property
+    def loading(self) -> int | None:
+        """See `PlannedModel`."""
+        return self._planned.loading
 
     def forecast(self, model: Any) -> StepForecast | None:
         """Run a step without data; if its memory cannot be known, add a finding and return None."""
@@ -319,7 +329,7 @@ class Planner:
         for number in SHARDS:
             shards = Shards(number, sharded.parallel.reshard_after_forward)
             peaks = self.peak_of(forecast, shards), self.generating(shards), self.evaluating(shards)
-            needed = most_memory(*peaks)[1] + self._device.reserve
+            needed = most_memory(*peaks, self.loading)[1] + self._device.reserve
             needs.append(ShardedNeed(number, needed, fits=needed <= self._device.memory))
         return needs
 

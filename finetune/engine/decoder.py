@@ -234,8 +234,7 @@ class Decoder:
         device = input_ids.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         with torch.autocast(device, enabled=False):
-            embedding = self._modules.embed_tokens
-            h = functional.embedding(input_ids, embedding.weight, embedding.padding_idx)
+            h = self._modules.embed_tokens.forward(input_ids)
             h = h if dtype is None else h.to(dtype)
             if self._family.is_parallel:
                 h = self._modules.embed_dropout(h)

@@ -11,6 +11,7 @@ from finetune.engine.adapted import hook_reason, reason_to_call, unknown_linear
 from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model, family_of
 
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
+_OWN = "finetune.engine.host_embedding"
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
@@ -92,7 +93,7 @@ def _module_reasons(name: str, module: nn.Module, of_model: str, linears: frozen
     hooks = hook_reason(module)
     if hooks:
         yield f"{name or 'its decoder'} has {hooks}"
-    if type(module) in _PLAIN_TYPES or type(module).__module__.startswith((of_model, "transformers.activations")):
+    if type(module) in _PLAIN_TYPES or type(module).__module__.startswith((of_model, "transformers.activations", _OWN)):
         for child_name, child in module.named_children():
             yield from _module_reasons(f"{name}.{child_name}".lstrip("."), child, of_model, linears)
     else:

@@ -74,6 +74,7 @@ class _Placed(NamedTuple):
     collate: Collate
     memory_twin: Any
     """The model, or a copy without data of one that is sharded, which cannot be copied any more."""
+    states_in_4_bits: Mapping[str, Any]
 
 
 def set_up(
@@ -95,6 +96,12 @@ def set_up(
     memory = _choose_memory(runtime, checked, journal, placed)
     if memory.gradient_checkpointing:
         checkpoint_gradients(model, offloads=memory.offloads)
+    if memory.embedding_on_host:
+        from finetune.engine.host_embedding import keep_embedding_on_host
+
+        keep_embedding_on_host(model)
+    if placed.states_in_4_bits:  # after the choice, so that this takes no more memory than a step
+        _try_precision(runtime, checked, journal, model, placed)
     setup = Setup(
         runtime=runtime,
         config=checked.config,
@@ -184,12 +191,14 @@ def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: 
         memory_twin = copy_without_data(model)
         convert_weights(memory_twin, runtime.precision)
         runtime.placement.shard(model)
-    _try_precision(runtime, config, model, checked.splits, forward, collate, states, journal)
+    placed = _Placed(forward, collate, memory_twin, states)
+    if not states:  # before the choice, because fp8 changes the weights
+        _try_precision(runtime, checked, journal, model, placed)
     if config.training.graphs is True:
         from finetune.inference.decoding import agree_on_replays
 
         agree_on_replays(runtime, config.training, model)
-    return _Placed(forward, collate, memory_twin)
+    return placed
 
 
 def _choose_memory(runtime: Runtime, checked: _Checked, journal: Journal | None, placed: _Placed) -> MemoryChoice:
@@ -232,17 +241,9 @@ def _digests_of_rows(splits: EncodedSplits) -> list[str]:
     return [*digests, *rows.subset_names, digest_tensors([rows.subset])]
 
 
-def _try_precision(
-    runtime: Runtime,
-    config: Config,
-    model: Any,
-    splits: EncodedSplits,
-    forward: Forward,
-    collate: Collate,
-    states_in_4_bits: Mapping[str, Any],
-    journal: Journal | None,
-) -> None:
+def _try_precision(runtime: Runtime, checked: _Checked, journal: Journal | None, model: Any, placed: _Placed) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
+    config, splits, forward, collate = checked.config, checked.splits, placed.forward, placed.collate
     if runtime.precision == "fp16":
         from finetune.training.low_precision import refuse_overflow
 
@@ -255,7 +256,7 @@ def _try_precision(
 
         refuse_fp8_without_engine(config, forward.why_not_engine)
         compare: Callable[..., LowPrecisionError | None] = round_base_to_fp8
-    elif not states_in_4_bits:
+    elif not placed.states_in_4_bits:
         return
     elif forward.why_not_engine is not None or forward.called_layers:
         _log.warning("the error of a base in 4 bits is not measured, because the engine does not compute all layers")
@@ -263,17 +264,18 @@ def _try_precision(
     else:
         from finetune.training.low_precision import compare_nf4_with_disk
 
-        compare = partial(compare_nf4_with_disk, states=states_in_4_bits)
+        compare = partial(compare_nf4_with_disk, states=placed.states_in_4_bits)
     with runtime.collectives.failing_together("measuring the error of the base's precision"):
-        measured = compare(runtime, config, model, collate(_first_rows(splits.train)))
+        tokens = 0 if config.training.memory == "least" else _TOKENS_FOR_ERROR
+        measured = compare(runtime, config, model, collate(_first_rows(splits.train, tokens)))
         if journal is not None and measured is not None:
             journal.record(low_precision=asdict(measured))
 
 
-def _first_rows(rows: Any) -> list[Any]:
-    """Return the first rows that carry loss, with no more tokens than the longest row, or than 1,024."""
+def _first_rows(rows: Any, tokens: int) -> list[Any]:
+    """Return the first rows that carry loss, with no more tokens than the longest row, or than `tokens`."""
     first = int((rows.sides[0].num_targets > 0).int().argmax())
-    most = max(int(rows.lengths.max()), _TOKENS_FOR_ERROR)
+    most = max(int(rows.lengths.max()), tokens)
     count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))
     return [rows[first + index] for index in range(count)]
 

@@ -144,10 +144,13 @@ def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_the_table_of_gpus_is_what_the_plan_says(monkeypatch):
-    name, task, length = "phi4_mini", "QLoRA", 2_048
+@pytest.mark.parametrize("name", ["phi4_mini", "phi4"])
+def test_the_table_of_gpus_is_what_the_plan_says(monkeypatch, name):
+    task, length = "QLoRA", 2_048
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     (row,) = [line for line in which_gpu.PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
     cells = [found.strip() for found in row.strip("|").split("|")]
     columns = [(of, tokens) for of in which_gpu.TASKS for tokens in which_gpu.LENGTHS]
-    assert cells[1 + columns.index((task, length))] == which_gpu.cell(name, task, length)
+    cell = cells[1 + columns.index((task, length))]
+    assert cell == which_gpu.cell(name, task, length)
+    assert cell.endswith({"phi4_mini": " 8 GB", "phi4": " 12 GB"}[name])

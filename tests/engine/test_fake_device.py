@@ -16,9 +16,12 @@ from finetune.data.batches import pad
 from finetune.distributed.device import deterministic_algorithms
 from finetune.distributed.launch import launch
 from finetune.engine import reference
+from finetune.engine.decoder import bare_model
 from finetune.engine.fused import switch_fused
+from finetune.engine.host_embedding import embedding_that_may_leave, keep_embedding_on_host
 from finetune.engine.layout import pack
 from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
+from finetune.engine.supported import unsupported_reason
 from finetune.inference.decoding import Draw, Sampling
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
@@ -126,6 +129,27 @@ def test_checkpointing(device: FakeDevice, dropout: float, share: bool, offloads
     model = adapted(dropout=dropout)
     checkpoint_gradients(model, offloads=offloads)
     assert_as_on_the_cpu(model, summed_cross_entropy, pack(ROWS, share_prefixes=share), fused=True)
+
+
+@pytest.mark.parametrize("rows", [pack(ROWS), pad(list(tiny_examples(4)))], ids=["engine", "own forward"])
+def test_an_embedding_in_main_memory_is_looked_up_there_and_changes_no_bit(device: FakeDevice, rows: Any) -> None:
+    there = rows.to(torch.device(KIND, 0))
+    model = add_lora(build_tiny(tiny_phi3_config(tie_word_embeddings=False)), LoraSection(r=4)).train()
+    embedding = bare_model(model).get_input_embeddings()
+    in_main_memory = embedding.weight
+    assert embedding_that_may_leave(model) is in_main_memory
+    values, gradients = loss_and_gradients(move(model), summed_cross_entropy, there)
+    model.zero_grad()
+    embedding.weight = in_main_memory
+    keep_embedding_on_host(model)
+    assert unsupported_reason(model) is None
+    assert loss_and_gradients(model, summed_cross_entropy, there)[0] == values
+    for name, weight in model.named_parameters():
+        assert isinstance(weight, DeviceTensor) is (weight is not embedding.weight)
+        if weight.grad is not None:
+            assert torch.equal(weight.grad.data_on_cpu, gradients.pop(name)), name
+    assert not gradients
+    assert model.get_base_model().device.type == KIND, "generate moves its inputs there"
 
 
 def test_pairs(device: FakeDevice) -> None:

@@ -12,8 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from finetune.config.schema import LoraSection, OptimSection
 from finetune.distributed.device import DTYPES, Precision, convert_weights
+from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.engine.layout import PackedMicrobatch, pack
 from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
+from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import attach_adapter
 from finetune.model.targets import resolve_targets
@@ -27,6 +29,7 @@ SIZES = {
     "cpu": {"hidden_size": 256, "intermediate_size": 704, "vocab_size": 3000, "num_hidden_layers": 4},
     "cuda": {"hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 32000, "num_hidden_layers": 6},
 }
+ANSWERS = Decoding(stop_ids=[0], max_new_tokens=4, by_transformers=True)
 TOKENS = {"cpu": 100, "cuda": 700}
 """Of a row. On CUDA the tensors are large beside what its allocator rounds up to."""
 
@@ -108,3 +111,25 @@ def test_the_predicted_peak_is_the_measured_one(
     step()  # the optimizer's state, compiled kernels, and the workspaces of CUDA's libraries
     measured = held_by(model, optimizer) + measured_peak(step, device)
     assert abs(predicted.total / measured - 1) < 0.10, (predicted, measured)
+
+
+def test_an_embedding_in_main_memory_leaves_the_device_and_changes_nothing(device: torch.device) -> None:
+    config = tiny_phi3_config(**SIZES[device.type], tie_word_embeddings=False)
+    model = build(config, "lora", "fp32", device, is_checkpointing=True)
+    rows, embedding, found = some_rows(40, config.vocab_size).to(device), model.get_input_embeddings().weight, []
+    for is_on_host in (False, True):
+        if is_on_host:
+            keep_embedding_on_host(model)
+        loss = summed_cross_entropy(model, rows)
+        loss.backward()
+        gradient = torch.cat([weight.grad.flatten() for weight in model.parameters() if weight.grad is not None])
+        logits = model(input_ids=rows.input_ids[None, :8]).logits
+        answers = generate_answers(model, [[5, 6], [7, 8, 9]], ANSWERS, batch_size=2)
+        found.append((loss, logits, gradient, answers))
+        model.zero_grad()
+    assert embedding.device.type == "cpu"
+    (loss, logits, gradient, answers), (expected_loss, expected_logits, expected, expected_answers) = found
+    assert torch.equal(loss, expected_loss)
+    assert torch.equal(logits, expected_logits)
+    assert answers == expected_answers
+    assert (gradient - expected).norm() <= 1e-5 * expected.norm()  # a GPU may add in another order

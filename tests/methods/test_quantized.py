@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +18,12 @@ from finetune.config.schema import LoraSection, ModelSection
 from finetune.data.batches import packer
 from finetune.data.encoded import filler_rows
 from finetune.diagnose.plan_devices import read_device
+from finetune.diagnose.plan_model import PlannedModel
 from finetune.diagnose.planner import Planner
 from finetune.distributed.device import convert_weights
 from finetune.engine.adapted import holds_nf4
+from finetune.engine.decoder import bare_model
+from finetune.engine.host_embedding import HostEmbedding
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import unchanged_weights, widened
@@ -32,7 +38,9 @@ from finetune.model.quantized import (
     refuse_where_quantizing_is_impossible,
     weights_from_disk,
 )
+from finetune.training import low_precision
 from finetune.training.forward import Computation
+from finetune.training.memory import least
 from finetune.training.memory.choice import MOST_TOKENS
 from finetune.training.memory.forecast import (
     WHOLE,
@@ -41,6 +49,7 @@ from finetune.training.memory.forecast import (
     copy_without_data,
     forecast_step,
 )
+from finetune.training.memory.tracing import Allocations
 from tests.curves import Case
 from tests.diagnose.measured import peak_of
 from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same_bytes, train_both_ways
@@ -59,7 +68,7 @@ from tests.methods.tiny_training import train as train_plain
 from tests.rounding import relative_difference
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
-from tests.tiny_runs import MODEL_VOCABULARY, write_rows
+from tests.tiny_runs import MODEL_VOCABULARY, write_base, write_rows
 from tests.training.test_fp8_base import wide_weights
 from tests.training.test_memory import choice_of, config_of, loss_of
 
@@ -212,6 +221,29 @@ def test_the_error_of_four_bits_is_that_of_the_weights_on_disk(inputs, tmp_path)
 
 
 @needs_bitsandbytes
+def test_the_error_of_four_bits_is_measured_in_the_memory_of_a_step(inputs, tmp_path, monkeypatch):
+    """A 12 GB card holds phi-4 only with checkpointed layers and the embedding in main memory. A CPU is told so."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "tie_word_embeddings": False}
+    write_base(tmp_path / "base", **sizes)
+    measure, states = low_precision._measure, []
+
+    def noting(runtime, model, microbatch):
+        decoder = bare_model(model).get_decoder()
+        states.append((type(decoder.embed_tokens), decoder.layers[0].gradient_checkpointing, microbatch.num_tokens))
+        return measure(runtime, model, microbatch)
+
+    monkeypatch.setattr(low_precision, "_measure", noting)
+    monkeypatch.setattr(least, "may_keep_embedding_on_host", lambda *_: True)
+    words = [*words_for(inputs, tmp_path / "run"), f"model.path={tmp_path / 'base'}", "lora.r=4"]
+    own = ["training.memory=least", "training.memory_fraction=1e-9", "training.max_steps=1"]
+    longest = int(train([*words, *own]).splits.train.lengths.max())
+    assert [state[:2] for state in states] == [(HostEmbedding, True)] * 2
+    assert states[0][2] <= longest < 1024
+    assert record(tmp_path / "run")["memory"]["embedding_on_host"]
+    assert record(tmp_path / "run")["low_precision"]["num_layers"] == 8
+
+
+@needs_bitsandbytes
 def test_four_bits_that_change_too_much_are_a_fallback(inputs, tmp_path):
     """Beside a large column, the other weights of its block are rounded to zero."""
     base = wide_weights(inputs / "base", tmp_path / "base", 2.0**8)
@@ -282,6 +314,47 @@ def test_a_plan_has_the_sizes_of_a_real_base_in_4_bits(inputs, tmp_path):
     largest, how = planner.batching.largest.microbatch, replace(planner._how, device_type="cuda")
     planned, forecast = (forecast_step(of, largest, how).peak(OptimizerNeed(0, 0)) for of in (planner.model, real))
     assert planned.total == pytest.approx(forecast.total, rel=0.02)
+
+
+class _OnTheDevice(Allocations):
+    """Counts real tensors. transformers also makes the whole model on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter("")
+
+    def _see(self, tensor):
+        if not tensor.is_meta:
+            super()._see(tensor)
+
+    @property
+    def highest(self):
+        return self.phases[""][0]
+
+
+@needs_bitsandbytes
+def test_a_base_is_quantized_weight_by_weight_as_planned_and_to_the_same_bytes(inputs, tmp_path):
+    """Loading holds the model as it is kept, and what quantizing the largest weight alone holds."""
+    quantize = partial(import_module("bitsandbytes").functional.quantize_4bit, compress_statistics=True)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 500, "num_hidden_layers": 6}
+    build_tiny(tiny_phi3_config(**sizes, tie_word_embeddings=False)).bfloat16().save_pretrained(tmp_path)
+    words = [*words_for(inputs, tmp_path / "run"), f"model.path={tmp_path}", "lora.quantize=nf4", "lora.r=4"]
+    config = load_config(words)
+    stored = load_file(tmp_path / "model.safetensors")
+    largest = max(stored.values(), key=torch.numel)
+    with _OnTheDevice() as alone:
+        quantize(largest.clone(), quant_type="nf4")
+    with _OnTheDevice() as loading:
+        base = load_in_4_bits(config.model, CPU)
+    held = Weights(base).held(WHOLE)
+    assert held < loading.highest <= held + alone.highest
+    assert PlannedModel(config, "bf16", "cuda").loading == pytest.approx(held + 2 * largest.numel(), rel=0.01)
+    for name, state in states_in_4_bits(base).items():
+        packed, expected = quantize(stored[name], quant_type="nf4")
+        assert torch.equal(base.get_parameter(name), packed), name
+        tensors = [_state_tensors(SimpleNamespace(quant_state=of)) for of in (state, expected)]
+        for tensor, other in zip(*tensors, strict=True):
+            assert torch.equal(tensor, other), name
 
 
 @needs_bitsandbytes

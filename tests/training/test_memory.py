@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from finetune.config.schema import Config, LoraSection
 from finetune.data.batches import loader_keys_on, packer, pad
 from finetune.data.encoded import filler_rows
 from finetune.distributed.gradients import LossFunction
+from finetune.engine.host_embedding import HostEmbedding, embedding_that_may_leave, keep_embedding_on_host
 from finetune.engine.loss import Choices, summed_cross_entropy
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
@@ -23,6 +25,7 @@ from finetune.runs.folder import RunFolder
 from finetune.training.forward import Computation
 from finetune.training.memory import choice as memory_choice
 from finetune.training.memory import forecast as memory_forecast
+from finetune.training.memory import least as least_memory
 from finetune.training.memory.choice import (
     ENOUGH_TOKENS,
     MOST_TOKENS,
@@ -34,8 +37,11 @@ from finetune.training.memory.choice import (
     free_memory,
 )
 from finetune.training.memory.forecast import (
+    WHOLE,
     OptimizerNeed,
+    Shards,
     Size,
+    Weights,
     copy_without_data,
     forecast_step,
     optimizer_need,
@@ -44,7 +50,7 @@ from finetune.training.optim import build_optimizer
 from finetune.training.supervised import Supervised
 from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
-from tests.methods.tiny_training import adapter_tensors, curve, record
+from tests.methods.tiny_training import adapter_tensors, curve, record, train, words_for
 from tests.model.variants import VARIANTS
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config
 from tests.tiny_runs import conversation_words, write_base, write_rows
@@ -133,6 +139,69 @@ def test_least_memory_is_checkpointing_one_row_and_inputs_of_layers_in_main_memo
     assert (chosen.gradient_checkpointing, chosen.max_rows, chosen.offloads) == (False, 2, False)
     assert MemoryChoice.from_record(on_gpu.as_record(), asked) == on_gpu
     assert MemoryChoice.from_record(on_gpu.as_record(), config_of()) is None
+
+
+def test_least_memory_keeps_the_embedding_in_main_memory_if_a_step_does_not_fit_otherwise() -> None:
+    sizes = {"tie_word_embeddings": False, "vocab_size": 2000, "max_position_embeddings": 1024}
+    model = add_lora(build_tiny(tiny_phi3_config(**sizes)), LoraSection(r=2)).train()
+    embedding = embedding_that_may_leave(model)
+    assert embedding is not None
+    asked = config_of("training.memory=least")
+    least = partial(choice_of, asked, device_type="cuda", model=model)
+    roomy, tight = least(room=10**9), least(room=10_000)
+    assert (roomy.embedding_on_host, tight.embedding_on_host) == (False, True)
+    assert replace(tight, embedding_on_host=False, why=roomy.why) == roomy
+    assert "main memory keeps the inputs of layers and the embedding: training.memory=least, and with" in str(tight)
+    assert "a step needs" in tight.why
+    assert "of 10 kB that are free" in tight.why
+    assert MemoryChoice.from_record(json.loads(json.dumps(tight.as_record())), asked) == tight
+    for word in ("training.graphs=true", "parallel.sharding=fsdp2", "parallel.gradient_sync=ddp"):
+        own = config_of("training.memory=least", word)
+        other = choice_of(own, device_type="cuda", room=0, model=model, world_size=2)
+        assert not other.embedding_on_host, word
+    assert least(room=0, world_size=2).embedding_on_host
+    assert not choice_of(asked, device_type="cpu", room=0, model=model).embedding_on_host
+    assert not choice_of(asked, device_type="cuda", room=0).embedding_on_host, "the head of this model is its embedding"
+    weights = Weights(model)
+    keep_embedding_on_host(model)
+    with_less = Weights(copy_without_data(model))
+    assert weights.held(WHOLE) - with_less.held(WHOLE) == embedding.nbytes
+    assert weights.held(Shards(2)) == with_less.held(Shards(2))
+
+
+@pytest.mark.slow
+def test_a_run_with_its_embedding_in_main_memory_ends_with_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU has nothing to gain, so the choice is forced. tests/engine/test_fake_device.py has two devices."""
+    num_lookups, look_up = 0, HostEmbedding.forward
+
+    def count_lookup(self: Any, input: torch.Tensor) -> torch.Tensor:
+        nonlocal num_lookups
+        num_lookups += 1
+        return look_up(self, input)
+
+    def train_with(on_host: bool, name: str, *more: str) -> dict[str, Any]:
+        with monkeypatch.context() as patch:
+            patch.setattr(HostEmbedding, "forward", count_lookup)
+            patch.setattr(least_memory, "may_keep_embedding_on_host", lambda *_: on_host)
+            own = ("training.memory=least", "training.memory_fraction=1e-9", "optim.schedule=constant", "lora.r=2")
+            train([*words_for(tmp_path, tmp_path / name), *own, "testing.num_samples=2", *more])
+        assert record(tmp_path / name)["memory"]["embedding_on_host"] is on_host
+        return adapter_tensors(tmp_path / name)
+
+    write_base(tmp_path / "base", tie_word_embeddings=False)
+    write_rows(tmp_path / "rows")
+    expected = train_with(False, "device")
+    assert num_lookups == 0
+    train_with(True, "host", "training.max_steps=2")
+    before = num_lookups
+    assert before > 2 * 3, "micro-batches of two steps, validations and answers"
+    tensors = train_with(True, "host")
+    assert num_lookups > before
+    assert curve(tmp_path / "host") == curve(tmp_path / "device")
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in tensors)
 
 
 def test_inputs_of_layers_in_main_memory_take_none_of_the_device() -> None:
@@ -237,7 +306,7 @@ def test_a_record_holds_as_long_as_the_same_is_asked() -> None:
     assert MemoryChoice.from_record(recorded, config_of()) == choice
     assert MemoryChoice.from_record(recorded, config_of("training.batch_size=4")) is None
     assert MemoryChoice.from_record({}, config_of()) is None
-    del recorded["offloads"]
+    del recorded["offloads"], recorded["embedding_on_host"]
     assert MemoryChoice.from_record(recorded, config_of()) == choice, "older runs lack it"
 
 

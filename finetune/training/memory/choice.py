@@ -101,6 +101,7 @@ class MemoryChoice:
         max_rows: the most rows of a micro-batch.
         max_tokens: the most tokens that a micro-batch computes; None: no limit.
         offloads: the inputs of checkpointed layers are kept in main memory.
+        embedding_on_host: the embedding is kept in main memory.
         why: the reason, with the bytes that decided.
         asked: the configured values, by key.
     """
@@ -111,6 +112,7 @@ class MemoryChoice:
     why: str
     asked: Mapping[str, Any]
     offloads: bool = False
+    embedding_on_host: bool = False
 
     @property
     def is_chosen(self) -> bool:
@@ -124,7 +126,7 @@ class MemoryChoice:
     @classmethod
     def from_record(cls, record: Mapping[str, Any], config: Config) -> MemoryChoice | None:
         """Read what `as_record` made; None if there is nothing, or the configuration now asks for something else."""
-        record = {"offloads": False, **record}  # which older records lack
+        record = {"offloads": False, "embedding_on_host": False, **record}  # which older records lack
         is_whole = set(record) == {field.name for field in fields(cls)}
         return cls(**record) if is_whole and record["asked"] == _requested_keys(config) else None
 
@@ -143,10 +145,10 @@ class MemoryChoice:
 
     def __str__(self) -> str:
         limit = "" if self.max_tokens is None else f", micro-batches compute up to {self.max_tokens:,} tokens"
-        offloaded = ", the inputs of layers are kept in main memory" if self.offloads else ""
-        return (
-            f"gradient checkpointing is {'on' if self.gradient_checkpointing else 'off'}{limit}{offloaded}: {self.why}"
-        )
+        kept = {"the inputs of layers": self.offloads, "the embedding": self.embedding_on_host}
+        names = " and ".join(name for name, is_kept in kept.items() if is_kept)
+        on_host = f", main memory keeps {names}" if names else ""
+        return f"gradient checkpointing is {'on' if self.gradient_checkpointing else 'off'}{limit}{on_host}: {self.why}"
 
 
 @waiting("predicting the memory of a step")
@@ -187,8 +189,15 @@ def choose(
         asked=_requested_keys(config),
     )
     row_tokens = longest * config.objective.sides
+    usable = round(_USED_SHARE * max(0, room))
+    shape: dict[str, Any] = {"longest": longest, "rows_of": rows_of, "collate": collate, "world_size": world_size}
     if config.training.memory == "least":
-        return _least(configured, config, how, max_tokens=None if keeps_microbatches else row_tokens)
+        from finetune.training.memory.least import least_memory
+
+        tokens = configured.max_tokens or (None if keeps_microbatches else row_tokens)
+        rows = configured.max_rows if tokens is None else max(1, min(configured.max_rows, tokens // row_tokens))
+        found = least_memory(config, model, how, num_rows=rows, room=room, usable=usable, **shape)
+        return replace(configured, max_tokens=tokens, **found)
     if config.training.gradient_checkpointing != "auto" and not limits_tokens:
         return configured
     if how.device_type not in ("cpu", "cuda"):
@@ -197,7 +206,6 @@ def choose(
     per_example = config.rollout.num_generations if config.objective.generates_answers else 1
     most = min(configured.max_rows, per_example * global_batch_size(config, world_size))
     most = most if token_limit is None else max(1, min(most, token_limit // row_tokens))
-    usable = round(_USED_SHARE * max(0, room))
     free = f"{format_bytes(max(0, room))} that are free"
     bound = _bound(model, rows=most * row_tokens // longest, length=longest)
     if how.device_type == "cpu" and bound <= usable:  # to trace a step would take seconds, in runs that take seconds
@@ -206,18 +214,8 @@ def choose(
 
     fewest, wish = 1 if limits_tokens else most, config.training.gradient_checkpointing
     try:
-        size = predict_sizes(
-            config, model, how, longest=longest, rows_of=rows_of, collate=collate, world_size=world_size
-        )
-        decision = decide(
-            lambda is_on: Need(size(fewest, is_on), size(most, is_on)), usable, wish=None if wish == "auto" else wish
-        )
-        if row_tokens < decision.tokens < most * row_tokens:
-            # Memory is not quite a straight line: forecast this size, and decide again.
-            fitting = decision.tokens // row_tokens
-            decision = decide(
-                lambda is_on: Need(size(fewest, is_on), size(fitting, is_on)), usable, wish=decision.is_checkpointing
-            )
+        size = predict_sizes(config, model, how, **shape)
+        decision = _decide_twice(size, fewest, most, row_tokens, usable, wish=None if wish == "auto" else wish)
     except CANNOT_TRACE as error:
         why = f"the memory of a step cannot be predicted without data ({type(error).__name__}: {first_line(error)})"
         return replace(configured, max_rows=config.training.batch_size, why=why)
@@ -231,15 +229,14 @@ def choose(
     return replace(chosen, max_tokens=max(row_tokens, MOST_TOKENS if fits_most else decision.tokens))
 
 
-def _least(configured: MemoryChoice, config: Config, how: Computation, *, max_tokens: int | None) -> MemoryChoice:
-    is_checkpointing = config.training.gradient_checkpointing is not False
-    return replace(
-        configured,
-        gradient_checkpointing=is_checkpointing,
-        max_tokens=configured.max_tokens or max_tokens,
-        offloads=is_checkpointing and how.device_type == "cuda",
-        why="training.memory=least",
-    )
+def _decide_twice(
+    size: Callable[[int, bool], Size], fewest: int, most: int, row_tokens: int, usable: int, *, wish: bool | None
+) -> Decision:
+    decision = decide(lambda is_on: Need(size(fewest, is_on), size(most, is_on)), usable, wish=wish)
+    if not row_tokens < decision.tokens < most * row_tokens:
+        return decision
+    fitting = decision.tokens // row_tokens  # memory is not quite a straight line
+    return decide(lambda on: Need(size(fewest, on), size(fitting, on)), usable, wish=decision.is_checkpointing)
 
 
 def agree_on_memory(
@@ -267,6 +264,11 @@ def agree_on_memory(
     with runtime.collectives.failing_together("choosing by memory"):
         if runtime.is_main_process:
             choice = None if recorded is None else MemoryChoice.from_record(recorded, config)
+            if choice is not None and choice.embedding_on_host:
+                from finetune.training.memory.least import may_keep_embedding_on_host
+
+                may_keep = may_keep_embedding_on_host(config, model, how.device_type, runtime.world_size)
+                choice = replace(choice, embedding_on_host=may_keep)
             if choice is not None:
                 _log.info("%s, when the run began; run.json has kept it", choice)
             else:

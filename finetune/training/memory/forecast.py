@@ -136,12 +136,17 @@ class Weights:
         self.largest_layer = self._layers[-1] if self._layers else 0
         bare = bare_model(model)
         head, embedding = bare.get_output_embeddings().weight, bare.get_input_embeddings().weight
+        self._on_host = embedding.nbytes if getattr(bare.get_input_embeddings(), "is_on_host", False) else 0
         has_own_head = head.requires_grad and head is not embedding and not self.is_adapted
         self.trained_head = head.nbytes if has_own_head else 0
 
     def held(self, shards: Shards) -> int:
-        """Return the bytes of a rank's shards of all weights except the adapter's, with buffers and 4-bit scales."""
-        return self._unsharded + sum(weight.part(shards.size) for weight in self._sharded)
+        """Return the bytes of a rank's shards of all weights except the adapter's, with buffers and 4-bit scales.
+
+        An embedding in main memory counts only if the weights are sharded: then it is not kept there.
+        """
+        held = self._unsharded + sum(weight.part(shards.size) for weight in self._sharded)
+        return held - self._on_host if shards.size == 1 else held
 
     def gradients(self, shards: Shards) -> int:
         """Return the bytes of the gradients that a rank keeps until the end of a step."""
@@ -303,10 +308,13 @@ def predict_sizes(
     optimizer = optimizer_need(build_optimizer(twin, config.optim), device_type=how.device_type) or OptimizerNeed(0, 0)
     shards = shards_of(config.parallel, world_size)
 
+    offloads = config.training.memory == "least" and how.device_type == "cuda"
+    checkpoint_twin = cache(partial(checkpoint_gradients, twin, offloads=offloads))
+
     @cache
     def size(num_rows: int, is_checkpointing: bool) -> Size:
-        if is_checkpointing and not twin.is_gradient_checkpointing:
-            checkpoint_gradients(twin)
+        if is_checkpointing:
+            checkpoint_twin()
         rows = rows_of(num_rows, longest)
         microbatch = collate([rows[index] for index in range(num_rows)])
         peak = forecast_step(twin, microbatch, how).peak(optimizer, world_size=world_size, shards=shards)
