@@ -137,7 +137,7 @@ def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torc
     in_parts = logits.device.type == "cpu" and logits.dtype != wide_type(logits)
     num_rows = WIDE_ROWS if in_parts else max(1, len(logits))
     losses = []
-    for part, label in zip(logits.split(num_rows), labels.split(num_rows), strict=True):
+    for part, label in zip(torch.split(logits, num_rows), torch.split(labels, num_rows), strict=True):
         wide = part.to(wide_type(part))
         loss, softmax = nats_and_softmax(wide, label, out=wide)
         softmax[torch.arange(len(label), device=label.device), label.squeeze(1)] -= 1
