@@ -51,10 +51,11 @@ def read_processor(file: Path = Path("/proc/cpuinfo")) -> Processor:
 
 
 PROCESSOR = read_processor()
+_HAS_MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 _ONEDNN: Any = (
     torch.ops.mkldnn._linear_pointwise
     if torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    and PROCESSOR.prefers_onednn(torch.backends.cpu.get_cpu_capability(), has_mkl=torch.backends.mkl.is_available())
+    and PROCESSOR.prefers_onednn(torch.backends.cpu.get_cpu_capability(), has_mkl=_HAS_MKL)
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     else None
 )
