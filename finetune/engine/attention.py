@@ -223,7 +223,7 @@ class _BlockAttention(torch.autograd.Function):
     """Attention with the CPU kernel, one block after the other. It keeps each block's logsumexp and not its scores.
 
     Query heads that share a key head form a batch dimension in which the keys have stride 0. Inputs of lower precision
-    are converted to fp32, because the CPU kernel is slower in bf16.
+    are converted to fp32 once for all blocks, because the CPU kernel is slower in bf16.
     """
 
     @staticmethod
@@ -232,14 +232,15 @@ class _BlockAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.blocks, ctx.scale = blocks, scale
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        queries, outs = (_group(x, k.shape[1]) for x in (q, out))
+        wide_q, wide_k, wide_v = map(_wide, (q, k, v))
+        queries, outs = (_group(x, k.shape[1]) for x in (wide_q, out))
         sums = []
         for block in blocks:
             rows = slice(block.first, block.last)
             outs[..., rows, :], logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                _wide(queries[..., rows, :]),
-                _selected_keys(k, block.keys, len(queries)),
-                _selected_keys(v, block.keys, len(queries)),
+                queries[..., rows, :],
+                _selected_keys(wide_k, block.keys, len(queries)),
+                _selected_keys(wide_v, block.keys, len(queries)),
                 is_causal=block.is_causal,
                 attn_mask=_bias(block, q),
                 scale=scale,
@@ -251,17 +252,18 @@ class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, out, *sums = ctx.saved_tensors
+        wide_q, wide_k, wide_v, wide_out, wide_grad = map(_wide, (q, k, v, out, grad.contiguous()))
         d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         d_k, d_v = (torch.zeros(k.shape, dtype=wide_type(k), device=k.device) for _ in "kv")
-        queries, outs, grads, d_queries = (_group(x, k.shape[1]) for x in (q, out, grad.contiguous(), d_q))
+        queries, outs, grads, d_queries = (_group(x, k.shape[1]) for x in (wide_q, wide_out, wide_grad, d_q))
         for block, logsumexp in zip(ctx.blocks, sums, strict=True):
             rows = slice(block.first, block.last)
             d_queries[..., rows, :], *d_keys = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                _wide(grads[..., rows, :]),
-                _wide(queries[..., rows, :]),
-                _selected_keys(k, block.keys, len(queries)),
-                _selected_keys(v, block.keys, len(queries)),
-                _wide(outs[..., rows, :]),
+                grads[..., rows, :],
+                queries[..., rows, :],
+                _selected_keys(wide_k, block.keys, len(queries)),
+                _selected_keys(wide_v, block.keys, len(queries)),
+                outs[..., rows, :],
                 logsumexp,
                 0.0,
                 block.is_causal,
@@ -282,7 +284,7 @@ def _selected_keys(x: torch.Tensor, keys: tuple[Range, ...], groups: int) -> tor
     """Take keys from (tokens, kv_heads, head_dim) as (groups, kv_heads, keys, head_dim)."""
     parts = [x[start:end] for start, end in keys]
     selected = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return _wide(selected).transpose(0, 1).expand(groups, -1, -1, -1)
+    return selected.transpose(0, 1).expand(groups, -1, -1, -1)
 
 
 def _add(total: torch.Tensor, part: torch.Tensor, keys: tuple[Range, ...]) -> None:

@@ -19,6 +19,8 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """The size in bytes of a chunk's logits in fp32, by device type."""
 MIN_CHUNK_ROWS = 256
 """The fewest rows of a chunk: with fewer, a matrix product spends most of its time reading the head's weight."""
+WIDE_ROWS = 32
+"""The rows of 16-bit logits that a CPU converts to fp32 at a time, so that they stay in its cache."""
 
 
 def summed_head_loss(
@@ -128,11 +130,20 @@ def _loss_and_gradient_without_out(logits: torch.Tensor, labels: torch.Tensor) -
 
 @fused(launches=3, compiled=_loss_and_gradient_without_out)
 def _loss_and_gradient(logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return nats (rows, 1) in fp32 or better, and the gradient of the logits in their type, for labels (rows, 1)."""
-    wide = logits.to(wide_type(logits))
-    loss, softmax = nats_and_softmax(wide, labels, out=wide)
-    softmax[torch.arange(len(labels), device=labels.device), labels.squeeze(1)] -= 1
-    return loss, softmax.to(logits.dtype)
+    """Return nats (rows, 1) in fp32 or better, and the gradient of the logits in their type, for labels (rows, 1).
+
+    The gradient takes the place of the logits.
+    """
+    in_parts = logits.device.type == "cpu" and logits.dtype != wide_type(logits)
+    num_rows = WIDE_ROWS if in_parts else max(1, len(logits))
+    losses = []
+    for part, label in zip(torch.split(logits, num_rows), torch.split(labels, num_rows), strict=True):
+        wide = part.to(wide_type(part))
+        loss, softmax = nats_and_softmax(wide, label, out=wide)
+        softmax[torch.arange(len(label), device=label.device), label.squeeze(1)] -= 1
+        part.copy_(softmax)
+        losses.append(loss)
+    return losses[0] if len(losses) == 1 else torch.cat(losses), logits
 
 
 def chunks(hidden: torch.Tensor, num_logits: int, chunk_bytes: int | None) -> Iterator[slice]:

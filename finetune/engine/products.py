@@ -6,24 +6,61 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-# By default oneDNN, and ideep on top of it, keep compiled code for 1024 shapes, 0.6 MB each, and every micro-batch has
-# new shapes. Room for one micro-batch is enough. The variables are read at the first use.
-for _name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(_name, "32")
+_STORES = {name: "32" for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY") if name not in os.environ}
+"""By default oneDNN, and ideep on top of it, keep compiled code for 1024 shapes, 0.5 to 0.7 MB each, and every
+micro-batch has new shapes. Room for one micro-batch is enough. The variables are read at the first product."""
+os.environ.update(_STORES)
 
+
+class Processor(NamedTuple):
+    """The vendor and instruction sets of the CPU, which choose a kernel. Both are empty without /proc/cpuinfo."""
+
+    vendor: str = ""
+    """For example GenuineIntel."""
+    flags: frozenset[str] = frozenset()
+    """Its instruction sets, for example avx512f."""
+
+    @property
+    def bf16_products(self) -> str | None:
+        """The instruction set with which it multiplies in bf16, or None."""
+        return next((name for flag, name in _BF16_PRODUCTS.items() if flag in self.flags), None)
+
+    def prefers_onednn(self, capability: str, *, has_mkl: bool) -> bool:
+        """Return whether oneDNN has the fastest fp32 products, given torch's CPU capability.
+
+        On a Zen 4 core, oneDNN beats the MKL of `torch.mm` by a tenth, and by half if one side is narrow. On a Xeon
+        with AVX-512, MKL is 2 to 15 % faster for eight of nine shapes.
+        """
+        return capability.startswith("AVX512") and not (has_mkl and self.vendor == "GenuineIntel")
+
+
+_BF16_PRODUCTS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
+
+
+def read_processor(file: Path = Path("/proc/cpuinfo")) -> Processor:
+    """Read the vendor and the flags of the first processor."""
+    if not file.is_file():
+        return Processor()
+    lines = (line.partition(":") for line in file.read_text().partition("\n\n")[0].splitlines())
+    values = {name.strip(): value.strip() for name, _, value in lines}
+    return Processor(values.get("vendor_id", ""), frozenset(values.get("flags", "").split()))
+
+
+PROCESSOR = read_processor()
+_HAS_MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
 _ONEDNN: Any = (
     torch.ops.mkldnn._linear_pointwise
     if torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    and PROCESSOR.prefers_onednn(torch.backends.cpu.get_cpu_capability(), has_mkl=_HAS_MKL)
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
     else None
 )
-"""On a Zen 4 core, oneDNN beats the MKL of `torch.mm` in fp32 by a tenth, and by half if one side is narrow."""
-
+"""oneDNN's product for fp32, or None if torch's own is used, which MKL computes where torch has it."""
 
 FP8 = torch.float8_e4m3fn
 """The type of weights in fp8 (`finetune.engine.quantized`)."""
@@ -31,6 +68,16 @@ FP8 = torch.float8_e4m3fn
 _FEW_ROWS, _WORTH_COMPILING = 16, 2**24
 """oneDNN compiles a kernel for each new shape, which takes longer than a product with fewer multiplications. Products
 with few rows are those of generated tokens: their shapes recur."""
+
+
+BF16_SHAPES = 96
+"""Shapes to keep code for in bf16, where adapters are not merged: a micro-batch of a llama model has 60 shapes of
+products, in fp32 22. A store that is too small by a few drops each kernel before the next layer needs it."""
+
+
+def make_room_for_bf16() -> None:
+    """Let the stores keep `BF16_SHAPES`, unless the user has set them. This has no effect after the first product."""
+    os.environ.update(dict.fromkeys(_STORES, str(BF16_SHAPES)))
 
 
 def wide_type(x: torch.Tensor) -> torch.dtype:

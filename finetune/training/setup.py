@@ -24,7 +24,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_fp8, check_objective, named_splits, raw_digests
-from finetune.training.forward import Computation, Forward, agree_on_forward
+from finetune.training.forward import Computation, Forward, agree_on_forward, mention_bf16
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
@@ -244,6 +244,8 @@ def _digests_of_rows(splits: EncodedSplits) -> list[str]:
 def _try_precision(runtime: Runtime, checked: _Checked, journal: Journal | None, model: Any, placed: _Placed) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
     config, splits, forward, collate = checked.config, checked.splits, placed.forward, placed.collate
+    if forward.why_not_engine is None:
+        mention_bf16(runtime, model)
     if runtime.precision == "fp16":
         from finetune.training.low_precision import refuse_overflow
 

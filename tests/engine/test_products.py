@@ -3,6 +3,7 @@
 test_kernels.py compares plain products with float64.
 """
 
+import os
 import subprocess
 import sys
 import time
@@ -35,6 +36,55 @@ def test_what_onednn_keeps_of_shapes_that_are_gone_is_bounded():
     """Without the bound, 600 shapes keep 300 MiB."""
     done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, timeout=240, check=True)
     assert float(done.stdout) < 20
+
+
+LAYERS_IN_BF16 = """
+import torch
+from finetune.engine import products
+products.make_room_for_bf16()
+weight = torch.ones(64, 64, dtype=torch.bfloat16)
+for layer in range(4):
+    for shape in range(products.BF16_SHAPES):
+        products.product(torch.ones(64 + shape, 64, dtype=torch.bfloat16), weight)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.skipif(products.PROCESSOR.bf16_products is None, reason="oneDNN computes no products in bf16 here")
+def test_the_layers_of_a_micro_batch_in_bf16_share_compiled_code():
+    environ = {name: value for name, value in os.environ.items() if name not in products._STORES}
+    done = subprocess.run(
+        [sys.executable, "-c", LAYERS_IN_BF16],
+        env={**environ, "ONEDNN_VERBOSE": "2"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    assert products.BF16_SHAPES <= done.stdout.count("create:cache_miss") < 2 * products.BF16_SHAPES
+
+
+@pytest.mark.parametrize(
+    ("vendor", "capability", "in_bf16", "expected"),
+    [
+        ("GenuineIntel", "AVX512", "amx_bf16 avx512_bf16", (False, "AMX")),
+        ("GenuineIntel", "AVX512", "avx512_bf16", (False, "AVX512-BF16")),
+        ("AuthenticAMD", "AVX512_BF16", "avx512_bf16", (True, "AVX512-BF16")),
+        ("AuthenticAMD", "AVX2", "", (False, None)),
+        ("", "AVX512", "", (True, None)),  # Windows says no vendor
+        ("", "DEFAULT", "", (False, None)),
+    ],
+)
+def test_kernels_follow_from_vendor_and_instruction_set(vendor, capability, in_bf16, expected, tmp_path):
+    file = tmp_path / "cpuinfo"
+    if vendor:
+        block = f"processor\t: 0\nvendor_id\t: {vendor}\nflags\t\t: fpu avx512f {in_bf16}\n"
+        file.write_text(f"{block}\n{block.replace(vendor, 'another')}")
+    processor = products.read_processor(file)
+    assert (processor.prefers_onednn(capability, has_mkl=True), processor.bf16_products) == expected
+    assert processor.prefers_onednn(capability, has_mkl=False) == capability.startswith("AVX512")
+    assert processor.vendor == vendor
 
 
 @pytest.mark.parametrize("has_bias", [False, True])

@@ -8,7 +8,9 @@ import torch
 from finetune.config.schema import Config
 from finetune.distributed.launch import launch
 from finetune.engine import attention_cuda
+from finetune.engine.products import Processor
 from finetune.errors import ConfigError
+from finetune.training import forward
 from finetune.training.forward import agree_on_forward
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
@@ -39,3 +41,31 @@ def test_attention_that_a_gpu_lacks_is_a_fallback(is_strict: bool, monkeypatch: 
         [taken] = runtime.fallbacks.as_records()
         assert (taken["what"], taken["used"]) == ("training.kernels", "memory-efficient attention")
         assert "varlen_attn" in taken["why"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "width", "expected"),
+    [
+        ("avx512_bf16", "auto", 512, "AVX512-BF16"),
+        ("amx_bf16 avx512_bf16", "fp32", 512, "AMX"),
+        ("avx512_bf16", "bf16", 512, None),
+        ("avx512_bf16", "fp32", 64, None),
+        ("avx512f", "fp32", 512, None),
+    ],
+)
+def test_an_fp32_run_says_what_bf16_would_change(
+    flags: str,
+    precision: str,
+    width: int,
+    expected: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(forward, "PROCESSOR", Processor("GenuineIntel", frozenset(flags.split())))
+    config = Config.model_validate({"training": {"device": "cpu", "precision": precision, "fused": False}})
+    model = build_tiny(tiny_phi3_config(hidden_size=width, intermediate_size=64, num_hidden_layers=1))
+    with launch(config) as runtime:
+        forward.mention_bf16(runtime, model)
+        assert runtime.fallbacks.as_records() == []
+    said = [line for line in capsys.readouterr().err.splitlines() if "training.precision=bf16" in line]
+    assert [f"({expected})" in line for line in said] == [True] * (expected is not None)
