@@ -160,12 +160,8 @@ def train_step(
     """Update the weights with a global batch, of which this rank computes its micro-batches.
 
     The loss is the sum over all target tokens of the global batch, divided by their number. A mean of means over
-    micro-batches or ranks would weigh a short row's tokens more than a long row's.
-
-    If the loss or the gradient is not finite on any rank, no rank makes an update, and the result says why. If only the
-    gradient is not finite and `settings.loss_scale` can be smaller, the result says that the step has `overflowed`.
-
-    Collective: every rank, with the same step; a rank may have no micro-batch.
+    micro-batches or ranks would weigh a short row's tokens more than a long row's. If the loss or the gradient is not
+    finite on any rank, no rank makes an update. Collective: every rank; a rank may have no micro-batch.
 
     Args:
         runtime: the world of processes.
@@ -174,14 +170,13 @@ def train_step(
         microbatches: (index in the global batch, micro-batch) pairs of this rank.
         settings: of this step.
         compute: sums the loss, and perhaps other metrics, over the targets of a micro-batch.
-        may_be_too_large: let all ranks raise StepTooLargeError if one runs out of memory. Not with torch's reducer,
-            whose backward passes wait for each other.
+        may_be_too_large: StepTooLargeError may be raised. Not with torch's reducer, whose passes wait for each other.
 
     Raises:
         DataError: the whole global batch has no target token.
         PeerFailedError: another rank failed outside of the step, and raises its own error.
         RunFailedError: trained weights are not finite, so that no later step can be.
-        StepTooLargeError: see `may_be_too_large`.
+        StepTooLargeError: on all ranks; one ran out of memory.
     """
     batch = _count(runtime, microbatches, settings.step)
     placement, parameters = runtime.placement, trainable_parameters(model)
@@ -217,24 +212,13 @@ def train_step(
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
     elif not overflowed:
-        where = _describe_ranks(runtime, not math.isfinite(over_ranks.own_loss))
-        not_finite = f"the loss is {loss}{where} and the gradient norm {over_ranks.grad_norm}"
+        not_finite = _why_not_finite(runtime, over_ranks, loss)
         _refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
-    return StepResult(
-        step=settings.step,
-        loss=loss,
-        grad_norm=over_ranks.grad_norm,
-        learning_rate=settings.learning_rate,
-        num_targets=batch.num_targets,
-        num_tokens=batch.num_tokens,
-        num_computed=batch.num_computed,
-        num_preempted=batch.num_preempted,
-        not_finite=not_finite,
-        rank_seconds=() if placement.needs_equal_microbatches else over_ranks.rank_seconds,
-        metrics=_means(_names(compute), over_ranks.metrics, batch.num_targets),
-        overflowed=overflowed,
-    )
+    metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
+    result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
+    result = result._replace(not_finite=not_finite, overflowed=overflowed, metrics=metrics)
+    return result if placement.needs_equal_microbatches else result._replace(rank_seconds=over_ranks.rank_seconds)
 
 
 def _seeded(
@@ -264,6 +248,11 @@ class _Counted(NamedTuple):
     num_microbatches: int
     num_preempted: int
     num_failed_beside: int
+
+    @property
+    def as_in_result(self) -> tuple[int, int, int, int]:
+        """The counts that `StepResult` has, in its order."""
+        return self.num_targets, self.num_tokens, self.num_computed, self.num_preempted
 
 
 def _count(runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], step: int) -> _Counted:
@@ -380,11 +369,13 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
     )
 
 
-def _describe_ranks(runtime: Runtime, is_mine: bool) -> str:
-    """Return the names of the ranks on which `is_mine` is true; empty in a world of one. Collective."""
+def _why_not_finite(runtime: Runtime, sums: _StepSums, loss: float) -> str:
+    """Return the loss, the ranks on which it is not finite, and the gradient norm. Collective."""
+    is_mine = not math.isfinite(sums.own_loss)
     counts = runtime.collectives.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
     ranks = [str(rank) for rank, count in enumerate(counts) if count]
-    return f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
+    where = f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
+    return f"the loss is {loss}{where} and the gradient norm {sums.grad_norm}"
 
 
 def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, cause: str) -> None:
