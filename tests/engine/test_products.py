@@ -51,7 +51,10 @@ for layer in range(4):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.skipif(products.PROCESSOR.bf16_products is None, reason="oneDNN computes no products in bf16 here")
+@pytest.mark.skipif(
+    products.PROCESSOR.bf16_products != "AVX512-BF16",
+    reason="how many kernels oneDNN makes for a product in bf16 was counted on CPUs with AVX512-BF16 and without AMX",
+)
 def test_the_layers_of_a_micro_batch_in_bf16_share_compiled_code():
     environ = {name: value for name, value in os.environ.items() if name not in products._STORES}
     done = subprocess.run(
@@ -62,7 +65,7 @@ def test_the_layers_of_a_micro_batch_in_bf16_share_compiled_code():
         timeout=240,
         check=True,
     )
-    assert products.BF16_SHAPES <= done.stdout.count("create:cache_miss") < 2 * products.BF16_SHAPES
+    assert products.BF16_SHAPES <= done.stdout.count("create:cache_miss") < 3 * products.BF16_SHAPES
 
 
 @pytest.mark.parametrize(
