@@ -43,7 +43,8 @@ with launch(config) as runtime:
     trainer = Trainer(runtime, config, model, tokenizer, splits)
     train, validation, test = trainer.prepare_dataloaders()
     class Late:
-        rule = train.rule
+        def __getattr__(self, name):
+            return getattr(train, name)
         def steps(self, epoch, first):
             for share in train.steps(epoch, first):
                 time.sleep(float(sys.argv[1]))

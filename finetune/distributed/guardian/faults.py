@@ -21,7 +21,9 @@ START_SECONDS = 15.0
 GRACE_SECONDS = 3.0
 """After a fault: for the worker's main thread to leave."""
 KILL_SECONDS = 6.0
-"""After a fault: when its guardian kills a worker that is still there."""
+"""After a fault: when its guardian ends a worker that is still there, with SIGQUIT, which gives it exit code 3."""
+QUIT_SECONDS = 2.0
+"""After SIGQUIT, the worker is killed. On a busy machine, it may take a while until a process gets its signal."""
 SECOND_HAND_SECONDS = 1.5
 """For news of the cause, after an error that another rank may have caused."""
 LINGER_SECONDS = 1.0

@@ -18,6 +18,7 @@ from finetune.distributed.guardian.faults import (
     HEARTBEAT_SECONDS,
     KILL_SECONDS,
     LINGER_SECONDS,
+    QUIT_SECONDS,
     SECOND_HAND_SECONDS,
     STOPPED_SECONDS,
     TICK_SECONDS,
@@ -47,7 +48,7 @@ class Worker(Link):
         self._stopped_since: float | None = None
         self._is_alone = settings["world_size"] == 1
         self._memory_kills = deque([_memory_kills()], maxlen=10)
-        self._gentle_kills = iter([signal.SIGQUIT])  # ends a worker with exit code 3
+        self._quit_at: float | None = None
 
     @property
     def is_stopped(self) -> bool:
@@ -109,11 +110,16 @@ class Worker(Link):
             return None
         return f"is stopped (SIGSTOP) during {self.position}: its process is {self._pid} on {socket.gethostname()}"
 
-    def kill(self) -> None:
-        """End the worker. While it is the parent, its number cannot belong to another process."""
-        if os.getppid() == self._pid:
-            with suppress(OSError):
-                os.kill(self._pid, signal.SIGKILL if self.is_stopped else next(self._gentle_kills, signal.SIGKILL))
+    def kill(self, now: float) -> None:
+        """End the worker: with exit code 3, or by force if it is stopped or still there after `QUIT_SECONDS`."""
+        if os.getppid() != self._pid:  # only while it is the parent, its number cannot belong to another process
+            return
+        with suppress(OSError):
+            if self.is_stopped or (self._quit_at is not None and now - self._quit_at >= QUIT_SECONDS):
+                os.kill(self._pid, signal.SIGKILL)
+            elif self._quit_at is None:
+                self._quit_at = now
+                os.kill(self._pid, signal.SIGQUIT)
 
 
 def _memory_kills() -> int:
@@ -179,7 +185,7 @@ class Guardian:
         self._link.send()
         self._worker.send()
         if self._fault is not None and not self._is_released and self._now - self._fault_at >= KILL_SECONDS:
-            self._worker.kill()
+            self._worker.kill(self._now)
 
     def _hear_hub(self) -> None:
         """Take the messages of the hub. Without a hub, this rank continues if rank 0 has left without a fault."""
@@ -233,7 +239,7 @@ class Guardian:
         if not self._is_ready:  # the worker has trained nothing yet, and raises the fault
             self._is_released = True
         elif self._worker.is_stopped:
-            self._worker.kill()
+            self._worker.kill(self._now)
 
     def _leave(self) -> None:
         """Print the last line for a worker that could not, and let the last messages arrive."""
