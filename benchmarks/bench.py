@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks.clock import RankReport
+from benchmarks.engines import ENGINES
 from benchmarks.job import Job
 from benchmarks.machine import digest_of_code
 from benchmarks.summary import Run, figures_of, loss_difference
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "MKL", "OPENBLAS", "NUMEXPR")}
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Variables of every process that is measured."""
+_PRINT_VERSIONS = "from benchmarks.machine import versions; print(versions())"
 _HELP_TIMES = 5
 _LIMIT_MINUTES = 60.0
 _SECONDS_TO_END = 20.0
@@ -45,13 +47,19 @@ class Bench:
 
     Args:
         folder: base models, the engines' own output, runs.jsonl.
+        unsloth: the Python of an environment with unsloth, or None.
+
+    Raises:
+        StepFailedError: that Python cannot run the benchmark's modules.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, unsloth: Path | None = None) -> None:
         self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / "runs.jsonl"
-        self.code = digest_of_code(ROOT)
+        self._unsloth = str(unsloth.absolute()) if unsloth else sys.executable
+        self.unsloth_versions = self._python("-c", _PRINT_VERSIONS, python=self._unsloth).strip() if unsloth else ""
+        self.code = digest_of_code(ROOT, self.unsloth_versions)
 
     def runs(self) -> list[Run]:
         """What was measured so far with this code and these versions; of a run that was done again, the last."""
@@ -114,7 +122,8 @@ class Bench:
     def _reports(self, job: Job, engine: str, folder: Path) -> list[RankReport]:
         name, *words = engine.split()
         order = Order(engine=name, words=tuple(words), job=job, base=str(self.base(job)), folder=str(folder))
-        self._python(*order.command())
+        python = self._unsloth if ENGINES[name].has_own_environment else sys.executable
+        self._python(*order.command(), python=python)
         reports = order.reports()
         if len(reports) != job.processes:
             raise StepFailedError(f"{len(reports)} of {job.processes} ranks reported")
@@ -132,14 +141,14 @@ class Bench:
             path.write_text(json.dumps(known))
         return {int(number): tuple(loss) for number, loss in known.items()}
 
-    def _python(self, *arguments: str) -> str:
+    def _python(self, *arguments: str, python: str = sys.executable) -> str:
         """Run Python in a process of its own with one thread a process; what it wrote to stdout.
 
         Raises:
             StepFailedError: it failed, or took longer than an hour.
         """
         process = subprocess.Popen(
-            [sys.executable, *arguments],
+            [python, *arguments],
             cwd=ROOT,
             env={**os.environ, **ONE_THREAD, **QUIET, "HF_HOME": str(self.folder / "hf"), "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,

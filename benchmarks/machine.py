@@ -22,6 +22,8 @@ _PACKAGES = (
     "liger_kernel",
     "flash_attn",
     "triton",
+    "unsloth",
+    "unsloth_zoo",
     "phi-finetune",
 )
 _LOOK_SECONDS = 1.0
@@ -56,13 +58,18 @@ def device_name(device: str) -> str:
     return next(iter(_gpus()), "") if device == "cuda" else _processor()
 
 
-def digest_of_code(root: Path) -> str:
-    """A digest of the package, of this folder and of the versions: runs with another one are not mixed."""
+def digest_of_code(root: Path, other_versions: str = "") -> str:
+    """A digest of the package, of this folder and of the versions: runs with another one are not mixed.
+
+    Args:
+        root: of the repository.
+        other_versions: what `versions` gives in the other environment that takes part.
+    """
     digest = hashlib.sha256()
     for path in sorted([*(root / "finetune").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]):
         digest.update(path.relative_to(root).as_posix().encode())
         digest.update(path.read_bytes())
-    digest.update(str([_version(name) for name in _PACKAGES]).encode())
+    digest.update(str([_version(name) for name in _PACKAGES]).encode() + other_versions.encode())
     return digest.hexdigest()[:16]
 
 

@@ -25,6 +25,7 @@ from benchmarks.results_page import legend, put_into, render
 
 README = Path(__file__).resolve().parent / "README.md"
 _BUSY = 0.2
+_UNSLOTH_ADVICE = "Make an environment with unsloth as benchmarks/README.md says, and name its Python: --unsloth PYTHON"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,10 @@ def recorded_settings(steps: int) -> list[Setting]:
         Setting(job, (*both, *others)),
         # A step of the real model takes TRL half a minute.
         Setting(replace(job, size="smollm2", steps=5, warmup_steps=2), (*grouped, lean, "trl-1x16-targets")),
+        Setting(
+            replace(job, size="smollm2", precision="bf16", steps=5, warmup_steps=2),
+            ("ours", "ours training.precision=fp32", "unsloth", "unsloth-plain"),
+        ),
         Setting(replace(job, size="qwen2"), (*grouped, "trl-1x16-targets")),
         Setting(replace(job, size="phi2"), (*grouped, "trl-1x16-targets")),
         Setting(replace(job, size="s32k"), both),
@@ -61,11 +66,15 @@ def main(words: Sequence[str]) -> int:
     """Do the runs that the words ask for; those that are done already are not done again."""
     wish = _read(words)
     settings = _settings(wish)
-    bench = Bench(wish.folder)
+    try:
+        bench = Bench(wish.folder, wish.unsloth)
+    except StepFailedError as error:
+        _say(f"{wish.unsloth} cannot run the benchmark: {error}\n{_UNSLOTH_ADVICE}")
+        return 2
     load = seconds_others_use()
     if load > _BUSY:
         _say(f"other programs use {load:.1f} cores: the figures will be noisy. Better: an idle machine.")
-    settings = [_installed(setting) for setting in settings]
+    settings = [_installed(setting, bench) for setting in settings]
     total = wish.rounds * (1 + sum(1 + len(setting.engines) for setting in settings))
     count = failures = 0
     for number in range(1, wish.rounds + 1):
@@ -81,6 +90,8 @@ def main(words: Sequence[str]) -> int:
     runs = [run for run in bench.runs() if run["work"] in asked]
     minutes = sum(run["seconds"] for run in runs) / 60
     machine = {**machine_and_versions(ROOT, wish.rounds, load), "time": f"{minutes:.0f} minutes for all of these runs"}
+    if bench.unsloth_versions:
+        machine["versions in unsloth's environment"] = bench.unsloth_versions
     (bench.folder / "results.json").write_text(json.dumps({"machine": machine, "runs": runs}, indent=1) + "\n")
     page = render(runs, machine, wish.device)
     (bench.folder / "results.md").write_text(f"{page}\n{legend(runs)}\n")
@@ -115,11 +126,17 @@ def _once(bench: Bench, job: Job | None, engine: str, number: int, where: str) -
     return True
 
 
-def _installed(setting: Setting) -> Setting:
-    needed = {name: ENGINES[name.split()[0]].needs for name in setting.engines}
-    absent = {name for name, needs in needed.items() if not all(map(find_spec, needs))}
+def _installed(setting: Setting, bench: Bench) -> Setting:
+    """Return the setting without the engines that are not installed, and say which these are."""
+    engines = {name: ENGINES[name.split()[0]] for name in setting.engines}
+    absent = {name for name, engine in engines.items() if not all(map(find_spec, engine.needs))}
     if absent:
         _say(f"{setting.job.name}: left out, not installed: {', '.join(sorted(absent))}. pip install -e '.[bench]'")
+    if "unsloth " not in bench.unsloth_versions:
+        elsewhere = {name for name, engine in engines.items() if engine.has_own_environment}
+        if elsewhere:
+            _say(f"{setting.job.name}: left out: {', '.join(sorted(elsewhere))}. {_UNSLOTH_ADVICE}")
+        absent |= elsewhere
     return Setting(setting.job, tuple(name for name in setting.engines if name not in absent))
 
 
@@ -175,6 +192,7 @@ def _read(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--shared-prompt", action="store_true", help="put one 150-token system prompt before each row")
     parser.add_argument("--pairs", action="store_true", help="DPO on pairs of answers, ours against TRL's")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--unsloth", type=_file, metavar="PYTHON", help="the Python of an environment with unsloth")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / "benchmarks", help="default: runs/benchmarks")
     parser.add_argument("--write-readme", action="store_true", help="put the results into benchmarks/README.md")
     wish = parser.parse_args(words)
@@ -188,6 +206,12 @@ def _engine(text: str) -> str:
     if text.split()[:1] == [] or text.split()[0] not in ENGINES:
         raise argparse.ArgumentTypeError(f"'{text}' names none of: {', '.join(ENGINES)}")
     return text
+
+
+def _file(text: str) -> Path:
+    if not Path(text).is_file():
+        raise argparse.ArgumentTypeError(f"expected the Python of an environment, but {text} is not a file")
+    return Path(text)
 
 
 def _positive(text: str) -> int:

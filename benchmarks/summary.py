@@ -41,6 +41,7 @@ _MEMORY, _FIRST, _RATE = "peak_memory_mib", "first_step_seconds", "tokens_per_cp
 GOALS = (
     Goal("tokens per CPU second, `real`, fp32 (fused)", "real, fp32", _RATE, "trl-grouped-targets", True, 1.15),
     Goal("tokens per CPU second, `smollm2`, fp32", "smollm2, fp32", _RATE, "trl-1x16-targets", True, 2.5),
+    Goal("tokens per CPU second, `smollm2`, bf16", "smollm2, bf16", _RATE, "unsloth", True, 1.5),
     Goal("tokens per CPU second, `qwen2`, fp32", "qwen2, fp32", _RATE, "trl-1x16-targets", True, 1.5),
     Goal("tokens per CPU second, `phi2`, fp32", "phi2, fp32", _RATE, "trl-1x16-targets", True, 1.5),
     Goal("tokens per CPU second, `s32k`, fp32 (fused)", "s32k, fp32", _RATE, "trl-grouped-targets", True, 1.7),

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import profile_ours
 from benchmarks.base_model import make_base, row_losses, write_base
-from benchmarks.bench import Bench
+from benchmarks.bench import Bench, StepFailedError
 from benchmarks.clock import Mark, RankReport
 from benchmarks.engines import ENGINES, torch_varlen
 from benchmarks.engines.peer_rows import labels_of
@@ -114,10 +114,32 @@ def test_a_run_that_is_done_is_not_done_again(bench, capsys):
         bench.note(JOB, name, 1, figures={"flops_per_second": 1.0}, seconds=1.0)
     before = bench.log.read_text()
 
-    words = ["--sizes", "tiny", "--steps", "2", "--rounds", "1", "--engines", engine, "--folder", str(bench.folder)]
-    assert main(words) == 0
+    words = ["--sizes", "tiny", "--steps", "2", "--rounds", "1", "--folder", str(bench.folder), "--engines", engine]
+    assert main([*words, "unsloth"]) == 0
     assert bench.log.read_text() == before
-    assert capsys.readouterr().out.count("done before") == 3
+    said = capsys.readouterr().out
+    assert said.count("done before") == 3
+    assert "left out: unsloth." in said
+
+
+@pytest.mark.process
+def test_unsloth_trains_with_the_python_that_the_command_names(tmp_path, capsys):
+    base = tmp_path / f"base-{JOB.size}-{JOB.seed}"
+    base.mkdir()
+    (base / "tokenizer_config.json").touch()  # written last, so that this base counts as complete
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" = -c ] && echo unsloth 1 && exit\necho ran "$2"\nexit 1\n')
+    python.chmod(0o755)
+    bench = Bench(tmp_path, unsloth=python)
+
+    assert bench.unsloth_versions == "unsloth 1"
+    assert bench.code != Bench(tmp_path).code
+    with pytest.raises(StepFailedError, match=r"^ran benchmarks\.worker$"):
+        bench.train(JOB, "unsloth", 1)
+
+    python.write_text("#!/bin/sh\necho no psutil\nexit 1\n")
+    assert main(["--folder", str(tmp_path), "--unsloth", str(python)]) == 2
+    assert f"{python} cannot run the benchmark: no psutil" in capsys.readouterr().out
 
 
 @pytest.mark.slow

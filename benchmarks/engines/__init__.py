@@ -12,6 +12,7 @@ _TRL_DPO = "benchmarks.engines.trl_dpo"
 _TRAINER = "benchmarks.engines.transformers_trainer"
 _ACCELERATE = "benchmarks.engines.accelerate_loop"
 _LOOP = "benchmarks.engines.plain_loop"
+_UNSLOTH = "benchmarks.engines.unsloth_sft"
 _FOR_TRL = ("trl", "datasets")
 
 
@@ -26,6 +27,8 @@ class Engine(NamedTuple):
     """Modules that must be installed."""
     is_for_cuda: bool = False
     """It does not run elsewhere."""
+    has_own_environment: bool = False
+    """It runs with the Python that `--unsloth` names, because its packages conflict with those of the other engines."""
 
 
 _SINGLE = {"batch_size": 1}
@@ -149,5 +152,17 @@ ENGINES: dict[str, Engine] = {
         ("liger_kernel",),
     ),
     "full-bf16-liger": Engine(_LOOP, "the same with weights in bf16", {"weights": "bf16"}, ("liger_kernel",)),
+    "unsloth": Engine(
+        _UNSLOTH,
+        "unsloth with its defaults, but a base in 16 bits; two rows in a micro-batch",
+        {"batch_size": 2, "checkpointed": True},
+        has_own_environment=True,
+    ),
+    "unsloth-plain": Engine(
+        _UNSLOTH,
+        "the same without gradient checkpointing",
+        {"batch_size": 2, "checkpointed": False},
+        has_own_environment=True,
+    ),
     "accelerate": Engine(_ACCELERATE, "a plain Accelerate loop, four rows in a micro-batch", {"batch_size": 4}),
 }
