@@ -14,7 +14,7 @@ from finetune.terminal import say
 
 
 class Command(NamedTuple):
-    """A command, or a group whose commands are the rows with its name and a second word."""
+    """A command or a group of commands. `export gguf` is a command of the group `export`."""
 
     name: str
     function: str
@@ -81,7 +81,7 @@ COMMANDS = (
     Command("push", "export:push", _AFTER,
         "Push a run's adapter or a merged model to the hub as one commit, after printing the list of its files."),
     Command("watch", "runs:watch", _AFTER,
-        "Follow a run from another terminal, or show one that has ended. Ctrl-C leaves; the run goes on."),
+        "Follow a run from another terminal, or show one that has ended. Ctrl-C leaves it running."),
     Command("runs", "runs:runs", _AFTER,
         "List the runs in a folder: state, step, losses, when, model, data."),
     Command("diff", "bisect:diff", _AFTER,

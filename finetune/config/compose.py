@@ -61,7 +61,7 @@ _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 """Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
 
 _CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
-"""Keys of the schema whose values may have an older spelling."""
+"""Current keys of which some values have an older spelling."""
 
 __all__ = [
     "compose",

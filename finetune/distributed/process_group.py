@@ -26,7 +26,7 @@ from finetune.fallbacks import Fallbacks
 _log = logging.getLogger(__name__)
 
 _MOST_START_SECONDS = 300.0
-"""For a backend to connect ranks that are all present: one that hangs is no reason to wait for an hour."""
+"""The longest that a backend may take to connect ranks that are all present."""
 _LEAST_START_SECONDS = 5.0
 _LOOK_SECONDS = 0.01
 _set_timeout = getattr(dist, "set_timeout", _set_pg_timeout)
@@ -150,7 +150,7 @@ def _connect_ranks(rendezvous: Rendezvous, backend: str) -> str | None:
 
 
 def _finish(work: dist.Work, seconds: float) -> None:
-    """Wait for a collective whose backend has no time limit that this process survives.
+    """Wait for a collective, but only for so long. The time limit of the backend itself would end this process.
 
     Raises:
         RuntimeError: it failed, or has not ended in time.

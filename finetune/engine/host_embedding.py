@@ -10,7 +10,7 @@ from finetune.engine.decoder import bare_model
 
 
 class HostEmbedding(torch.nn.Embedding):
-    """An embedding whose weight stays in main memory. Only the rows of a micro-batch are copied to the device."""
+    """An embedding whose weight stays in main memory. The device gets only the rows of a micro-batch's tokens."""
 
     is_on_host = True
 
@@ -37,7 +37,7 @@ def keep_embedding_on_host(model: Any) -> None:
     """Keep an embedding for which `embedding_that_may_leave` returns the weight in main memory."""
     embedding, children = bare_model(model).get_input_embeddings(), bare_model(model).get_decoder()._modules
     embedding.__class__ = HostEmbedding
-    # Behind the layers, because transformers takes the device of a model's first weight for that of the model.
+    # transformers looks at a model's first weight to find its device. So the embedding moves behind the layers.
     name = next(name for name, module in children.items() if module is embedding)
     children[name] = children.pop(name)
     if not embedding.weight.is_meta:

@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 
 class TriedFormat(NamedTuple):
-    """A format whose types are tried. `runtimes.RUNTIMES` has the runtime that serves its folders."""
+    """A format whose types are tried. The runtime that serves its folders is in `runtimes.RUNTIMES`."""
 
     types: Mapping[str, tuple[float, float]]
     """Bits of a weight of a linear layer and of an embedding, by the name of a type. They decide the order."""

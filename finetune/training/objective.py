@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     AnySplits: TypeAlias = EncodedSplits | EncodedPairSplits | EncodedLabelledSplits
 
 _ROWS_OF = {"preference": "pairs", "labelled": "labelled"}
-"""`ObjectiveFacts.rows` of encoded rows, by their `row_type`, of those that cannot be learned as answers."""
+"""The `ObjectiveFacts.rows` of encoded pairs and labelled rows, by their `row_type`."""
 
 
 class Loaders(NamedTuple):
@@ -97,8 +97,8 @@ class Objective:
     def check_rows(self, splits: Any) -> None:
         """Refuse rows that are encoded for another objective."""
         encoded = _ROWS_OF.get(getattr(splits.train, "row_type", ""), "answers")
-        is_plain = self.facts.rows not in _ROWS_OF.values()
-        if isinstance(splits.train, EncodedExamples) if is_plain else encoded == self.facts.rows:
+        wanted = self.facts.rows if self.facts.compares_answers else "answers"
+        if encoded == wanted and (wanted != "answers" or isinstance(splits.train, EncodedExamples)):
             return
         encoded_for = " or ".join(name for name, other in OBJECTIVES.items() if other.rows == encoded)
         raise ConfigError(
@@ -121,11 +121,11 @@ class Objective:
         return int(splits.train.lengths.max())
 
     def filler_rows(self, number: int, length: int) -> Any:
-        """Make so many examples of this length, that carry loss throughout and have nothing in common."""
+        """Make examples of this length to forecast memory with. Every token carries loss, and no two share a prefix."""
         return filler_rows(number, length)
 
     def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
-        """Return the loaders of the run, given those of its rows."""
+        """Return the loaders to train with. `loaders` load the rows of the run; an objective may generate its own."""
         del setup
         return loaders
 

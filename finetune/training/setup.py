@@ -73,7 +73,7 @@ class _Placed(NamedTuple):
     forward: Forward
     collate: Collate
     memory_twin: Any
-    """The model, or a copy without data of one that is sharded, which cannot be copied any more."""
+    """The model. If it is sharded, a copy without data that was made before: a sharded model cannot be copied."""
     states_in_4_bits: Mapping[str, Any]
 
 

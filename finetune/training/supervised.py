@@ -19,11 +19,11 @@ class Supervised(Objective):
     """Next-token cross-entropy of the answers."""
 
     def loss(self, choices: Choices) -> LossFunction:
-        """Return the sum of −log p over the targets."""
+        """Return the function that sums −log p over the targets."""
         return partial(summed_cross_entropy, choices=choices)
 
     def evaluation(self, choices: Choices) -> Any:
-        """Return −log p of each target."""
+        """Return the function that computes −log p of each target."""
         return partial(cross_entropy_per_target, choices=choices)
 
     def measure(self, setup: Setup, loader: EvaluationLoader) -> SplitLosses:

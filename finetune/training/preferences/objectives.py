@@ -56,7 +56,7 @@ class _Preferences(Objective):
         self.metrics = self._loss.metrics
 
     def loss(self, choices: Choices) -> LossFunction:
-        """Return the sum of the losses of pairs or of labelled answers, and those of the metrics."""
+        """Return the function that sums the loss and the metrics over pairs or labelled answers."""
         loss = self._loss
         return LossWithMetrics(
             partial(summed_preferences, loss=loss, choices=choices),
@@ -66,7 +66,7 @@ class _Preferences(Objective):
         )
 
     def evaluation(self, choices: Choices) -> Any:
-        """Return the nats of each row."""
+        """Return the function that computes the nats of each row."""
         return partial(measure_rows, objective=self.facts, choices=choices)
 
     def measure(self, setup: Setup, loader: EvaluationLoader) -> SplitLosses:
@@ -146,7 +146,7 @@ class LabelledAnswers(_Preferences):
         return encode_labelled(self.config.data, tokenizer, fallbacks=fallbacks, is_checked=is_checked)
 
     def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: Any) -> Any:
-        """Refuse rows whose prompts are too long for the answers of others, and warn of unequal labels."""
+        """Refuse rows if a prompt with the answer of another row is too long, and warn of unequal labels."""
         del tokenizer
         for name, split in (("train", splits.train), ("validation", splits.validation)):
             if split is not None:

@@ -82,14 +82,14 @@ class RewardedAnswers(Objective):
         return with_testable_rows(splits)
 
     def loss(self, choices: Choices) -> LossFunction:
-        """Return the sum of the clipped losses of answers' tokens, and those of the metrics."""
+        """Return the function that sums the clipped loss and the metrics over the tokens of the answers."""
         config = self.config
         loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
         compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
         return LossWithMetrics(compute, METRICS)
 
     def evaluation(self, choices: Choices) -> Any:
-        """Return −log p of each target."""
+        """Return the function that computes −log p of each target."""
         return partial(cross_entropy_per_target, choices=choices)
 
     def longest_row(self, splits: Any) -> int:
