@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from finetune.engine.adapted import read_linear
-from finetune.engine.linear import Linear, linear, merge_adapters, normed_linear
+from finetune.engine.linear import Linear, linear, normed_linear
 from finetune.engine.mlp import gated_mlp
 from finetune.engine.norm import rms_norm
 from finetune.engine.rotary import split_heads
@@ -141,10 +141,10 @@ ENTER = "enter_layer"
 do not run. This method does what a hook would do around a call, for example all-gather the layer's weights."""
 
 
-_MOST_MERGED_BYTES = 1 << 30
-"""Weights of a model that are merged with its adapter for many short calls: their copies take as much memory again."""
 OFFLOADS = "offloads_inputs"
 """The name of an attribute of a decoder: whether inputs of layers that are checkpointed are kept in main memory."""
+Prepare = Callable[[Sequence[Linear], torch.dtype], Sequence[Linear]]
+"""Returns layers with one input, or one layer with the outputs of all, in a form that is faster to call."""
 Keep = Callable[[], AbstractContextManager[Any]]
 """Makes a block in which autograd keeps tensors in a place of its own."""
 
@@ -173,8 +173,8 @@ class Decoder:
         checkpoint_layers: recompute each layer in the backward pass instead of keeping its activations.
         keep_inputs: how the inputs of these layers are kept until then.
         mlp_chunk_rows: see `gated_mlp`.
-        is_constant: the model does not change between calls and is in evaluation mode. Linear layers are read in the
-            first call only. For a small model, adapters are then added to copies of the weights where that is exact.
+        prepare: called with the layers of one input and the type of this input, in the first call only; later calls
+            use what it returned. The model is in evaluation mode and does not change. None: layers are read each time.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class Decoder:
         checkpoint_layers: bool = False,
         keep_inputs: Keep = nullcontext,
         mlp_chunk_rows: int | None = None,
-        is_constant: bool = False,
+        prepare: Prepare | None = None,
     ) -> None:
         bare = bare_model(model)
         self._modules = bare.get_decoder()
@@ -196,8 +196,8 @@ class Decoder:
         self._checkpoint_layers = checkpoint_layers
         self._keep_inputs = keep_inputs
         self._mlp_chunk_rows = mlp_chunk_rows
-        self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] | None = {} if is_constant else None
-        self._merges = is_constant and _is_small(bare)
+        self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] = {}
+        self.prepare = prepare
 
     def angles(self, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of the rotation at some positions, each (tokens, rotated features), in the type of `like`.
@@ -290,7 +290,8 @@ class Decoder:
         q_norm, k_norm = [modules.get_submodule(name) for name in self._family.head_norms] or (None, None)
         split = partial(_split_heads, rotates=getattr(modules.self_attn, "use_rope", True))  # SmolLM3 says so by layer
         queries, *keys_values = projections
-        if at is None or (not isinstance(queries, Linear) and not keys_values):
+        is_whole = not keys_values and (not isinstance(queries, Linear) or queries.is_packed)
+        if at is None or is_whole:
             projected, x = project(x, *projections)
             q, k, v = split(projected, cos, sin, [heads, kv_heads, kv_heads], [q_norm, k_norm])
             return x, tokens.chosen(q), k, v
@@ -306,37 +307,20 @@ class Decoder:
         self, modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor, num_padding: int
     ) -> list[AnyLinear]:
         key = modules.self_attn.layer_idx, groups[0]
-        if self._read is not None and key in self._read:
+        if key in self._read:
             return self._read[key]
         linears: list[AnyLinear] = []
-        for group in _read_groups(modules, groups, like, num_padding):
-            linears += merge_adapters(group, like.dtype) if self._merges and _are_read(group) else group
-        if self._read is not None:
+        for group in read_groups(modules, groups, like, num_padding):
+            linears += self.prepare(group, like.dtype) if self.prepare and are_read(group) else group
+        if self.prepare:
             self._read[key] = linears
         return linears
 
 
-def _is_small(bare: torch.nn.Module) -> bool:
-    return sum(weight.nbytes for weight in bare.parameters()) <= _MOST_MERGED_BYTES
-
-
-def bytes_of_merged(model: Any) -> int:
-    """Return the bytes of the weights that a `Decoder` with `is_constant` merges, for a model in evaluation mode."""
-    bare = bare_model(model)
-    if not _is_small(bare):
-        return 0
-    like = bare.get_input_embeddings().weight
-    family, total = FAMILIES[bare.config.model_type], 0
-    for modules in bare.get_decoder().layers:
-        for group in filter(_are_read, _read_groups(modules, family.groups, like)):
-            merged = merge_adapters(group, like.dtype)
-            total += 0 if merged[0] is group[0] else merged[0].weight.nbytes
-    return total
-
-
-def _read_groups(
+def read_groups(
     modules: Any, groups: Sequence[tuple[str, ...]], like: torch.Tensor, num_padding: int = 0
 ) -> Iterator[list[AnyLinear]]:
+    """Read the linear layers of a decoder layer by the names of its groups, see `read_linear`."""
     for names in groups:
         yield [read_linear(modules.get_submodule(name), like, num_padding=num_padding) for name in names]
 
@@ -360,7 +344,7 @@ def _split_heads(
 
 def _side_by_side(x: torch.Tensor, *layers: AnyLinear, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Apply `linear`, calling those layers that are modules."""
-    if _are_read(layers):
+    if are_read(layers):
         return linear(x, *layers, residual=residual)
     outputs = [linear(x, layer) if isinstance(layer, Linear) else layer(x) for layer in layers]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -373,7 +357,7 @@ def _with_input(x: torch.Tensor, *layers: AnyLinear) -> tuple[torch.Tensor, torc
 
 def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply `normed_linear`, calling those layers that are modules."""
-    if _are_read(layers):
+    if are_read(layers):
         return normed_linear(h, *layers, weight=norm.weight, eps=norm.variance_epsilon)
     return _side_by_side(_normalize(norm, h), *layers), h
 
@@ -381,13 +365,14 @@ def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: Any) -> tupl
 def _gated_mlp(
     h: torch.Tensor, norm: Any, widen: Sequence[AnyLinear], narrow: AnyLinear, chunk_rows: int | None
 ) -> torch.Tensor:
-    if _are_read(widen) and isinstance(narrow, Linear):
+    if are_read(widen) and isinstance(narrow, Linear):
         return gated_mlp(h, norm.weight, norm.variance_epsilon, widen, narrow, chunk_rows)
     gate, up = _side_by_side(_normalize(norm, h), *widen).chunk(2, dim=-1)
     return _side_by_side(functional.silu(gate) * up, narrow, residual=h)
 
 
-def _are_read(layers: Sequence[AnyLinear]) -> TypeGuard[Sequence[Linear]]:
+def are_read(layers: Sequence[AnyLinear]) -> TypeGuard[Sequence[Linear]]:
+    """Return whether the tensors of all layers were read, so that none of them is to be called."""
     return all(isinstance(layer, Linear) for layer in layers)
 
 

@@ -5,25 +5,23 @@ Nothing is padded: the rows of a batch may differ in length, and the beginning t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from finetune.engine.attention import attention
-from finetune.engine.decoder import Decoder, bare_model
+from finetune.engine.decoder import AnyLinear, Decoder, are_read, bare_model, family_of, read_groups
 from finetune.engine.layout import PackedPrompts, pack_prompts
-from finetune.units import ceil_div
+from finetune.engine.linear import Linear, joined_biases, linear, merge_adapters
+from finetune.engine.products import LINEAR, ONEDNN, PROCESSOR
 
-Choose: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""Chooses tokens on the device, without waiting for it. Takes logits (rows, vocabulary) and a random number of [0, 1)
-for each row, (rows, 1), float64. Returns the tokens, (rows,), and -log p of each in fp32, or None."""
-STEPS_OF_BLOCK = 16
-"""The most steps of a `SteppedDecoder` before the host looks at their tokens."""
-COLUMNS_OF_STEP = 256
-"""Attention of a `SteppedDecoder` looks at a multiple of this number of columns, so that a graph serves many steps."""
+_ROWS_OF_PACKED = 64
+"""The rows of the input for which a weight is packed. On a Zen 4 core, it is then the fastest for 2 to 600 rows."""
+_MOST_COPIED_BYTES = 1 << 30
+"""Weights of a model whose linear layers are copied for many short calls. The copies take as much memory again."""
 
 
 class CachedDecoder:
@@ -36,9 +34,11 @@ class CachedDecoder:
     """
 
     def __init__(self, model: Any, rows: Sequence[Sequence[int]], *, most_tokens: int) -> None:
-        self._decoder = Decoder(model, _attend, is_constant=True)
-        self._head = bare_model(model).get_output_embeddings()
-        self._prompts = pack_prompts(rows).to(self._head.weight.device)
+        self._prepare = partial(_prepared, num_rows=len(rows)) if is_small(model) else _as_they_are
+        self._decoder = Decoder(model, _attend, prepare=self._prepare)
+        head = bare_model(model).get_output_embeddings()
+        self._weights_of_head = Linear(head.weight, head.bias)
+        self._prompts = pack_prompts(rows).to(head.weight.device)
         self._cache = _Cache(self._prompts.lengths, most_tokens)
 
     def start(self) -> torch.Tensor:
@@ -63,150 +63,21 @@ class CachedDecoder:
         self._cache.lengths += 1
         return self._logits(hidden)
 
+    def copy_nothing(self) -> None:
+        """Compute with the model's own weights, which takes less memory. To be called before `start`."""
+        self._decoder.prepare = self._prepare = _as_they_are
+
     def keep(self, rows: torch.Tensor) -> None:
         """Forget all rows but these, given by their indices, int64."""
         self._cache.keep(rows)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._head(hidden.to(self._head.weight.dtype))
-        return logits
+        return linear(hidden.to(self._weights_of_head.weight.dtype), self._head)
 
-
-class BlockOfTokens(NamedTuple):
-    """What the steps of a block chose, (rows, steps)."""
-
-    tokens: torch.Tensor
-    """The next block overwrites them."""
-    nats: torch.Tensor | None
-    """-log p of each token."""
-
-
-class SteppedDecoder(CachedDecoder):
-    """A `CachedDecoder` that also chooses the tokens, in steps that a CUDA graph replays.
-
-    A step takes nothing from the host and gives it nothing: it reads and writes tensors that keep their places until
-    rows leave. A graph launches its hundreds of kernels at once. It is captured for each number of columns of the cache
-    that attention looks at, and captured again after rows have left. Graphs are freed with the decoder. Without CUDA
-    there are no graphs, and each step is computed.
-
-    Args:
-        model: see `CachedDecoder`. Its rotation must depend on the position alone, up to `most_tokens`.
-        rows: see `CachedDecoder`.
-        most_tokens: see `CachedDecoder`.
-        choose: chooses the tokens.
-    """
-
-    def __init__(self, model: Any, rows: Sequence[Sequence[int]], *, most_tokens: int, choose: Choose) -> None:
-        super().__init__(model, rows, most_tokens=most_tokens)
-        self._choose = choose
-        zeros = partial(self._cache.lengths.new_zeros, (len(rows), STEPS_OF_BLOCK))
-        self._levels, self._tokens, self._nats = zeros(dtype=torch.float64), zeros(), zeros(dtype=torch.float32)
-        self._last = self._tokens[:, 0].clone()
-        self._place = self._last.new_zeros(1)
-        self._has_nats = False
-        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self._pool: Any = None
-
-    def start(self) -> torch.Tensor:
-        """Compute all rows as `CachedDecoder` does, and the rotation at all positions that they will have."""
-        logits = super().start()
-        like = self._cache.layers[0][0]
-        self._angles = self._decoder.angles(torch.arange(self._cache.most_tokens, device=like.device), like)
-        return logits
-
-    def begin(self, levels: torch.Tensor | None) -> BlockOfTokens:
-        """Compute all rows, and choose the first token after each. `levels`: see `advance`."""
-        logits = self.start()
-        self._begin_block(levels)
-        self.choose(logits)
-        return self._block(1)
-
-    def advance(self, num_steps: int, levels: torch.Tensor | None) -> BlockOfTokens:
-        """Append the token that was chosen last to each row and choose the next one, several times.
-
-        Args:
-            num_steps: at most `STEPS_OF_BLOCK`.
-            levels: random numbers, (rows, num_steps), float64; None if `choose` does not need them.
-        """
-        self._begin_block(levels)
-        self._cache.longest += num_steps
-        num_columns = COLUMNS_OF_STEP * ceil_div(self._cache.longest, COLUMNS_OF_STEP)
-        num_columns = min(num_columns, self._cache.most_tokens)
-        step: Callable[[], object] = partial(self.step, num_columns)
-        if self._last.is_cuda:
-            if num_columns not in self._graphs:
-                self._graphs[num_columns] = self._capture(step)
-            step = self._graphs[num_columns].replay
-        for _ in range(num_steps):
-            step()
-        return self._block(num_steps)
-
-    def step(self, num_columns: int) -> None:
-        """Append the tokens that were chosen last, and choose the next ones, without waiting for the device."""
-        self.choose(self.append(num_columns))
-
-    def append(self, num_columns: int) -> torch.Tensor:
-        """Append the tokens that were chosen last, and return the logits after them."""
-        assert self._angles is not None
-        cos, sin = (angle.index_select(0, self._cache.lengths) for angle in self._angles)
-        return self._append(self._last, num_columns, (cos, sin))
-
-    def choose(self, logits: torch.Tensor) -> None:
-        """Choose the next tokens."""
-        tokens, nats = self._choose(logits, self._levels.index_select(1, self._place))
-        self._last.copy_(tokens)
-        self._tokens.index_copy_(1, self._place, tokens.unsqueeze(1))
-        self._has_nats = nats is not None
-        if nats is not None:
-            self._nats.index_copy_(1, self._place, nats.unsqueeze(1))
-        self._place += 1
-
-    def keep(self, rows: torch.Tensor) -> None:
-        """Forget all rows but these, given by their indices, int64. They need new graphs."""
-        self._graphs.clear()
-        self._pool = None
-        super().keep(rows)
-        self._last, self._levels, self._tokens, self._nats = (
-            tensor[rows] for tensor in (self._last, self._levels, self._tokens, self._nats)
-        )
-
-    def _begin_block(self, levels: torch.Tensor | None) -> None:
-        self._place.zero_()
-        if levels is not None:
-            self._levels[:, : levels.shape[1]].copy_(levels, non_blocking=True)
-
-    def _block(self, num_steps: int) -> BlockOfTokens:
-        return BlockOfTokens(self._tokens[:, :num_steps], self._nats[:, :num_steps].clone() if self._has_nats else None)
-
-    def _capture(self, step: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        """Capture a step without computing it."""
-        # In the first pass, libraries allocate memory and kernels are compiled, which must not be captured.
-        stream = _side_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._try(step)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile, such as NCCL's watchdog and the thread that pins batches.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            step()
-        self._pool = graph.pool()  # graphs are replayed one after the other, so they share their memory
-        return graph
-
-    def _try(self, step: Callable[[], object]) -> None:
-        """Compute a step and undo it. Its keys, values and tokens stay, and the next step overwrites them."""
-        state = self._cache.lengths, self._last, self._place
-        before = [tensor.clone() for tensor in state]
-        step()
-        for tensor, value in zip(state, before, strict=True):
-            tensor.copy_(value)
-
-
-@cache
-def _side_stream() -> torch.cuda.Stream:
-    """Return the stream of all captures: libraries keep memory for every stream that they have seen."""
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    @cached_property
+    def _head(self) -> Linear:
+        (head,) = self._prepare([self._weights_of_head], self._weights_of_head.weight.dtype)
+        return head
 
 
 class _Cache:
@@ -305,3 +176,90 @@ class _NextPass:
             bias = torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill_(~visible, -torch.inf)
             self._biases[window] = bias[:, None, None]
         return self._biases[window]
+
+
+def _as_they_are(layers: Sequence[Linear], dtype: torch.dtype) -> Sequence[Linear]:
+    del dtype
+    return layers
+
+
+def _prepared(layers: Sequence[Linear], dtype: torch.dtype, num_rows: int) -> Sequence[Linear]:
+    packs = layers[0].weight.device.type == "cpu" and can_pack(dtype, num_rows)
+    copies = copied(layers, dtype, packs=packs)
+    return packed_layers(copies, dtype) if packs else copies
+
+
+def is_small(model: Any) -> bool:
+    """Return whether linear layers are copied for many calls."""
+    size: int = sum(weight.nbytes for weight in bare_model(model).parameters())
+    return size <= _MOST_COPIED_BYTES
+
+
+def can_pack(dtype: torch.dtype, num_rows: int) -> bool:
+    """Return whether packed weights make products with so many rows faster on this CPU. In fp32, one row gains none."""
+    if dtype == torch.float32:
+        return ONEDNN is not None and num_rows > 1
+    return dtype == torch.bfloat16 and LINEAR is not None and PROCESSOR.bf16_products is not None
+
+
+def packed(weight: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a weight, (out_features, in_features), that lies in memory as oneDNN's kernels read it.
+
+    A product with a few rows is 1.5 times as fast with it. Only `product` takes it, without `low_rank`.
+    """
+    copy: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_OF_PACKED)
+    return copy
+
+
+@torch.no_grad()
+def copied(layers: Sequence[Linear], dtype: torch.dtype, *, packs: bool) -> list[Linear]:
+    """Return copies of layers with one input, in the form that is fastest for many inputs of this dtype with few rows.
+
+    Adapters are merged where that is exact. In 16 bits it is not; there, `[x, x Aᵀ]` times `[W, scale · B]ᵀ` is one
+    product too, which rounds once. `packs` says whether `packed_layers` follows. If not, only merging makes copies.
+    """
+    merged = merge_adapters(layers, dtype)
+    if not packs or not all(layer.is_packable(dtype) for layer in layers):
+        return merged
+    return merged if len(merged) == 1 and merged[0].lora_a is None else [_with_adapters_beside(layers, dtype)]
+
+
+def packed_layers(layers: Sequence[Linear], dtype: torch.dtype) -> list[Linear]:
+    """Pack the weights of layers that `copied` returned, where `can_pack` holds. Only forward passes may use them."""
+    if len(layers) != 1 or not layers[0].is_packable(dtype):
+        return list(layers)
+    return [layers[0]._replace(weight=packed(layers[0].weight))]
+
+
+def _with_adapters_beside(layers: Sequence[Linear], dtype: torch.dtype) -> Linear:
+    """Return layers as one whose weight is `[W, scale · B]`, where each layer has columns of its own for its B."""
+    ranks = [0 if layer.lora_a is None else len(layer.lora_a) for layer in layers]
+    features = layers[0].weight.shape[1]
+    weight = layers[0].weight.new_zeros(sum(layer.width for layer in layers), features + sum(ranks))
+    rows, columns = 0, features
+    for layer, rank in zip(layers, ranks, strict=True):
+        own = weight[rows : rows + layer.width]
+        own[:, :features] = layer.weight
+        if layer.lora_b is not None:
+            own[:, columns : columns + rank] = layer.lora_b * layer.scale
+        rows, columns = rows + layer.width, columns + rank
+    lora_a = [layer.lora_a.to(dtype) for layer in layers if layer.lora_a is not None]
+    return Linear(weight, joined_biases(layers, weight), torch.cat(lora_a) if lora_a else None)
+
+
+def bytes_of_copies(model: Any, num_rows: int, *, on_cpu: bool) -> int:
+    """Return the bytes of the weights that a `CachedDecoder` of so many rows copies."""
+    if not is_small(model):
+        return 0
+    bare = bare_model(model)
+    like, head = bare.get_input_embeddings().weight, bare.get_output_embeddings()
+    packs = on_cpu and can_pack(like.dtype, num_rows)
+    groups, total = family_of(bare.config.model_type).groups, 0
+    read: list[list[AnyLinear]] = [[Linear(head.weight, head.bias)]]
+    for modules in bare.get_decoder().layers:
+        read += read_groups(modules, groups, like)
+    for layers in filter(are_read, read):
+        copies = copied(layers, like.dtype, packs=packs)
+        if copies[0] is not layers[0] or (packs and copies[0].is_packable(like.dtype)):
+            total += sum(copy.weight.nbytes for copy in copies)
+    return total

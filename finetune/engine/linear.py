@@ -37,7 +37,8 @@ class Linear(NamedTuple):
     """The tensors of one linear layer.
 
     Attributes:
-        weight: (out_features, in_features); a frozen one may be in 4 bits, or in fp8 with `row_scale`.
+        weight: (out_features, in_features); a frozen one may be in 4 bits, or in fp8 with `row_scale`, or packed. With
+            `lora_a` alone, it has r more columns with `scale * lora_b`, see `copied` in `engine/kv_cache.py`.
         bias: (out_features,), or None.
         lora_a: (r, in_features), or None if the layer has no adapter.
         lora_b: (out_features, r), or None.
@@ -55,6 +56,11 @@ class Linear(NamedTuple):
     scale: float = 1.0
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the weight is packed, of which no part can be taken."""
+        return self.weight.is_mkldnn
+
+    @property
     def width(self) -> int:
         """The number of output columns."""
         return full_shape(self.weight)[0]
@@ -63,6 +69,10 @@ class Linear(NamedTuple):
         """Return whether the sum of weight and adapter is exact to the rounding of the products with such an input."""
         types = {part.dtype for part in (self.weight, self.lora_a, self.lora_b) if part is not None}
         return types == {dtype} and dtype.itemsize >= 4 and self.keep is None
+
+    def is_packable(self, dtype: torch.dtype) -> bool:
+        """Return whether the weight may be packed for products with inputs of this dtype."""
+        return self.weight.dtype == dtype and self.keep is None and self.row_scale is None
 
     def columns(self, start: int, stop: int) -> Linear:
         """Return the layer with only these output columns."""
@@ -109,10 +119,15 @@ def merge_adapters(layers: Sequence[Linear], dtype: torch.dtype) -> list[Linear]
             part.copy_(layer.weight)
         else:
             torch.addmm(layer.weight, layer.lora_b, layer.lora_a, alpha=layer.scale, out=part)
+    return [Linear(weight, joined_biases(layers, weight))]
+
+
+def joined_biases(layers: Sequence[Linear], like: torch.Tensor) -> torch.Tensor | None:
+    """Return the biases of layers side by side, zeros for a layer without one; None if none has one."""
     if all(layer.bias is None for layer in layers):
-        return [Linear(weight)]
-    biases = [weight.new_zeros(layer.width) if layer.bias is None else layer.bias for layer in layers]
-    return [Linear(weight, biases[0] if len(biases) == 1 else torch.cat(biases))]
+        return None
+    biases = [like.new_zeros(layer.width) if layer.bias is None else layer.bias for layer in layers]
+    return biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 def draw_keep(like: torch.Tensor, features: int, p: float, *, num_padding: int = 0) -> torch.Tensor:
@@ -222,6 +237,8 @@ def apply_linears(
 
 def _apply(x: torch.Tensor, layer: Linear, residual: torch.Tensor | None, rounded: Rounded | None) -> torch.Tensor:
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
+    if layer.lora_a is not None and layer.lora_b is None:
+        return product(torch.cat([x, product(x, layer.lora_a)], dim=1), layer.weight, bias, residual)
     low_rank = None
     if layer.lora_a is not None and layer.lora_b is not None:
         dropped = x if layer.keep is None else x * layer.keep

@@ -53,13 +53,16 @@ def read_processor(file: Path = Path("/proc/cpuinfo")) -> Processor:
 
 PROCESSOR = read_processor()
 _HAS_MKL: bool = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-_ONEDNN: Any = (
+_CAPABILITY = torch.backends.cpu.get_cpu_capability()
+LINEAR: Any = (
     torch.ops.mkldnn._linear_pointwise
     if torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    and PROCESSOR.prefers_onednn(torch.backends.cpu.get_cpu_capability(), has_mkl=_HAS_MKL)
-    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    and _CAPABILITY.startswith("AVX512")
+    and all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
     else None
 )
+"""oneDNN's product, or None if this CPU or build does not have it."""
+ONEDNN: Any = LINEAR if PROCESSOR.prefers_onednn(_CAPABILITY, has_mkl=_HAS_MKL) else None
 """oneDNN's product for fp32, or None if torch's own is used, which MKL computes where torch has it."""
 
 FP8 = torch.float8_e4m3fn
@@ -120,7 +123,7 @@ def product(
     # already would swallow most of a young adapter's part, as a residual would, which is larger still.
     y = scaled_product(*low_rank)
     if _is_for_onednn(x, weight):
-        y = _ONEDNN.binary(x, y, _dense(weight), bias, "add")
+        y = LINEAR.binary(x, y, _dense(weight), bias, "add")
     else:
         y.addmm_(x, weight.t())
         y = y if bias is None else y.add_(bias)
@@ -133,9 +136,9 @@ def _plain_product(
     y: torch.Tensor
     if _is_for_onednn(x, weight):
         if residual is None:
-            y = _ONEDNN(x, _dense(weight), bias, "none", [], "")
+            y = LINEAR(x, _dense(weight), bias, "none", [], "")
         else:
-            y = _ONEDNN.binary(x, residual, _dense(weight), bias, "add")
+            y = LINEAR.binary(x, residual, _dense(weight), bias, "add")
         return y
     # A product adds to a sum at no cost of its own, before it rounds.
     summand = bias if residual is None else residual
@@ -153,7 +156,9 @@ def added(
 
 
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    if _ONEDNN is None or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
+    if weight.is_mkldnn:  # packed
+        return True
+    if ONEDNN is None or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
         return False
     return len(x) < _FEW_ROWS or x.numel() * weight.shape[0] >= _WORTH_COMPILING
 
@@ -164,7 +169,7 @@ def _dense(weight: torch.Tensor) -> torch.Tensor:
     oneDNN has fast kernels for any strides of x, but for a strided weight, a column slice for example, only its
     reference kernel, which takes hundreds of times as long.
     """
-    if weight.is_contiguous() or weight.t().is_contiguous():
+    if weight.is_mkldnn or weight.is_contiguous() or weight.t().is_contiguous():
         return weight
     return weight.t().contiguous().t() if weight.stride(0) == 1 else weight.contiguous()
 

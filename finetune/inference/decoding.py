@@ -14,15 +14,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from finetune.data.batches import derived_seed
 from finetune.engine.fused import replays_answers, switch_replays
-from finetune.engine.kv_cache import STEPS_OF_BLOCK, BlockOfTokens, CachedDecoder, SteppedDecoder
-from finetune.engine.products import FP8, is_in_4_bits, unchanged_weights
+from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.products import is_in_4_bits, unchanged_weights
 from finetune.engine.reference import in_float64
-from finetune.engine.supported import called_layers, unsupported_reason
+from finetune.engine.supported import unsupported_reason
 from finetune.errors import DataError
 from finetune.fallbacks import Fallback
 from finetune.logs import report_progress
 from finetune.model.base import evaluation_mode, longrope_boundary, max_context
-from finetune.units import ceil_bucket, ceil_div
+from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.config.schema import TrainingSection
@@ -234,14 +234,12 @@ def _generate(
     """
     is_sharded = runtime is not None and runtime.placement.shard_size is not None
     may_use_engine = not (decoding.by_transformers or is_sharded)
-    replays = may_use_engine and replays_answers() and why_not_replayed(model) is None
-    uses_engine = replays or (may_use_engine and _engine_continues(model))
+    continue_ = _way_of_engine(model) if may_use_engine else None
     batch = [prompts[row] for row in rows]
     draw = None if decoding.sampling is None else Draw(decoding.sampling, rows)
     room = room_for_answer(model, max(batch, key=len), decoding.max_new_tokens)
     with evaluation_mode(model):
-        if uses_engine:
-            continue_ = _continue_in_steps if replays else _continue_by_engine
+        if continue_ is not None:
             tokens = continue_(model, batch, room, decoding.stop_ids, draw, on_token)
         else:
             generate = partial(_continue_by_transformers, batch, room, decoding.stop_ids, draw, on_token, is_sharded)
@@ -250,23 +248,20 @@ def _generate(
     return [SampledAnswer(*both) for both in zip(tokens, nats, strict=True)]
 
 
+def _way_of_engine(model: Any) -> Callable[..., list[list[int]]] | None:
+    """Return the function by which the engine answers a batch; None if transformers does."""
+    if replays_answers():
+        from finetune.inference.replayed_answers import continue_in_steps, why_not_replayed  # for training.graphs alone
+
+        if why_not_replayed(model) is None:
+            return continue_in_steps
+    return _continue_by_engine if _engine_continues(model) else None
+
+
 def _engine_continues(model: Any) -> bool:
     """Return whether the engine generates a model's answers: on a CPU, where it was measured, and not in 4 bits."""
     is_plain = all(weight.device.type == "cpu" and not is_in_4_bits(weight) for weight in model.parameters())
     return is_plain and unsupported_reason(model) is None
-
-
-def why_not_replayed(model: Any) -> str | None:
-    """Return the reason why `SteppedDecoder` cannot continue rows of a model; None if it can."""
-    if any(is_in_4_bits(weight) or weight.dtype == FP8 for weight in model.parameters()):
-        return "the base is in 4 bits or in fp8"
-    reason = unsupported_reason(model)
-    if reason is not None:
-        return reason
-    if called := called_layers(model):
-        return f"the engine calls some linear layers: they are {' or '.join(called)}"
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    return "its rotation follows the longest row (rope_type dynamic)" if rope.get("rope_type") == "dynamic" else None
 
 
 def wants_replays(section: TrainingSection, device_type: str) -> bool:
@@ -288,6 +283,8 @@ def agree_on_replays(runtime: Runtime, section: TrainingSection, model: Any) -> 
     elif runtime.placement.shard_size is not None:
         reason = "the weights are sharded"
     else:
+        from finetune.inference.replayed_answers import why_not_replayed
+
         reason = why_not_replayed(model)
     if reason is not None:
         used = "the engine without graphs" if _engine_continues(model) else "transformers' generate"
@@ -295,82 +292,6 @@ def agree_on_replays(runtime: Runtime, section: TrainingSection, model: Any) -> 
             Fallback(what="training.graphs", wanted="answers replayed as CUDA graphs", used=used, why=reason)
         )
     switch_replays(reason is None)
-
-
-def _continue_in_steps(
-    model: Any,
-    batch: Sequence[Sequence[int]],
-    room: int,
-    stop_ids: Sequence[int],
-    draw: Draw | None,
-    on_token: Callable[[int], object] | None,
-) -> list[list[int]]:
-    """Answer a batch with a `SteppedDecoder`, and look at the tokens after each block of steps.
-
-    A row stays as padding when its answer has ended. Rows leave together, once the rest fits a smaller number of rows.
-    """
-    boundary = longrope_boundary(model)
-    answers: list[list[int]] = [[] for _ in batch]
-    alive, ended, stops = list(range(len(batch))), set[int](), frozenset(stop_ids)
-    most_tokens = max(map(len, batch)) + room
-
-    def levels(num_steps: int) -> torch.Tensor | None:
-        return None if draw is None else draw.levels(num_steps)
-
-    def begin() -> tuple[SteppedDecoder, BlockOfTokens]:
-        rows = [[*batch[row], *answers[row]] for row in alive]
-        # With the short factors of LongRoPE there are no later positions.
-        is_short = boundary is not None and max(map(len, rows)) <= boundary
-        most = min(most_tokens, boundary) if is_short and boundary is not None else most_tokens
-        decoder = SteppedDecoder(model, rows, most_tokens=most, choose=most_likely if draw is None else draw.choose)
-        return decoder, decoder.begin(levels(1))
-
-    with unchanged_weights():
-        decoder, block = begin()
-        while True:
-            for row, tokens in zip(alive, block.tokens.tolist(), strict=True):
-                answers[row] += tokens
-                if not stops.isdisjoint(tokens):
-                    ended.add(row)
-            if draw is not None and block.nats is not None:
-                draw.note(block.nats)
-            if on_token is not None:
-                _pass_on(answers[0][-block.tokens.shape[1] :], stops, on_token)
-            going = [place for place, row in enumerate(alive) if row not in ended]
-            left = room - len(answers[alive[0]])
-            if not going or not left:
-                return answers
-            num_rows = ceil_bucket(len(going))
-            if num_rows < len(alive):
-                padding = [place for place, row in enumerate(alive) if row in ended][: num_rows - len(going)]
-                kept = sorted([*going, *padding])
-                decoder.keep(torch.tensor(kept, device=block.tokens.device))
-                alive = [alive[place] for place in kept]
-                if draw is not None:
-                    draw.keep(kept)
-            cached = len(batch[alive[0]]) + len(answers[alive[0]]) - 1
-            if cached == boundary:
-                # The next token is the first with the long factors, and the cache is computed with the short ones.
-                del decoder
-                decoder, block = begin()
-            else:
-                most_steps = boundary - cached if boundary is not None and cached < boundary else left
-                num_steps = min(STEPS_OF_BLOCK, left, most_steps)
-                block = decoder.advance(num_steps, levels(num_steps))
-
-
-def _pass_on(tokens: Sequence[int], stops: frozenset[int], on_token: Callable[[int], object]) -> None:
-    """Call `on_token` with each token of a block, up to the first stop token."""
-    for token in tokens:
-        on_token(token)
-        if token in stops:
-            return
-
-
-def most_likely(logits: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """Choose the most likely token of each row, as a `SteppedDecoder` calls it."""
-    del levels
-    return logits.argmax(-1), None
 
 
 def _continue_by_engine(

@@ -17,7 +17,7 @@ from finetune.diagnose.plan_devices import find_device, read_device
 from finetune.diagnose.planner import make_plan
 from finetune.distributed.launch import launch
 from finetune.engine.fused import replayed_or_not
-from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.kv_cache import CachedDecoder, bytes_of_copies, can_pack
 from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.lora import add_lora
 from finetune.model.quantized import quantize_without_data
@@ -98,7 +98,7 @@ def generating_of(config, model, *, sampling=None, by_engine=True, replays=False
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_values_and_merged_weights_take_the_planned_bytes(words, dtype):
-    """Each key head serves two heads. Adapters are merged where that is exact."""
+    """Each key head serves two heads. Adapters are merged where that is exact, and weights packed where CPUs can."""
     model = add_lora(build_tiny(tiny_phi3_config(hidden_size=192)).to(dtype), LoraSection(r=2)).eval()
     planned = generating_of(load_config(words), model)
     rows = [prompt for prompt in PROMPTS for _ in range(4)]
@@ -111,8 +111,11 @@ def test_keys_values_and_merged_weights_take_the_planned_bytes(words, dtype):
     assert planned.cache == pytest.approx(cache + copies, rel=0.02)
     read = [layer for layers in decoder._decoder._read.values() for layer in layers]
     own = {weight.data_ptr() for weight in model.parameters()}
-    assert planned.merged == sum(layer.weight.nbytes for layer in read if layer.weight.data_ptr() not in own)
-    assert (planned.merged > 0) == (dtype == torch.float32)
+    weights = [layer.weight for layer in (*read, decoder._head)]
+    assert planned.merged == sum(
+        weight.nbytes for weight in weights if weight.is_mkldnn or weight.data_ptr() not in own
+    )
+    assert (planned.merged > 0) == (dtype == torch.float32 or can_pack(dtype, len(rows)))
     assert planned.held == Weights(model).held(Shards(1)) + Weights(model).adapter
 
 
@@ -152,7 +155,9 @@ def test_answers_take_the_planned_memory(words, family, by_engine, prompts, most
     decoding = Decoding(stop_ids=[-1], max_new_tokens=limit, sampling=sampling, by_transformers=not by_engine)
     rows = [prompt for prompt in prompts for _ in range(4)]
     measured = peak_of(lambda: sample_answers(model, rows, decoding, batch_size=12))
-    assert planned.total - planned.held == pytest.approx(measured, rel=0.02)
+    # The last layer and the head are copied after the peak of the prompts.
+    late = planned.merged / model.config.num_hidden_layers if most == "prompts" else 0
+    assert 0.98 * measured < planned.total - planned.held < 1.02 * measured + late
 
 
 @pytest.mark.slow
@@ -166,8 +171,9 @@ def test_replayed_answers_take_the_memory_of_a_second_step(words, sampling):
     decoding = Decoding(stop_ids=[-1], max_new_tokens=60, sampling=sampling)
     with replayed_or_not(True):
         measured = peak_of(lambda: sample_answers(model, rows, decoding, batch_size=12))
+    packed = bytes_of_copies(model, 12, on_cpu=True) - replayed.merged  # CUDA has no packed weights
     without_graph = replace(replayed, step=replayed.step // 2)
-    assert without_graph.total - replayed.held == pytest.approx(measured, rel=0.02)
+    assert without_graph.total + packed - replayed.held == pytest.approx(measured, rel=0.02)
     assert replayed.total - without_graph.total == min(replayed.step // 2, replayed.step - replayed.prompts)
 
 

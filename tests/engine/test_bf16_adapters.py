@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
+from finetune.engine.kv_cache import can_pack, copied, packed_layers
 from finetune.engine.linear import Linear, linear, merge_adapters
 from finetune.engine.products import LowRank, product
 
@@ -43,6 +44,12 @@ def test_a_young_adapter_keeps_its_effect(name: str, steps: int) -> None:
     silent = layer._replace(lora_b=torch.zeros_like(b))
     assert merge_adapters([layer], x.dtype)[0] is layer  # for answers, too: their sum would be rounded to 16 bits
     assert abs(1 - kept(linear(x, layer), linear(x, silent), exact)) < 0.02
+    (beside,), (silent_beside,) = (copied([one], x.dtype, packs=True) for one in (layer, silent))
+    assert beside.lora_a is not None  # not merged
+    if can_pack(x.dtype, ROWS):
+        (beside,), (silent_beside,) = packed_layers([beside], x.dtype), packed_layers([silent_beside], x.dtype)
+        with torch.no_grad():
+            assert abs(1 - kept(linear(x, beside), linear(x, silent_beside), exact)) < 0.02
     after = [linear(x, one, residual=residual) for one in (layer, silent)]
     assert abs(1 - kept(*after, exact)) < 0.05  # four times as large a residual rounds four times as coarsely
 

@@ -11,24 +11,24 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.config.schema import Config
 from finetune.distributed.launch import launch
-from finetune.engine import kv_cache
+from finetune.engine import replayed
 from finetune.engine.decoder import Decoder, bare_model
 from finetune.engine.fused import replayed_or_not, replays_answers
-from finetune.engine.kv_cache import STEPS_OF_BLOCK, CachedDecoder, SteppedDecoder, _Cache
+from finetune.engine.kv_cache import CachedDecoder, _Cache
 from finetune.engine.layout import pack_prompts
 from finetune.engine.prefixes import MIN_SHARED
 from finetune.engine.products import FP8, unchanged_weights
+from finetune.engine.replayed import STEPS_OF_BLOCK, SteppedDecoder
 from finetune.inference.decoding import (
     Decoding,
     Draw,
     Sampling,
     agree_on_replays,
     generate_answers,
-    most_likely,
     sample_answers,
     stream_answer,
-    why_not_replayed,
 )
+from finetune.inference.replayed_answers import most_likely, why_not_replayed
 from finetune.units import ceil_bucket
 from tests.diagnose.measured import peak_of
 from tests.engine.fake_device import move
@@ -82,7 +82,7 @@ def test_logits_are_those_of_whole_rows(kind, adapter):
 @pytest.fixture
 def in_steps(monkeypatch):
     """Answer as on CUDA with `training.graphs=true`, with short blocks and few columns. A CPU captures nothing."""
-    monkeypatch.setattr(kv_cache, "COLUMNS_OF_STEP", 8)
+    monkeypatch.setattr(replayed, "COLUMNS_OF_STEP", 8)
     with replayed_or_not(True):
         yield
 
@@ -176,7 +176,8 @@ class Outside(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        storages = [tensor.untyped_storage() for tensor in tensors]
+        # A packed weight is a constant of its own kind, which only CPUs have.
+        storages = [tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn]
         if function is torch.ops.aten.lift_fresh.default:  # a number that Python passes, which a graph keeps itself
             self._made |= {storage.data_ptr(): storage for storage in storages}
         outside = [storage.data_ptr() for storage in storages if storage.data_ptr() not in self._made]

@@ -11,8 +11,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch.nn import functional
 
 from finetune.engine import products
+from finetune.engine.kv_cache import can_pack, copied, packed_layers
+from finetune.engine.linear import Linear, linear
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice
 
 MANY_SHAPES = """
@@ -31,7 +34,7 @@ print(peak_after(range(64, 600)) - before)
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.skipif(products._ONEDNN is None, reason="no oneDNN products here (they need AVX-512): nothing to bound")
+@pytest.mark.skipif(products.ONEDNN is None, reason="no oneDNN products here (they need AVX-512): nothing to bound")
 def test_what_onednn_keeps_of_shapes_that_are_gone_is_bounded():
     """Without the bound, 600 shapes keep 300 MiB."""
     done = subprocess.run([sys.executable, "-c", MANY_SHAPES], capture_output=True, text=True, timeout=240, check=True)
@@ -143,3 +146,32 @@ def test_a_strided_operand_costs_little_more_than_a_packed_one(dtype):
         return min(times)
 
     assert seconds(strided) < 20 * seconds(packed)
+
+
+@pytest.mark.parametrize("num_adapters", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_copies_of_layers_compute_the_same(dtype, num_adapters):
+    """Two layers with one input: `num_adapters` of them have an adapter, and one has a bias."""
+    torch.manual_seed(0)
+    parts = [(torch.randn(24, 40), torch.randn(24), None, None), (torch.randn(16, 40), None, None, None)]
+    for place in range(num_adapters):
+        parts[place] = (*parts[place][:2], torch.randn(3 + place, 40), torch.randn(len(parts[place][0]), 3 + place))
+    layers = [Linear(*(part if part is None else part.to(dtype) for part in each), scale=0.7) for each in parts]
+    x = torch.randn(5, 40).to(dtype)
+    exact = torch.cat(
+        [functional.linear(x.double(), whole(layer)) + (0 if layer.bias is None else layer.bias) for layer in layers],
+        dim=1,
+    )
+    with torch.no_grad():
+        copies = copied(layers, dtype, packs=True)
+        assert len(copies) == 1
+        forms = [copies, packed_layers(copies, dtype)] if can_pack(dtype, len(x)) else [copies]
+        for form in forms:
+            error = (linear(x, *form) - exact).norm()
+            assert error <= 4 * torch.finfo(dtype).eps * exact.norm()
+    assert [form[0].is_packed for form in forms] == [False, True][: len(forms)]
+
+
+def whole(layer):
+    weight = layer.weight.double()
+    return weight if layer.lora_a is None else weight + layer.scale * layer.lora_b.double() @ layer.lora_a.double()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from finetune.distributed.device import deterministic_algorithms
-from finetune.engine import kv_cache
+from finetune.engine import replayed as replayed_steps
 from finetune.engine.fused import replayed_or_not
 from finetune.inference import decoding
 from finetune.inference.decoding import Decoding, Sampling, generate_answers
@@ -49,7 +49,7 @@ def test_answers_that_are_replayed_are_those_of_the_engine(
 
     In bf16, near ties are common, and other shapes round differently: most tokens are equal.
     """
-    monkeypatch.setattr(kv_cache, "COLUMNS_OF_STEP", 16)
+    monkeypatch.setattr(replayed_steps, "COLUMNS_OF_STEP", 16)
     monkeypatch.setattr(decoding, "_engine_continues", lambda _: True)
     model = placed(family, precision, device).eval()
     asked = Decoding(stop_ids=[5, 6, 63], max_new_tokens=40, sampling=WAYS[way], keeps_stop=True)

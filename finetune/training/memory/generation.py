@@ -17,12 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from transformers import masking_utils
 
 from finetune.engine.attention import prepare_blocks
-from finetune.engine.decoder import bare_model, bytes_of_merged, layer_windows
-from finetune.engine.kv_cache import CachedDecoder, SteppedDecoder
+from finetune.engine.decoder import bare_model, layer_windows
+from finetune.engine.kv_cache import CachedDecoder, bytes_of_copies
 from finetune.engine.products import unchanged_weights
 from finetune.engine.quantized import widened_bytes
+from finetune.engine.replayed import SteppedDecoder
 from finetune.engine.supported import unsupported_reason
-from finetune.inference.decoding import Decoding, Draw, Sampling, most_likely, sample_answers
+from finetune.inference.decoding import Decoding, Draw, Sampling, sample_answers
+from finetune.inference.replayed_answers import most_likely
 from finetune.model.base import evaluation_mode
 from finetune.training.memory.forecast import OptimizerNeed, Shards, Weights, trace_deep
 from finetune.training.memory.tracing import Allocations, Phases, fake_weights, one_rotation
@@ -57,7 +59,7 @@ class Generating:
         answers: how many are generated at once.
         tokens: of the longest prompt with its answer.
         held: weights, adapter and the state of the optimizer.
-        merged: weights with the adapter added, which the engine makes for small models.
+        merged: copies of a small model's weights with its adapter, which the engine makes to be fast.
         cache: keys and values of all tokens.
         logits: with the copies that sampling makes.
         prompts: what the forward pass over the prompts takes beside `cache`, before there are logits.
@@ -141,7 +143,7 @@ def forecast_generation(
     """
     stored_model = model if quantized is None else quantized
     with evaluation_mode(model):
-        merged = bytes_of_merged(model) if by_engine else 0
+        merged = bytes_of_copies(model, len(batch.prompts), on_cpu=not replays) if by_engine else 0
         if by_engine:
             peaks = trace_deep(model, lambda: _trace_engine(model, batch, replays=replays))
         else:
@@ -163,7 +165,7 @@ def _trace_engine(model: Any, batch: AnswerBatch, *, replays: bool) -> Phases:
             for window in dict.fromkeys(windows):
                 layout.prepared(prepare_blocks, None, window)
             layout.prepared(prepare_blocks, ends, last)
-        decoder._decoder._merges = False  # it is decided by all layers, see `GenerationForecast.merged`
+        decoder.copy_nothing()  # it is decided by all layers, see `GenerationForecast.merged`
 
         def choose_next(logits: torch.Tensor) -> torch.Tensor:
             return (logits if draw is None else draw(None, logits)).argmax(-1)
