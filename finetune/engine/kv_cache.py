@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from finetune.engine.attention import attention
-from finetune.engine.decoder import Decoder, bare_model
+from finetune.engine.decoder import Angles, Decoder, bare_model
 from finetune.engine.layout import PackedPrompts, pack_prompts
 from finetune.units import ceil_div
 
@@ -54,9 +54,7 @@ class CachedDecoder:
         self._cache.longest += 1
         return logits
 
-    def _append(
-        self, tokens: torch.Tensor, num_columns: int, angles: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def _append(self, tokens: torch.Tensor, num_columns: int, angles: Angles | None = None) -> torch.Tensor:
         """Compute `go_on` over the first columns of the cache. With `angles`, the host does not wait for the device."""
         next_pass = _NextPass(self._cache, num_columns)
         hidden = self._decoder.hidden_states(tokens, self._cache.lengths, next_pass, angles=angles)
@@ -104,7 +102,7 @@ class SteppedDecoder(CachedDecoder):
         self._last = self._tokens[:, 0].clone()
         self._place = self._last.new_zeros(1)
         self._has_nats = False
-        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._angles: Angles | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -149,8 +147,11 @@ class SteppedDecoder(CachedDecoder):
     def append(self, num_columns: int) -> torch.Tensor:
         """Append the tokens that were chosen last, and return the logits after them."""
         assert self._angles is not None
-        cos, sin = (angle.index_select(0, self._cache.lengths) for angle in self._angles)
-        return self._append(self._last, num_columns, (cos, sin))
+        places = self._cache.lengths
+        angles = {
+            of: (cos.index_select(0, places), sin.index_select(0, places)) for of, (cos, sin) in self._angles.items()
+        }
+        return self._append(self._last, num_columns, angles)
 
     def choose(self, logits: torch.Tensor) -> None:
         """Choose the next tokens."""
@@ -240,9 +241,10 @@ def _attend(
     *,
     queries: torch.Tensor | None,
     window: int | None,
+    scale: float,
 ) -> torch.Tensor:
     """Attend as `Attention` says; the pass knows its cache."""
-    return layout.attend(q, k, v, queries, window)
+    return layout.attend(q, k, v, queries, window, scale)
 
 
 class _FirstPass:
@@ -252,10 +254,16 @@ class _FirstPass:
         self._cache, self._prompts = cache, prompts
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None,
+        window: int | None,
+        scale: float,
     ) -> torch.Tensor:
         self._cache.layers.append((self._by_row(k), self._by_row(v)))
-        return attention(q, k, v, self._prompts.layout, queries=queries, window=window)
+        return attention(q, k, v, self._prompts.layout, queries=queries, window=window, scale=scale)
 
     def _by_row(self, new: torch.Tensor) -> torch.Tensor:
         token_of = self._prompts.token_of
@@ -277,7 +285,13 @@ class _NextPass:
         self._biases: dict[int | None, torch.Tensor] = {}
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None,
+        window: int | None,
+        scale: float,
     ) -> torch.Tensor:
         """Attend to the cache; `queries` are None, since every token is the only one of its row."""
         keys, values = next(self._layers)
@@ -291,7 +305,7 @@ class _NextPass:
             keys[:, :, :until],
             values[:, :, :until],
             attn_mask=self._bias(window, q.dtype),
-            scale=size**-0.5,
+            scale=scale,
         )
         return attended.reshape(q.shape)
 
