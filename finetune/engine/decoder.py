@@ -92,6 +92,7 @@ class Family:
         scales_queries: whether queries grow with their position, see `_query_scale`.
         window: the layers to which `sliding_window` of the configuration applies; by layer: as `layer_types` says.
         is_computed: whether the engine computes its forward pass. If not, the names of parts are not used.
+        why_not: why the engine does not compute it, if a trial has said so (`model/unknown_family.py`).
         uses_long_factors: whether transformers uses the long factors of LongRoPE. If not, the model is correct only up
             to the length from which they apply.
         rope_sizes: keys that `rope_scaling` of the configuration needs besides the factors.
@@ -124,6 +125,7 @@ class Family:
     scales_queries: bool = False
     window: Literal["no layer", "all layers", "by layer"] = "no layer"
     is_computed: bool = True
+    why_not: str | None = None
     uses_long_factors: bool = True
     rope_sizes: Mapping[str, float] = field(default_factory=dict)
     gguf_name: str | None = None

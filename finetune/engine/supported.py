@@ -48,6 +48,8 @@ def _reasons(model: Any) -> Iterator[str]:
             yield f"{reason} ({key}{f' {value}' if type(value) in (int, float) else ''})"
     if not family_of(model_type).is_computed:
         yield from _layer_reasons(bare)
+        if (why_not := family_of(model_type).why_not) is not None:
+            yield why_not
         computed = sorted(name for name, family in FAMILIES.items() if family.is_computed)
         yield f"its model type is {model_type}; the engine supports {', '.join(computed)}"
         return
