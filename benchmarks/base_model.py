@@ -31,8 +31,8 @@ def write_base(job: Job, folder: Path) -> None:
 
     A real model has its own weights and tokenizer.
     """
-    if job.shape.is_real:
-        real_model(folder)
+    if job.shape.real_model is not None:
+        real_model(folder, model=job.shape.real_model)
         return
     make_base(job, job.shape, dtype=TORCH_TYPES[job.shape.stored_as]).save_pretrained(folder)
     write_tokenizer(folder)

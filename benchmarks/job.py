@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 Precision = Literal["fp32", "bf16"]
-Family = Literal["phi3", "phi", "llama"]
+Family = Literal["phi3", "phi", "llama", "gemma3_text"]
 LORA_RANK = 16
 LORA_ALPHA = 32
 LEARNING_RATE = 2e-4
@@ -24,7 +24,9 @@ SHARED_PROMPT_TOKENS = 150
 LORA_TARGETS: dict[str, tuple[str, ...]] = {
     "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj"),
     "phi": ("q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"),
-    "llama": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    **dict.fromkeys(
+        ("llama", "gemma3_text"), ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ),
 }
 _PUBLISHED = Path(__file__).resolve().parent.parent / "finetune" / "model" / "published.yaml"
 
@@ -73,7 +75,8 @@ class Size:
 
     Attributes:
         family: transformers' type of the model.
-        is_real: the weights are SmolLM2's (`tools/real_model.py`), and not random.
+        real_model: the name of the real model (`tools/real_model.py`); None: the weights are random.
+        head_width: width of one head; None: of all heads together, it is `hidden`.
         lengths: of chat rows.
         hidden: width of the residual stream.
         intermediate: width of the MLP.
@@ -102,7 +105,8 @@ class Size:
     num_rows: int = 600
     row_tokens: int | None = None
     family: Family = "phi3"
-    is_real: bool = False
+    real_model: str | None = None
+    head_width: int | None = None
     lengths: Lengths = _CHATS
 
     @property
@@ -113,7 +117,7 @@ class Size:
     @property
     def head_dim(self) -> int:
         """Width of one head."""
-        return self.hidden // self.heads
+        return self.head_width or self.hidden // self.heads
 
     @property
     def linear_shapes(self) -> list[tuple[int, int]]:
@@ -213,7 +217,21 @@ SIZES: dict[str, Size] = {
         tied=True,
         context=8192,
         family="llama",
-        is_real=True,
+        real_model="smollm2",
+        lengths=_GSM8K,
+    ),
+    "gemma3": Size(
+        hidden=640,
+        intermediate=2048,
+        layers=18,
+        heads=4,
+        kv_heads=1,
+        vocabulary=262_144,
+        tied=True,
+        context=32_768,
+        family="gemma3_text",
+        real_model="gemma3",
+        head_width=256,
         lengths=_GSM8K,
     ),
     # The vocabulary of Phi-3-mini, and that of phi-4, on a small body: what a head costs that is run everywhere.

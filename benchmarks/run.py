@@ -48,6 +48,7 @@ def recorded_settings(steps: int) -> list[Setting]:
         Setting(job, (*both, *others)),
         # A step of the real model takes TRL half a minute.
         Setting(replace(job, size="smollm2", steps=5, warmup_steps=2), (*grouped, lean, "trl-1x16-targets")),
+        Setting(replace(job, size="gemma3", steps=3, warmup_steps=1), ("ours", "trl-1x16-targets")),
         Setting(
             replace(job, size="smollm2", precision="bf16", steps=5, warmup_steps=2),
             ("ours", "ours training.precision=fp32", "unsloth", "unsloth-plain"),

@@ -16,7 +16,7 @@ from tests.curves import (
     run_and_report,
 )
 from tests.launches import LAUNCHERS
-from tests.tiny_models import LLAMA_KIN, tiny_gemma2_config
+from tests.tiny_models import LLAMA_KIN, VARIANTS, tiny_gemma2_config
 from tests.tiny_runs import MODEL_VOCABULARY
 
 pytestmark = [pytest.mark.slow, pytest.mark.warm]
@@ -31,7 +31,7 @@ ALONE = (
 TWO_RANKS = (Case(2), Case(2, words=(FSDP2,)), Case(2, recipe=FULL), Case(2, recipe=FULL, words=(FSDP2,)))
 
 
-FAMILIES = {**LLAMA_KIN, "gemma2": tiny_gemma2_config()}
+FAMILIES = {**LLAMA_KIN, "gemma2": tiny_gemma2_config(), "gemma3_text": VARIANTS["gemma3_text"]}
 
 
 def words_of(family: str) -> str:

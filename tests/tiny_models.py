@@ -8,15 +8,26 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
+    CohereConfig,
+    Exaone4Config,
     Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -79,6 +90,40 @@ LLAMA_KIN: dict[str, PretrainedConfig] = {
 }
 """Models with layers like Llama's. All name a window that is shorter than the rows: Llama itself has none all the same,
 Mistral in all layers, Qwen2 in the last, Qwen3 in the first, SmolLM3 in that without rotation."""
+_LAYERS: dict[str, Any] = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+_TWO_ROTATIONS = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
+VARIANTS: dict[str, PretrainedConfig] = {
+    "seed_oss": SeedOssConfig(**WIDE_HEADS, attention_dropout=0.0, residual_dropout=0.0),
+    "ministral": MinistralConfig(**WIDE_HEADS, **_LAYERS),
+    "ministral3": Ministral3Config(
+        **WIDE_HEADS,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
+    "gemma": GemmaConfig(**WIDE_HEADS, hidden_act="gelu_pytorch_tanh"),
+    "gemma3_text": Gemma3TextConfig(**WIDE_HEADS, **_LAYERS, query_pre_attn_scalar=3, rope_parameters=_TWO_ROTATIONS),
+    "granite": GraniteConfig(
+        **SIZES,
+        num_key_value_heads=2,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.3,
+        attention_multiplier=0.2,
+        logits_scaling=1.5,
+    ),
+    "olmo2": Olmo2Config(**SIZES, num_key_value_heads=2),
+    "olmo3": Olmo3Config(**SIZES, **_LAYERS, num_key_value_heads=2, rope_parameters=_TWO_ROTATIONS),
+    "exaone4": Exaone4Config(**WIDE_HEADS, **_LAYERS),
+    "cohere": CohereConfig(**SIZES, num_key_value_heads=2, logit_scale=0.5),
+    "cohere2": Cohere2Config(**SIZES, **_LAYERS, num_key_value_heads=2, logit_scale=0.5),
+}
+"""Models whose layers differ from Llama's: in their norms, activation, factors, rotation, or order of parts."""
 
 
 def build_tiny(config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, Protocol, TypeAlias, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch.nn import functional
@@ -20,12 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from finetune.engine.adapted import read_linear
 from finetune.engine.linear import Linear, linear, normed_linear
-from finetune.engine.mlp import gated_mlp
+from finetune.engine.mlp import activated, gated_mlp
 from finetune.engine.norm import rms_norm
+from finetune.engine.products import wide_type
 from finetune.engine.rotary import split_heads
 
 AnyLinear: TypeAlias = Linear | torch.nn.Module
 """The tensors of a layer, or a module to call."""
+Angles: TypeAlias = Mapping[str | None, tuple[torch.Tensor, torch.Tensor]]
+"""cos and sin of the rotation, each (tokens, rotated features), by type of layer; None: of all types."""
 
 
 class Attention(Protocol):
@@ -40,8 +43,9 @@ class Attention(Protocol):
         *,
         queries: torch.Tensor | None,
         window: int | None,
+        scale: float,
     ) -> torch.Tensor:
-        """Attend, with scores scaled by head_dim ** -0.5.
+        """Attend.
 
         Args:
             q: (queries, heads, head_dim).
@@ -50,6 +54,7 @@ class Attention(Protocol):
             layout: which token sees which, as given to `Decoder`.
             queries: (queries,), the tokens that the rows of q belong to, ascending, each once; None: all tokens.
             window: the number of tokens of its document that a token sees, itself included; None for all before it.
+            scale: the factor of the scores.
 
         Returns:
             (queries, heads, head_dim)
@@ -67,10 +72,27 @@ class Family:
         widen: the first projections of the feed-forward part: gate and up in one module or in two, or only up.
         narrow: the last projection of the feed-forward part.
         final_norm: the norm after the last layer.
-        is_parallel: attention and the feed-forward part read the same LayerNorm, and there is no gate.
-        head_norms: the norms of each query head and of each key head; empty if the model has none.
+        attention_norms: the norms before and after the attention, the latter before its result is added; None: no norm.
+        mlp_norms: like these, for the feed-forward part.
+        norm: whether norms divide by the root mean square, or subtract the mean first.
+        norm_offset: what is added to the weight of a norm: 1 if the norm multiplies by 1 + w.
+        head_norms: the norms of queries and of keys; empty if the model has none. Each normalizes the heads one by one,
+            or, if its weight is as long as the whole projection, all of them at once.
+        is_parallel: attention and the feed-forward part read the same input, and both results are added.
+        is_gated: whether the feed-forward part has a gate. If not, it calls the model's own activation.
+        activation: the key of the configuration that names the activation of the gate.
+        embedding_scale: the key with the factor of the embedding's result; None: no factor, or the embedding's own.
+        residual_scale: the key with the factor of what a layer adds to the residual stream; None: no factor.
+        logit_scale: the key with the factor of the logits; None: no factor.
+        logit_divisor: the key with the number that divides the logits; None: no number.
+        rotary: the layers that rotate queries and keys. With "by module", attention says so (`use_rope`). With "sliding
+            layers if any", all layers do so if the configuration sets no `sliding_window`.
+        has_rotary_by_type: whether the angles of the rotation differ between the types of layers (`layer_types`).
+        is_interleaved: whether the rotation turns neighbouring features, instead of those half a head apart.
+        scales_queries: whether queries grow with their position, see `_query_scale`.
         window: the layers to which `sliding_window` of the configuration applies; by layer: as `layer_types` says.
         is_computed: whether the engine computes its forward pass. If not, the names of parts are not used.
+        why_not: why the engine does not compute it, if a trial has said so (`model/unknown_family.py`).
         uses_long_factors: whether transformers uses the long factors of LongRoPE. If not, the model is correct only up
             to the length from which they apply.
         rope_sizes: keys that `rope_scaling` of the configuration needs besides the factors.
@@ -85,10 +107,25 @@ class Family:
     widen: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     narrow: str = "mlp.down_proj"
     final_norm: str = "norm"
-    is_parallel: bool = False
+    attention_norms: tuple[str | None, str | None] = ("input_layernorm", None)
+    mlp_norms: tuple[str | None, str | None] = ("post_attention_layernorm", None)
+    norm: Literal["root mean square", "mean and variance"] = "root mean square"
+    norm_offset: float = 0.0
     head_norms: tuple[str, ...] = ()
+    is_parallel: bool = False
+    is_gated: bool = True
+    activation: str = "hidden_act"
+    embedding_scale: str | None = None
+    residual_scale: str | None = None
+    logit_scale: str | None = None
+    logit_divisor: str | None = None
+    rotary: Literal["all layers", "by module", "sliding layers", "sliding layers if any"] = "all layers"
+    has_rotary_by_type: bool = False
+    is_interleaved: bool = False
+    scales_queries: bool = False
     window: Literal["no layer", "all layers", "by layer"] = "no layer"
     is_computed: bool = True
+    why_not: str | None = None
     uses_long_factors: bool = True
     rope_sizes: Mapping[str, float] = field(default_factory=dict)
     gguf_name: str | None = None
@@ -105,6 +142,13 @@ class Family:
         return tuple(chain.from_iterable(self.groups))
 
 
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_normed_after = partial(
+    Family,
+    attention_norms=(None, "post_attention_layernorm"),
+    mlp_norms=(None, "post_feedforward_layernorm"),
+    head_norms=_HEAD_NORMS,
+)
 FAMILIES = {
     "phi3": Family(
         projections=("self_attn.qkv_proj",),
@@ -114,13 +158,55 @@ FAMILIES = {
         is_longrope_by_context=True,
     ),
     "phi": Family(
-        output="self_attn.dense", widen=("mlp.fc1",), narrow="mlp.fc2", final_norm="final_layernorm", is_parallel=True
+        output="self_attn.dense",
+        widen=("mlp.fc1",),
+        narrow="mlp.fc2",
+        final_norm="final_layernorm",
+        mlp_norms=(None, None),
+        norm="mean and variance",
+        is_parallel=True,
+        is_gated=False,
     ),
     "llama": Family(),
     "mistral": Family(window="all layers"),
     "qwen2": Family(window="by layer"),
-    "qwen3": Family(head_norms=("self_attn.q_norm", "self_attn.k_norm"), window="by layer"),
-    "smollm3": Family(window="by layer"),
+    "qwen3": Family(head_norms=_HEAD_NORMS, window="by layer"),
+    "smollm3": Family(rotary="by module", window="by layer"),
+    "seed_oss": Family(),
+    "ministral": Family(window="by layer"),
+    "ministral3": Family(scales_queries=True, window="all layers"),
+    "gemma": Family(norm_offset=1.0),
+    "gemma3_text": Family(
+        attention_norms=("input_layernorm", "post_attention_layernorm"),
+        mlp_norms=("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+        norm_offset=1.0,
+        head_norms=_HEAD_NORMS,
+        activation="hidden_activation",
+        has_rotary_by_type=True,
+        window="by layer",
+    ),
+    "granite": Family(
+        embedding_scale="embedding_multiplier", residual_scale="residual_multiplier", logit_divisor="logits_scaling"
+    ),
+    "olmo2": _normed_after(),
+    "olmo3": _normed_after(has_rotary_by_type=True, window="by layer"),
+    "exaone4": _normed_after(rotary="sliding layers if any", window="by layer"),
+    "cohere": Family(
+        mlp_norms=(None, None),
+        norm="mean and variance",
+        is_parallel=True,
+        logit_scale="logit_scale",
+        is_interleaved=True,
+    ),
+    "cohere2": Family(
+        mlp_norms=(None, None),
+        norm="mean and variance",
+        is_parallel=True,
+        logit_scale="logit_scale",
+        rotary="sliding layers",
+        is_interleaved=True,
+        window="by layer",
+    ),
     "phimoe": Family(  # as of transformers 5.23
         is_computed=False, uses_long_factors=False, rope_sizes={"short_mscale": 1.0, "long_mscale": 1.0}
     ),
@@ -153,8 +239,9 @@ Keep = Callable[[], AbstractContextManager[Any]]
 class _Tokens:
     """The inputs of the layers besides hidden states."""
 
-    cos: torch.Tensor
-    sin: torch.Tensor
+    angles: Angles
+    query_scale: torch.Tensor | None
+    """(tokens, 1, 1)."""
     layout: Any
     at: torch.Tensor | None
     num_padding: int
@@ -193,20 +280,29 @@ class Decoder:
         self._family = FAMILIES[bare.config.model_type]
         self._attention = attention
         self._windows = layer_windows(bare)
+        self._rotates = _rotated_layers(bare, self._windows)
+        self._residual_scale = _factor(self._config, self._family.residual_scale)
+        self._logit_scale = logit_scale(self._config)
         self._checkpoint_layers = checkpoint_layers
         self._keep_inputs = keep_inputs
         self._mlp_chunk_rows = mlp_chunk_rows
         self._read: dict[tuple[int, tuple[str, ...]], list[AnyLinear]] = {}
         self.prepare = prepare
 
-    def angles(self, position_ids: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the rotation at some positions, each (tokens, rotated features), in the type of `like`.
+    def angles(self, position_ids: torch.Tensor, like: torch.Tensor) -> Angles:
+        """Return cos and sin of the rotation at some positions, in the type of `like`.
 
         The factors of LongRoPE follow from the largest position. Some versions of transformers wait for the device to
         read it.
         """
-        cos, sin = self._modules.rotary_emb(like, position_ids.unsqueeze(0))
-        return cos.squeeze(0), sin.squeeze(0)
+        positions, rotary = position_ids.unsqueeze(0), self._modules.rotary_emb
+        if self._family.has_rotary_by_type:
+            of_types = {name: rotary(like, positions, name) for name in dict.fromkeys(self._config.layer_types)}
+            return {name: (cos.squeeze(0), sin.squeeze(0)) for name, (cos, sin) in of_types.items()}
+        cos, sin = (angle.squeeze(0) for angle in rotary(like, positions))
+        if self._family.is_interleaved:  # see `_split_heads`
+            cos, sin = (torch.cat([angle[:, ::2], angle[:, ::2]], dim=1) for angle in (cos, sin))
+        return {None: (cos, sin)}
 
     def hidden_states(
         self,
@@ -215,10 +311,12 @@ class Decoder:
         layout: Any,
         at: torch.Tensor | None = None,
         *,
-        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        angles: Angles | None = None,
         num_padding: int = 0,
     ) -> torch.Tensor:
         """Compute the input of the head for some tokens, in the type of the embedding or of a surrounding autocast.
+
+        If the model scales its logits, the factor is in this input: the head alone then computes the logits.
 
         Args:
             input_ids: (tokens,), documents one after the other.
@@ -235,18 +333,28 @@ class Decoder:
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         with torch.autocast(device, enabled=False):
             h = self._modules.embed_tokens.forward(input_ids)
+            if self._family.embedding_scale is not None:
+                h = h * _factor(self._config, self._family.embedding_scale)
             h = h if dtype is None else h.to(dtype)
-            if self._family.is_parallel:
+            if not self._family.is_gated:
                 h = self._modules.embed_dropout(h)
-            cos, sin = self.angles(position_ids, h) if angles is None else angles
-            of_tokens = partial(_Tokens, cos=cos, sin=sin, layout=layout, num_padding=num_padding)
+            of_tokens = partial(
+                _Tokens,
+                angles=self.angles(position_ids, h) if angles is None else angles,
+                query_scale=_query_scale(self._config, position_ids, h) if self._family.scales_queries else None,
+                layout=layout,
+                num_padding=num_padding,
+            )
             everywhere, there = (of_tokens(at=where) for where in (None, at))
             last = self._modules.layers[-1]
             for modules in self._modules.layers:
                 layer = partial(self._layer, modules, tokens=there if modules is last else everywhere)
                 layer = partial(getattr(modules, ENTER), layer) if hasattr(modules, ENTER) else layer
                 h = self._checkpointed(layer, h) if self._checkpoint_layers else layer(h)
-            return _normalize(self._modules.get_submodule(self._family.final_norm), h)
+            norm = _read_norm(self._modules, self._family.final_norm, self._family)
+            assert norm is not None
+            h = norm.apply(h)
+            return h if self._logit_scale == 1 else h * self._logit_scale
 
     def _checkpointed(self, layer: Callable[[torch.Tensor], torch.Tensor], h: torch.Tensor) -> torch.Tensor:
         with self._keep_inputs():
@@ -255,26 +363,46 @@ class Decoder:
 
     def _layer(self, modules: Any, h: torch.Tensor, tokens: _Tokens) -> torch.Tensor:
         """Apply a layer: (tokens, hidden) to (tokens, hidden), or to (n, hidden) for n requested tokens."""
-        family, norm = self._family, modules.input_layernorm
+        family = self._family
+        before, after = (_read_norm(modules, name, family) for name in family.attention_norms)
         projections = self._linears(modules, [family.projections], h, tokens.num_padding)
-        if family.is_parallel:
-            x, project = _normalize(norm, h), _with_input
-        else:
-            x, project = h, partial(_normed_side_by_side, norm=norm)
+        x, project = h, _with_input
+        if before is not None and family.is_parallel:
+            x = before.apply(h)
+        elif before is not None:
+            project = partial(_normed_side_by_side, norm=before)
         x, q, k, v = self._project(modules, project, x, projections, tokens)
-        window = self._windows[modules.self_attn.layer_idx]
-        attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=window).flatten(1)
+        scale, window = modules.self_attn.scaling, self._windows[modules.self_attn.layer_idx]
+        attended = self._attention(q, k, v, tokens.layout, queries=tokens.at, window=window, scale=scale).flatten(1)
 
         h = tokens.chosen(h if family.is_parallel else x)
         num_padding = tokens.num_padding if tokens.at is None else 0
         output, *widen, narrow = self._linears(modules, family.groups[1:], h, num_padding)
+        feed = partial(_gated_mlp, activation=getattr(self._config, family.activation), rows=self._mlp_chunk_rows)
         if not family.is_parallel:
+            if self._adds_at_once(after):
+                h = _side_by_side(attended, output, residual=h)
+            else:
+                h = self._added(h, _side_by_side(attended, output), after)
+            before, after = (_read_norm(modules, name, family) for name in family.mlp_norms)
+            if self._adds_at_once(after):
+                return feed(h, before, widen, narrow)
+            return self._added(h, feed(h, before, widen, narrow, adds_input=False), after)
+        x = tokens.chosen(x)
+        if family.is_gated:
             h = _side_by_side(attended, output, residual=h)
-            return _gated_mlp(h, modules.post_attention_layernorm, widen, narrow, self._mlp_chunk_rows)
-        fed_forward = _side_by_side(modules.mlp.activation_fn(_side_by_side(tokens.chosen(x), *widen)), narrow)
+            return h + feed(x, None, widen, narrow, adds_input=False)
+        fed_forward = _side_by_side(modules.mlp.activation_fn(_side_by_side(x, *widen)), narrow)
         attended = modules.resid_dropout(_side_by_side(attended, output))
         result: torch.Tensor = h + attended + modules.resid_dropout(fed_forward)
         return result
+
+    def _adds_at_once(self, norm: _Norm | None) -> bool:
+        """Return whether a product adds the residual itself: nothing changes its result before."""
+        return norm is None and self._residual_scale == 1
+
+    def _added(self, h: torch.Tensor, x: torch.Tensor, norm: _Norm | None) -> torch.Tensor:
+        return torch.add(h, x if norm is None else norm.apply(x), alpha=self._residual_scale)
 
     def _project(
         self,
@@ -285,22 +413,24 @@ class Decoder:
         tokens: _Tokens,
     ) -> tuple[torch.Tensor, ...]:
         """Return x for further use, queries of the requested tokens, and keys and values of all tokens."""
+        family, index, at = self._family, modules.self_attn.layer_idx, tokens.at
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
-        cos, sin, at = tokens.cos, tokens.sin, tokens.at
-        q_norm, k_norm = [modules.get_submodule(name) for name in self._family.head_norms] or (None, None)
-        split = partial(_split_heads, rotates=getattr(modules.self_attn, "use_rope", True))  # SmolLM3 says so by layer
+        cos, sin = tokens.angles[self._config.layer_types[index] if family.has_rotary_by_type else None]
+        q_norm, k_norm = [_read_norm(modules, name, family) for name in family.head_norms] or (None, None)
+        split = partial(_split_heads, rotates=self._rotates[index], is_interleaved=family.is_interleaved)
         queries, *keys_values = projections
         is_whole = not keys_values and (not isinstance(queries, Linear) or queries.is_packed)
         if at is None or is_whole:
             projected, x = project(x, *projections)
             q, k, v = split(projected, cos, sin, [heads, kv_heads, kv_heads], [q_norm, k_norm])
-            return x, tokens.chosen(q), k, v
+            return x, tokens.chosen(q if tokens.query_scale is None else q * tokens.query_scale), k, v
         if isinstance(queries, Linear):
             if not keys_values:
                 width = queries.width * heads // (heads + 2 * kv_heads)
                 queries, keys_values = queries.columns(0, width), [queries.columns(width, queries.width)]
             queries = queries.at_rows(at)
         (q,) = split(project(tokens.chosen(x), queries)[0], cos[at], sin[at], [heads], [q_norm])
+        q = q if tokens.query_scale is None else q * tokens.query_scale[at]
         return x, q, *split(project(x, *keys_values)[0], cos, sin, [kv_heads, kv_heads], [k_norm])
 
     def _linears(
@@ -325,20 +455,64 @@ def read_groups(
         yield [read_linear(modules.get_submodule(name), like, num_padding=num_padding) for name in names]
 
 
-def _split_heads(
-    projected: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: list[int], norms: list[Any], *, rotates: bool
-) -> tuple[torch.Tensor, ...]:
-    """Apply `split_heads`, after a norm of each head where the family has one.
+class _Norm(NamedTuple):
+    """A norm as `Family.norm` says."""
 
-    `norms` has an entry for each of the first groups, which are rotated if `rotates` is true. None: no norm.
+    weight: torch.Tensor
+    """As it is multiplied, see `Family.norm_offset`."""
+    bias: torch.Tensor | None
+    eps: float
+    has_mean: bool
+
+    def apply(self, h: torch.Tensor) -> torch.Tensor:
+        """Normalize the last dimension of h."""
+        if not self.has_mean:
+            return rms_norm(h, self.weight, self.eps)
+        bias = None if self.bias is None else self.bias.to(h.dtype)
+        result: torch.Tensor = functional.layer_norm(h, self.weight.shape, self.weight.to(h.dtype), bias, self.eps)
+        return result
+
+
+def _read_norm(modules: Any, name: str | None, family: Family) -> _Norm | None:
+    """Return a norm inside a module; None if there is no name."""
+    if name is None:
+        return None
+    norm = modules.get_submodule(name)
+    weight = norm.weight
+    if family.norm_offset:  # in 16 bits, the sum would lose most of a small weight
+        weight = weight.to(wide_type(weight)) + family.norm_offset
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return _Norm(weight, getattr(norm, "bias", None), eps, family.norm == "mean and variance")
+
+
+def _split_heads(
+    projected: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    heads: list[int],
+    norms: list[_Norm | None],
+    *,
+    rotates: bool,
+    is_interleaved: bool,
+) -> tuple[torch.Tensor, ...]:
+    """Apply `split_heads`, after the norms of queries and keys where the family has some.
+
+    `norms` has an entry for each of the first groups, which are rotated if `rotates` is true. None: no norm. If the
+    rotation is interleaved, the even features of each head come first in the result, then the odd ones: the scores of
+    attention do not change if queries and keys have their features in another order.
     """
-    if norms[0] is None:
+    if norms[0] is None and not (is_interleaved and rotates):
         return split_heads(projected, cos, sin, heads, num_rotated=len(norms) if rotates else 0)
-    x = projected.view(len(projected), sum(heads), projected.shape[1] // sum(heads))
-    groups = torch.split(x, heads, dim=1)
-    normed = [_normalize(norm, group).flatten(1) for norm, group in zip(norms, groups, strict=False)]
-    counts = zip(normed, heads, strict=False)
-    turned = [split_heads(group, cos, sin, [count], num_rotated=int(rotates))[0] for group, count in counts]
+    size = projected.shape[1] // sum(heads)
+    groups = torch.split(projected.view(len(projected), sum(heads), size), heads, dim=1)
+    turned: list[torch.Tensor] = []
+    for norm, group, count in zip(norms, groups, heads, strict=False):
+        x = group
+        if norm is not None:
+            x = norm.apply(group if len(norm.weight) == size else group.flatten(1))
+        if is_interleaved and rotates:
+            x = x.reshape(len(x), count, size // 2, 2).transpose(-1, -2)
+        turned += split_heads(x.flatten(1), cos, sin, [count], num_rotated=int(rotates))
     return *turned, *groups[len(norms) :]
 
 
@@ -355,20 +529,28 @@ def _with_input(x: torch.Tensor, *layers: AnyLinear) -> tuple[torch.Tensor, torc
     return _side_by_side(x, *layers), x
 
 
-def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: _Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """Apply `normed_linear`, calling those layers that are modules."""
     if are_read(layers):
-        return normed_linear(h, *layers, weight=norm.weight, eps=norm.variance_epsilon)
-    return _side_by_side(_normalize(norm, h), *layers), h
+        return normed_linear(h, *layers, weight=norm.weight, eps=norm.eps)
+    return _side_by_side(norm.apply(h), *layers), h
 
 
 def _gated_mlp(
-    h: torch.Tensor, norm: Any, widen: Sequence[AnyLinear], narrow: AnyLinear, chunk_rows: int | None
+    h: torch.Tensor,
+    norm: _Norm | None,
+    widen: Sequence[AnyLinear],
+    narrow: AnyLinear,
+    *,
+    activation: str,
+    rows: int | None,
+    adds_input: bool = True,
 ) -> torch.Tensor:
     if are_read(widen) and isinstance(narrow, Linear):
-        return gated_mlp(h, norm.weight, norm.variance_epsilon, widen, narrow, chunk_rows)
-    gate, up = _side_by_side(_normalize(norm, h), *widen).chunk(2, dim=-1)
-    return _side_by_side(functional.silu(gate) * up, narrow, residual=h)
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        return gated_mlp(h, weight, eps, widen, narrow, rows, activation=activation, adds_input=adds_input)
+    gate, up = _side_by_side(h if norm is None else norm.apply(h), *widen).chunk(2, dim=-1)
+    return _side_by_side(activated(gate, activation) * up, narrow, residual=h if adds_input else None)
 
 
 def are_read(layers: Sequence[AnyLinear]) -> TypeGuard[Sequence[Linear]]:
@@ -390,8 +572,30 @@ def layer_windows(model: Any) -> list[int | None]:
     return [config.sliding_window if holds_for == "all layers" else None] * config.num_hidden_layers
 
 
-def _normalize(norm: Any, h: torch.Tensor) -> torch.Tensor:
-    if isinstance(norm, torch.nn.LayerNorm):
-        weight, bias = norm.weight.to(h.dtype), norm.bias.to(h.dtype)
-        return functional.layer_norm(h, norm.normalized_shape, weight, bias, norm.eps)
-    return rms_norm(h, norm.weight, norm.variance_epsilon)
+def _rotated_layers(bare: Any, windows: Sequence[int | None]) -> list[bool]:
+    """Return for each layer whether it rotates queries and keys."""
+    rotary, config = FAMILIES[bare.config.model_type].rotary, bare.config
+    if rotary == "by module":
+        rotates = {layer.self_attn.layer_idx: layer.self_attn.use_rope for layer in bare.get_decoder().layers}
+        return [bool(rotates.get(index, True)) for index in range(len(windows))]
+    if rotary == "all layers" or (rotary == "sliding layers if any" and config.sliding_window is None):
+        return [True] * len(windows)
+    return [window is not None for window in windows]
+
+
+def _query_scale(config: Any, position_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return Llama 4's factor of queries, (tokens, 1, 1): it grows with each multiple of the original context."""
+    rope = config.rope_parameters
+    multiple = torch.floor(position_ids / rope["original_max_position_embeddings"])
+    factor: torch.Tensor = 1 + rope["llama_4_scaling_beta"] * torch.log(1 + multiple)
+    return factor.to(like.dtype)[:, None, None]
+
+
+def logit_scale(config: Any) -> float:
+    """Return the factor by which a model multiplies its logits."""
+    family = family_of(config.model_type)
+    return _factor(config, family.logit_scale) / _factor(config, family.logit_divisor)
+
+
+def _factor(config: Any, key: str | None) -> float:
+    return 1.0 if key is None else float(getattr(config, key))

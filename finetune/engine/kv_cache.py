@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from finetune.engine.attention import attention
-from finetune.engine.decoder import AnyLinear, Decoder, are_read, bare_model, family_of, read_groups
+from finetune.engine.decoder import Angles, AnyLinear, Decoder, are_read, bare_model, family_of, read_groups
 from finetune.engine.layout import PackedPrompts, pack_prompts
 from finetune.engine.linear import Linear, joined_biases, linear, merge_adapters
 from finetune.engine.products import LINEAR, ONEDNN, PROCESSOR
@@ -54,9 +54,7 @@ class CachedDecoder:
         self._cache.longest += 1
         return logits
 
-    def _append(
-        self, tokens: torch.Tensor, num_columns: int, angles: tuple[torch.Tensor, torch.Tensor] | None = None
-    ) -> torch.Tensor:
+    def _append(self, tokens: torch.Tensor, num_columns: int, angles: Angles | None = None) -> torch.Tensor:
         """Compute `go_on` over the first columns of the cache. With `angles`, the host does not wait for the device."""
         next_pass = _NextPass(self._cache, num_columns)
         hidden = self._decoder.hidden_states(tokens, self._cache.lengths, next_pass, angles=angles)
@@ -111,9 +109,10 @@ def _attend(
     *,
     queries: torch.Tensor | None,
     window: int | None,
+    scale: float,
 ) -> torch.Tensor:
     """Attend as `Attention` says; the pass knows its cache."""
-    return layout.attend(q, k, v, queries, window)
+    return layout.attend(q, k, v, queries, window, scale)
 
 
 class _FirstPass:
@@ -123,10 +122,16 @@ class _FirstPass:
         self._cache, self._prompts = cache, prompts
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None,
+        window: int | None,
+        scale: float,
     ) -> torch.Tensor:
         self._cache.layers.append((self._by_row(k), self._by_row(v)))
-        return attention(q, k, v, self._prompts.layout, queries=queries, window=window)
+        return attention(q, k, v, self._prompts.layout, queries=queries, window=window, scale=scale)
 
     def _by_row(self, new: torch.Tensor) -> torch.Tensor:
         token_of = self._prompts.token_of
@@ -148,7 +153,13 @@ class _NextPass:
         self._biases: dict[int | None, torch.Tensor] = {}
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: torch.Tensor | None, window: int | None
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        queries: torch.Tensor | None,
+        window: int | None,
+        scale: float,
     ) -> torch.Tensor:
         """Attend to the cache; `queries` are None, since every token is the only one of its row."""
         keys, values = next(self._layers)
@@ -162,7 +173,7 @@ class _NextPass:
             keys[:, :, :until],
             values[:, :, :until],
             attn_mask=self._bias(window, q.dtype),
-            scale=size**-0.5,
+            scale=scale,
         )
         return attended.reshape(q.shape)
 

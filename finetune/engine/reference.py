@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune.engine.decoder import bare_model, family_of
+from finetune.engine.decoder import bare_model, family_of, logit_scale
 
 if TYPE_CHECKING:
     from finetune.engine.microbatch import PaddedMicrobatch
@@ -88,7 +88,9 @@ def in_float64(values: torch.Tensor) -> torch.Tensor:
 def _logits_at(model: torch.nn.Module, input_ids: torch.Tensor, predicts: torch.Tensor) -> torch.Tensor:
     """Return logits (num_targets, vocabulary) where `predicts` (batch, time - 1) is True."""
     bare = bare_model(model)
-    if family_of(bare.config.model_type).is_computed:  # others may scale or cap their logits
+    config = bare.config
+    caps = getattr(config, "final_logit_softcapping", None) is not None
+    if family_of(config.model_type).is_computed and logit_scale(config) == 1 and not caps:  # others do more to logits
         hidden = bare.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
         return bare.get_output_embeddings()(hidden[:, :-1][predicts])  # type: ignore[no-any-return]
     if "logits_to_keep" not in inspect.signature(bare.forward).parameters:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from finetune.engine.decoder import Angles
 from finetune.engine.kv_cache import CachedDecoder
 from finetune.units import ceil_div
 
@@ -52,7 +53,7 @@ class SteppedDecoder(CachedDecoder):
         self._last = self._tokens[:, 0].clone()
         self._place = self._last.new_zeros(1)
         self._has_nats = False
-        self._angles: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._angles: Angles | None = None
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
 
@@ -97,8 +98,11 @@ class SteppedDecoder(CachedDecoder):
     def append(self, num_columns: int) -> torch.Tensor:
         """Append the tokens that were chosen last, and return the logits after them."""
         assert self._angles is not None
-        cos, sin = (angle.index_select(0, self._cache.lengths) for angle in self._angles)
-        return self._append(self._last, num_columns, (cos, sin))
+        places = self._cache.lengths
+        angles = {
+            of: (cos.index_select(0, places), sin.index_select(0, places)) for of, (cos, sin) in self._angles.items()
+        }
+        return self._append(self._last, num_columns, angles)
 
     def choose(self, logits: torch.Tensor) -> None:
         """Choose the next tokens."""

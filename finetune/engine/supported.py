@@ -9,9 +9,23 @@ from torch import nn
 
 from finetune.engine.adapted import hook_reason, reason_to_call, unknown_linear
 from finetune.engine.decoder import FAMILIES, FULL, SLIDING, bare_model, family_of
+from finetune.engine.mlp import ACTIVATIONS
 
 _PLAIN_TYPES = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ModuleList)
 _OWN = "finetune.engine.host_embedding"
+_OF_TRANSFORMERS = "transformers.models."
+_LACKING = {
+    "attn_logit_softcapping": "its attention scores are capped",
+    "final_logit_softcapping": "its logits are capped",
+    "use_bidirectional_attention": "its tokens see later tokens",
+    "num_experts": "its layers choose among experts",
+    "num_local_experts": "its layers choose among experts",
+    "n_routed_experts": "its layers choose among experts",
+    "vision_config": "it also reads images",
+    "qk_layernorm": "it normalizes queries and keys by LayerNorm",
+    "use_qk_norm": "it normalizes queries and keys by LayerNorm",
+}
+"""What no model may do that the engine computes, by the key of the configuration that says so."""
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
@@ -28,13 +42,24 @@ def _reasons(model: Any) -> Iterator[str]:
         yield "its adapter is a prompt"
     bare = bare_model(model)
     model_type = getattr(getattr(bare, "config", None), "model_type", None)
+    for key, reason in _LACKING.items():
+        if getattr(getattr(bare, "config", None), key, None):
+            value = getattr(bare.config, key)
+            yield f"{reason} ({key}{f' {value}' if type(value) in (int, float) else ''})"
     if not family_of(model_type).is_computed:
+        yield from _layer_reasons(bare)
+        if (why_not := family_of(model_type).why_not) is not None:
+            yield why_not
         computed = sorted(name for name, family in FAMILIES.items() if family.is_computed)
         yield f"its model type is {model_type}; the engine supports {', '.join(computed)}"
         return
     yield from _config_reasons(bare.config)
     names = frozenset(name for name, _ in _linears(bare))
-    yield from _module_reasons("", bare.get_decoder(), f"transformers.models.{model_type}.", names)
+    decoder = bare.get_decoder()
+    package = type(decoder).__module__.rpartition(".")[0] + "."
+    if not package.startswith(_OF_TRANSFORMERS):
+        yield f"its decoder is a {type(decoder).__name__} that is not transformers' own"
+    yield from _module_reasons("", decoder, package, names)
     head = bare.get_output_embeddings()
     if type(head) is not nn.Linear:
         yield f"its head is a {type(head).__name__}"
@@ -42,19 +67,30 @@ def _reasons(model: Any) -> Iterator[str]:
         yield f"its head has {hook_reason(head)}"
 
 
+def _layer_reasons(bare: Any) -> Iterator[str]:
+    """Yield what the layers of a model have that the engine lacks."""
+    unknown = sorted(set(getattr(bare.config, "layer_types", None) or ()) - {FULL, SLIDING})
+    if unknown:
+        yield f"it has layers of the type {', '.join(unknown)} (layer_types)"
+    sinks = [name for name, _ in bare.named_parameters() if name.endswith(".sinks")]
+    if sinks:
+        yield f"its attention has sinks ({sinks[0]})"
+
+
 def _config_reasons(config: Any) -> Iterator[str]:
     if getattr(config, "attention_dropout", 0):
         yield f"it applies dropout to attention weights (attention_dropout {config.attention_dropout})"
-    if getattr(config, "qk_layernorm", False):
-        yield "it normalizes queries and keys (qk_layernorm)"
-    if FAMILIES[config.model_type].window == "by layer":
+    family = FAMILIES[config.model_type]
+    if family.window == "by layer":
         yield from _window_reasons(config)
-    if FAMILIES[config.model_type].is_parallel:
+    if not family.is_gated:
         return
-    if getattr(config, "resid_pdrop", 0):
-        yield f"it applies dropout to residuals (resid_pdrop {config.resid_pdrop})"
-    if config.hidden_act != "silu":
-        yield f"its feed-forward part is gated by {config.hidden_act}, not by silu"
+    for key in ("resid_pdrop", "residual_dropout"):
+        if getattr(config, key, 0):
+            yield f"it applies dropout to residuals ({key} {getattr(config, key)})"
+    activation = getattr(config, family.activation)
+    if activation not in ACTIVATIONS:
+        yield f"its feed-forward part is gated by {activation}, not by {', '.join(ACTIVATIONS)}"
 
 
 def _window_reasons(config: Any) -> Iterator[str]:

@@ -44,7 +44,9 @@ def why_not_replayed(model: Any) -> str | None:
     if called := called_layers(model):
         return f"the engine calls some linear layers: they are {' or '.join(called)}"
     rope = getattr(model.config, "rope_parameters", None) or {}
-    return "its rotation follows the longest row (rope_type dynamic)" if rope.get("rope_type") == "dynamic" else None
+    ropes = [rope, *(of_type for of_type in rope.values() if isinstance(of_type, dict))]
+    is_dynamic = any(each.get("rope_type") == "dynamic" for each in ropes)
+    return "its rotation follows the longest row (rope_type dynamic)" if is_dynamic else None
 
 
 def continue_in_steps(

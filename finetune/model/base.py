@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from finetune.engine.adapted import holds_nf4
-from finetune.engine.decoder import OFFLOADS, bare_model, family_of
+from finetune.engine.decoder import FAMILIES, OFFLOADS, bare_model, family_of
 from finetune.engine.products import full_shape
 from finetune.errors import ModelError
 from finetune.model.from_hub import load_part, locate_model, stored_weights
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger(__name__)
+_RECORDED = frozenset(FAMILIES)
+"""Types of models whose layers are known, whatever is learned later."""
 
 
 def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel:
@@ -76,6 +78,10 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
         )
         _refuse_missing_weights(where, info)
     prepare_base(model)
+    if config.model_type not in _RECORDED:
+        from finetune.model.unknown_family import learn_family  # only for types without a record
+
+        learn_family(model)
     # The commit that was read, for the adapter's config; transformers loses it here.
     model.config._commit_hash = getattr(config, "_commit_hash", None) or section.revision
     built: PreTrainedModel = model

@@ -203,7 +203,7 @@ def test_a_model_that_the_engine_does_not_know_is_told_why(tmp_path, capsys):
     words = [f"model={tmp_path}", "data.max_length=32", "lora.r=2", "strict=true"]
     assert plan_from_overrides(words, device="H100 80GB") == 2
     out = " ".join(capsys.readouterr().out.split())
-    assert "forward: transformers' own on padded rows: its model type is gpt2; the engine supports llama, " in out
+    assert "forward: transformers' own on padded rows: its model type is gpt2; the engine supports cohere, " in out
     assert "% fits (peak: " in out.replace("%: fits", "% fits")
 
 

@@ -196,18 +196,20 @@ INPUTS: dict[str, tuple[Any, ...]] = {
     "normalized_with_statistics": (ROWS, torch.randn(96), 1e-5),
     "normalized": (ROWS, torch.randn(96), torch.rand(24, 1)),
     "input_gradient": (ROWS, ROWS + 1, torch.randn(96), torch.rand(24, 1), ROWS - 1),
-    "gated": (ROWS,),
+    "gated": (ROWS, "silu"),
     "rounded_to_fp8": (ROWS, torch.randn(96)),
     "transposed": (torch.arange(24 * 96, dtype=torch.uint8).view(24, 96),),
     "loss_and_gradient": (ROWS, torch.arange(24).unsqueeze(1)),
-    "gated_gradient": (ROWS, torch.randn(24, 48)),
+    "gated_gradient": (ROWS, torch.randn(24, 48), "silu"),
     "split_and_rotated": (ROWS, *ANGLES, [3, 1, 2], 2),
     "rotated_back_and_joined": ([FIRST, FIRST[:, :1].clone(), FIRST[:, :1] + 1], *ANGLES, 2),
 }
 
 
-OF_HEADS: dict[str, tuple[Any, ...]] = {
+VARIANTS: dict[str, tuple[Any, ...]] = {
     "finetune::normalized_with_statistics": (FIRST, torch.randn(16), 1e-5),
+    "finetune::gated": (ROWS, "gelu_pytorch_tanh"),
+    "finetune::gated_gradient": (ROWS, torch.randn(24, 48), "gelu_pytorch_tanh"),
     "finetune::input_gradient": (FIRST, FIRST + 1, torch.randn(16), torch.rand(24, 4, 1)),
 }
 
@@ -218,7 +220,7 @@ class _Counted(Exception):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "inputs"), [*((name, INPUTS[name.removeprefix("finetune::")]) for name in LAUNCHES), *OF_HEADS.items()]
+    ("name", "inputs"), [*((name, INPUTS[name.removeprefix("finetune::")]) for name in LAUNCHES), *VARIANTS.items()]
 )
 def test_a_fused_function_takes_the_kernels_that_it_declares(name: str, inputs: tuple[Any, ...]) -> None:
     """The loops that Inductor makes for a CPU of the same formula are counted; a kernel of a GPU is such a loop."""

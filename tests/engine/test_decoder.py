@@ -7,10 +7,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional
-from transformers import LlamaConfig, Qwen2Config
+from transformers import (
+    Exaone4Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    SeedOssConfig,
+)
 
 from finetune.engine import decoder
-from finetune.engine.decoder import Decoder, layer_windows
+from finetune.engine.decoder import Decoder, layer_windows, logit_scale
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.loss_head import summed_head_loss
@@ -19,7 +29,9 @@ from tests.docs.pages import DOCS
 from tests.tiny_models import (
     LLAMA_KIN,
     SIZES,
+    VARIANTS,
     VOCABULARY,
+    WIDE_HEADS,
     build_tiny,
     tiny_gemma2_config,
     tiny_phi3_config,
@@ -29,7 +41,7 @@ from tests.tiny_models import (
 LORA_TARGETS = {
     "phi": ["q_proj", "k_proj", "v_proj", "dense", "fc1", "fc2"],
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-    **{kind: ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] for kind in LLAMA_KIN},
+    **{kind: ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"] for kind in (*LLAMA_KIN, *VARIANTS)},
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
 LONGROPE = {
@@ -55,13 +67,18 @@ CONFIGS = {
     ),
     "phi-4-mini": tiny_phi3_config(**FOUR_MINI, rope_parameters=PARTIAL, num_hidden_layers=3),
     "longrope": tiny_phi3_config(**FOUR_MINI, rope_parameters=LONGROPE, sliding_window=None),
+    "gelu": LlamaConfig(**SIZES, num_key_value_heads=2, hidden_act="gelu"),
     "llama3": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=True, rope_parameters=LLAMA3),
     **LLAMA_KIN,
+    **VARIANTS,
+    "exaone4 without windows": Exaone4Config(
+        **WIDE_HEADS, sliding_window=None, layer_types=["full_attention", "full_attention"]
+    ),
 }
 LENGTHS = (7, 1, 12, 3)
 
 
-def plain_attention(q, k, v, layout, *, queries, window):
+def plain_attention(q, k, v, layout, *, queries, window, scale):
     """Causal attention inside each document; the layout is their lengths."""
     starts = torch.tensor([0, *layout]).cumsum(0)
     tokens = torch.arange(len(k))
@@ -72,7 +89,7 @@ def plain_attention(q, k, v, layout, *, queries, window):
     if window is not None:
         seen &= distance < window
     q, k, v = (heads.transpose(0, 1)[None] for heads in (q, k, v))
-    return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True)[0].transpose(0, 1)
+    return functional.scaled_dot_product_attention(q, k, v, seen, enable_gqa=True, scale=scale)[0].transpose(0, 1)
 
 
 def with_lora(model, *, dropout=0.0, **settings):
@@ -183,7 +200,7 @@ def test_all_hidden_states_equal_the_models_own(kind):
     with torch.no_grad():
         ours = Decoder(model, plain_attention).hidden_states(ids, torch.arange(9), [9])
         theirs = model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
-    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours, theirs * logit_scale(model.config))
 
 
 def test_dropout_draws_the_masks_that_peft_draws():
@@ -295,9 +312,10 @@ def test_rows_without_a_target_weigh_nothing():
 
 def test_the_page_names_the_types_of_models_that_the_engine_knows():
     table = (DOCS / "engine.md").read_text(encoding="utf-8").split("## Models")[1].split("\n\n")[2]
-    assert sorted(line.split("`")[1] for line in table.splitlines()[2:]) == sorted(
-        name for name, family in decoder.FAMILIES.items() if family.is_computed
-    )
+    assert sorted(line.split("`")[1] for line in table.splitlines()[2:]) == COMPUTED
+
+
+COMPUTED = sorted(name for name, family in decoder.FAMILIES.items() if family.is_computed)
 
 
 def hooked(model):
@@ -333,13 +351,31 @@ def layered(**changes):
 
 
 UNSUPPORTED = {
-    "its model type is gemma2; the engine supports llama, mistral, phi, phi3, qwen2, qwen3, smollm3": lambda: (
-        build_tiny(tiny_gemma2_config())
+    f"its model type is gpt2; the engine supports {', '.join(COMPUTED)}": lambda: build_tiny(
+        GPT2Config(vocab_size=8, n_embd=4, n_head=1, n_layer=1)
+    ),
+    "its attention scores are capped (attn_logit_softcapping 50.0)": lambda: build_tiny(tiny_gemma2_config()),
+    "its logits are capped (final_logit_softcapping 30.0)": lambda: build_tiny(
+        Gemma3TextConfig(**WIDE_HEADS, final_logit_softcapping=30.0)
+    ),
+    "its layers choose among experts (num_experts 2)": lambda: build_tiny(
+        MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=2)
+    ),
+    "its attention has sinks (model.layers.0.self_attn.sinks)": lambda: build_tiny(
+        GptOssConfig(**WIDE_HEADS, num_local_experts=0)
+    ),
+    "it has layers of the type conv (layer_types)": lambda: build_tiny(
+        Lfm2Config(**SIZES, num_key_value_heads=2, layer_types=["conv", "full_attention"])
+    ),
+    "it applies dropout to residuals (residual_dropout 0.1)": lambda: build_tiny(
+        SeedOssConfig(**WIDE_HEADS, attention_dropout=0.0)
     ),
     "it applies dropout to attention weights (attention_dropout 0.1)": lambda: tiny(attention_dropout=0.1),
     "it applies dropout to residuals (resid_pdrop 0.1)": lambda: tiny(resid_pdrop=0.1),
-    "its feed-forward part is gated by gelu, not by silu": lambda: tiny(hidden_act="gelu"),
-    "it normalizes queries and keys (qk_layernorm)": lambda: build_tiny(tiny_phi_config(qk_layernorm=True)),
+    "its feed-forward part is gated by relu, not by silu, gelu, gelu_pytorch_tanh": lambda: tiny(hidden_act="relu"),
+    "it normalizes queries and keys by LayerNorm (qk_layernorm)": lambda: build_tiny(
+        tiny_phi_config(qk_layernorm=True)
+    ),
     "its layers attend in ways that the engine lacks (layer_types: chunked_attention)": lambda: layered(
         layer_types=["chunked_attention", "full_attention"]
     ),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import Cohere2Config, Gemma3TextConfig, LlamaConfig, PretrainedConfig, Qwen3Config
 
 from finetune.config.schema import LoraSection
 from finetune.distributed.device import Precision, convert_weights
@@ -48,9 +48,22 @@ FAMILIES: dict[str, PretrainedConfig] = {
         head_dim=128,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gemma-3": Gemma3TextConfig(
+        **{**SIZES, **_COMMON, "hidden_size": 256, "num_key_value_heads": 1, "initializer_range": 0.02},
+        head_dim=256,
+        sliding_window=5,
+        query_pre_attn_scalar=200,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
+    "cohere2": Cohere2Config(
+        **{**SIZES, **_COMMON, "hidden_size": 256, "num_key_value_heads": 2},
+        sliding_window=5,
+        logit_scale=0.5,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
 }
-"""Heads of 80, 96, 128, 128, 64 and 128. Some share keys; phi-3 has a window of 5 tokens, and qwen3 in its first layer;
-phi-4-mini has LongRoPE."""
+"""Heads of 80, 96, 128, 128, 64, 128, 256 and 64. Some share keys; phi-3 has a window of 5 tokens, and qwen3, gemma-3
+and cohere2 have one in their first layers; phi-4-mini has LongRoPE; gemma-3 scales its scores."""
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
 
 

@@ -87,6 +87,8 @@ def assert_same_step(
 @pytest.mark.parametrize("method", ["lora", "full"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_on_shared_prefixes(family: str, method: str, precision: Precision, device: torch.device) -> None:
+    if (family, precision) == ("gemma-3", "fp16"):
+        pytest.skip("the gradients of Gemma overflow in fp16, those of transformers' own forward too")
     assert any(microbatch.num_computed < microbatch.num_tokens for microbatch in packed())
     assert_same_step(family, device, precision, method=method)
 

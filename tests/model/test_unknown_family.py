@@ -1,0 +1,75 @@
+"""A type of model without a record is computed by the engine if a tiny model agrees with transformers."""
+
+import logging
+
+import pytest
+from transformers import AutoConfig
+
+from finetune.config.schema import ModelSection
+from finetune.engine import decoder
+from finetune.engine.supported import unsupported_reason
+from finetune.model import base, unknown_family
+from finetune.model.base import build_base_model
+from tests.engine.test_decoder import CONFIGS, assert_same_step
+from tests.tiny_models import SIZES, WIDE_HEADS, build_tiny
+
+
+@pytest.fixture
+def families(monkeypatch):
+    """The table, which forgets after the test what it has learned."""
+    table = dict(decoder.FAMILIES)
+    monkeypatch.setattr(unknown_family, "_tried", {})
+    for module in (decoder, unknown_family):
+        monkeypatch.setattr(module, "FAMILIES", table)
+    monkeypatch.setattr("finetune.engine.supported.FAMILIES", table)
+    return table
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["gemma3_text", "cohere2", "granite", "olmo3", "exaone4", "smollm3", "phi3", "qwen2"])
+def test_the_layers_of_a_known_type_are_read_as_its_record_says(families, kind):
+    record = families.pop(kind)
+    model = build_tiny(CONFIGS[kind])
+    unknown_family.learn_family(model)
+    assert_same_step(model)
+    for part in (
+        "projections",
+        "attention_norms",
+        "mlp_norms",
+        "norm_offset",
+        "head_norms",
+        "is_interleaved",
+        "window",
+    ):
+        assert getattr(families[kind], part) == getattr(record, part), part
+
+
+def test_a_run_learns_an_unknown_type_and_tries_it_again_with_another_configuration(families, caplog):
+    caplog.set_level(logging.INFO)
+    keys = {"model_type": "cwm", **WIDE_HEADS, "layer_types": ["sliding_attention", "full_attention"]}
+    for window in (5, 7):
+        keys["sliding_window"] = window
+        model = build_base_model(ModelSection(init="random", config=keys))
+        assert_same_step(model.train())
+    assert caplog.text.count("the engine computes cwm: a tiny random model of it agrees with transformers") == 2
+    assert "cwm" not in base._RECORDED
+
+
+def test_a_type_that_differs_is_left_to_transformers_with_the_reason(families):
+    """Its rotation turns neighbours, by angles in another order than Cohere's."""
+    model = build_base_model(ModelSection(init="random", config={"model_type": "ernie4_5", **WIDE_HEADS}))
+    reason = unsupported_reason(model)
+    assert reason.startswith(
+        "its layers look known, but a tiny model of its type differs from transformers' forward by"
+    )
+
+
+def test_dropout_that_no_key_announces_is_a_difference(families, monkeypatch):
+    config = AutoConfig.for_model("cwm", **SIZES, num_key_value_heads=2, layer_types=["full_attention"] * 2)
+    model = build_tiny(config)
+    own = type(model.model.layers[0].mlp).forward
+    monkeypatch.setattr(
+        type(model.model.layers[0].mlp), "forward", lambda self, x: own(self, x) * (1.1 if self.training else 1)
+    )
+    unknown_family.learn_family(model)
+    assert "differs from transformers' forward by" in unsupported_reason(model)

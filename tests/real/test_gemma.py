@@ -1,0 +1,157 @@
+"""Gemma 3 270M trains by the engine and keeps the promises that SmolLM2 keeps, on four orders."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.engine.layout import pack
+from finetune.engine.loss import summed_cross_entropy
+from finetune.engine.supported import unsupported_reason
+from finetune.inference.decoding import Decoding, generate_answers
+from finetune.model.base import evaluation_mode
+from tests.launches import run_command
+from tests.methods.tiny_training import events
+from tests.real.conftest import write_orders
+from tests.rounding import relative_difference
+
+pytestmark = [pytest.mark.process, pytest.mark.warm]
+
+NUM_ROWS, NUM_STEPS = 4, 2
+ROUNDING = 262_144**0.5 * torch.finfo(torch.float32).eps
+"""See `test_promises.py`; Gemma's vocabulary has 262,144 tokens."""
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gemma")
+    write_orders(folder / "rows", train=NUM_ROWS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def rows(gemma: Path, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Token ids, which of them carry loss, and the length of the prompt, in the format `gemma`."""
+    tokenizer = AutoTokenizer.from_pretrained(gemma)
+    found = []
+    for line in (folder / "rows/train.jsonl").read_text(encoding="utf-8").splitlines():
+        turns = json.loads(line)["messages"]
+        prompt = tokenizer.apply_chat_template(turns[:-1], add_generation_prompt=True, return_dict=False)
+        ids = tokenizer.apply_chat_template(turns, return_dict=False)
+        end = len(ids) - ids[::-1].index(tokenizer.convert_tokens_to_ids("<end_of_turn>"))
+        found.append((torch.tensor(ids[:end]), torch.arange(end) >= len(prompt), len(prompt)))
+    return found
+
+
+def command(gemma: Path, folder: Path, name: str, *words: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "finetune", "train", "task=finetune_lora", f"model.path={gemma}"),
+        *(f"data.path={folder / 'rows'}", f"data.cache_dir={folder / 'cache'}", "testing.num_samples=0"),
+        *(f"training.max_steps={NUM_STEPS}", "optim.learning_rate=1e-3", f"output_dir={folder / name}", *words),
+    ]
+
+
+@pytest.fixture(scope="module")
+def run(gemma: Path, folder: Path) -> Path:
+    """Two steps of all rows, which may not fall back to transformers' own forward."""
+    done = run_command(command(gemma, folder, "whole", f"training.batch_size={NUM_ROWS}", "strict=true"))
+    assert done.returncode == 0, done.stdout
+    return folder / "whole"
+
+
+@pytest.fixture(scope="module")
+def model(gemma: Path) -> Any:
+    """The model with an adapter whose B is not zero."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(gemma, dtype=torch.float32)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS))
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.01)
+    return model
+
+
+def own_loss(model: Any, rows: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """The summed cross-entropy of transformers' own forward, in float64 from the logits on."""
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, is_target in rows:
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1][is_target[1:]]
+        labels = ids[1:][is_target[1:]]
+        total = total + torch.nn.functional.cross_entropy(logits.double(), labels, reduction="sum")
+    return total
+
+
+def gradients(model: Any, loss: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
+
+
+def test_the_engine_computes_what_transformers_does(model, rows):
+    """Loss and gradients of packed rows, with and without shared prefixes, and greedy answers."""
+    assert unsupported_reason(model) is None
+    (first, first_marks, start), (second, _, other_start), *_ = rows
+    answer = second[other_start:]
+    marks = torch.cat([first_marks[:start], torch.ones(len(answer), dtype=torch.bool)])
+    packed_rows = [(first, first_marks), (torch.cat([first[:start], answer]), marks), rows[2][:2]]
+    expected = own_loss(model, packed_rows)
+    theirs = gradients(model, expected)
+    computed = []
+    for share_prefixes in (True, False):
+        packed = pack(packed_rows, share_prefixes=share_prefixes)
+        computed.append(packed.num_computed)
+        loss = summed_cross_entropy(model, packed)
+        difference = relative_difference(gradients(model, loss), theirs)
+        print(f"loss {loss.item():.7f}, transformers {expected.item():.7f}, gradients differ by {difference:.1e}")
+        assert loss.item() == pytest.approx(expected.item(), rel=ROUNDING)
+        assert difference <= ROUNDING
+    assert computed[0] <= computed[1] - start, "two rows share a prompt"
+    prompts = [ids[:length].tolist() for ids, _, length in rows[:2]]
+    with evaluation_mode(model):
+        ours, generated = (
+            generate_answers(
+                model,
+                prompts,
+                Decoding(stop_ids=[1, 106], max_new_tokens=16, by_transformers=by_transformers),
+                batch_size=2,
+            )
+            for by_transformers in (False, True)
+        )
+    assert ours == generated
+    assert any(ours)
+
+
+def test_the_first_loss_is_the_cross_entropy_of_transformers(model, rows, run):
+    with torch.no_grad(), model.disable_adapter():
+        total = float(own_loss(model, [row[:2] for row in rows]))
+    step = events(run, "step")[0]
+    num_targets = sum(int(is_target.sum()) for _, is_target, _ in rows)
+    assert step["num_targets"] == num_targets
+    print(f"loss {step['loss']:.7f}, transformers {total / num_targets:.7f}")
+    assert step["loss"] == pytest.approx(total / num_targets, rel=ROUNDING)
+
+
+def test_the_merged_model_is_the_base_with_the_adapter(run):
+    done = run_command([sys.executable, "-m", "finetune", "merge", run, run.parent / "merged"])
+    assert done.returncode == 0, done.stdout
+    assert "same greedy token 100.0% of" in done.stdout
+
+
+def test_two_processes_give_the_curve_of_one(gemma, folder, run):
+    split = f"training.batch_size={NUM_ROWS // 2}"
+    done = run_command(command(gemma, folder, "two", split, "parallel.num_processes=2", "strict=true"))
+    assert done.returncode == 0, done.stdout
+    ours, theirs = ([event["loss"] for event in events(each, "step")] for each in (folder / "two", run))
+    assert ours == pytest.approx(theirs, rel=1e-6, abs=1e-6)
+    assert theirs[1] < theirs[0]
+    adapters = (load_file(each / "adapter/adapter_model.safetensors").values() for each in (folder / "two", run))
+    assert relative_difference(*map(list, adapters)) <= 1e-5
