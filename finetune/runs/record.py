@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import platform
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -21,12 +22,31 @@ from finetune.limits import read_regular
 from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, replace_file
 from finetune.runs.metrics import as_json
 
+if TYPE_CHECKING:
+    from finetune.config.schema import Config
+
 Status = Literal["running", "completed", "failed", "stopped", "preempted"]
 
 _PACKAGES = ("torch", "transformers", "accelerate", "peft")
 _GIT_SECONDS = 5.0
 _MOST_SHOWN = 60
 _log = logging.getLogger(__name__)
+
+
+SPLITS = ("data.train", "data.validation")
+"""The fingerprints of the rows that decide a curve."""
+
+
+def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str, Any]:
+    """Make the record of a start for run.json. Its own digest reveals an edited or incomplete record."""
+    rows = {split: fingerprints[split] for split in SPLITS if split in fingerprints}
+    values = {"config": config.model_dump(mode="json"), "rows": rows}
+    return {**values, "sha256": digest_of(values)}
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of values as JSON, with sorted keys."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,6 +81,11 @@ class TrainerState:
     global_batch_size: _Count = 1
     """Examples per optimizer step over all processes."""
     schema_version: _Count = SCHEMA_VERSION
+
+    def renumbered(self, steps_per_epoch: int) -> TrainerState:
+        """Return the state with epoch and step in the epoch computed again: other rows may have changed the epochs."""
+        epoch, steps_in_epoch = divmod(self.step, steps_per_epoch)
+        return replace(self, epoch=epoch, steps_in_epoch=steps_in_epoch)
 
     @property
     def has_no_update(self) -> bool:

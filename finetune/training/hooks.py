@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
-    from finetune.engine.loss import GivenLoss
+    from finetune.engine.given_loss import GivenLoss
     from finetune.inference.answers import Metric
 
 _log = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ class Hooks:
     def refuse_no_sum(self, model: Any, device: torch.device) -> None:
         """Raise a ConfigError if the loss is not a sum over its targets."""
         if self.loss is not None:
-            from finetune.engine.loss import refuse_no_sum
+            from finetune.engine.given_loss import refuse_no_sum
 
             refuse_no_sum(self.loss, len(model.get_output_embeddings().weight), device)
 

@@ -203,7 +203,7 @@ class Setup:
         """
         if self.hooks.loss is None:
             return self.objective.loss(choices)
-        from finetune.engine.loss import summed_given_loss
+        from finetune.engine.given_loss import summed_given_loss
 
         return partial(summed_given_loss, function=self.hooks.loss, choices=choices)
 

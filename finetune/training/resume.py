@@ -1,36 +1,32 @@
 """Compare a resumed run with its start. The schema says for each key whether it may change.
 
-A changed key that changes the curve is refused unless `resume.allow` names it. The errors of a run that was asked to
-stop are here too: they name the signal, the ranks and the next command.
+A changed key that changes the curve is refused unless `resume.allow` names it. Only a run that resumes imports this.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import takewhile
-from signal import Signals
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import config_from_record
 from finetune.config.keys import on_resume, values
 from finetune.config.run_paths import is_same_path, recorded_paths
 from finetune.config.schema import Config, OnResume
-from finetune.errors import CheckpointError, ConfigError, PreemptedError
+from finetune.errors import CheckpointError, ConfigError
+from finetune.runs.comparison import differing
+from finetune.runs.record import SPLITS, digest_of
+from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
-from finetune.signals import Terminated, received_stop_signal
 from finetune.training.memory.choice import masks_follow_microbatches
 from finetune.units import counted
 
 if TYPE_CHECKING:
-    from finetune.distributed.runtime import Runtime
     from finetune.runs.folder import RunFolder
-    from finetune.runs.recorded_run import RecordedRun
     from finetune.runs.state import TrainerState
 
 
@@ -51,7 +47,6 @@ _CODE_OF_KEYS = {
 """Functions that a key names, in a file or an installed module."""
 _CODE_KEYS = {"loss": "training.objective", "optimizer": "optim.optimizer"}
 """The keys by which `resume.allow` accepts other code."""
-_SPLITS = ("data.train", "data.validation")
 _OWN_TO_EACH_START = ("resume", "resume_allow")
 _MAX_SHOWN = 60
 
@@ -70,23 +65,12 @@ class _Difference(NamedTuple):
         return f"{change}: {self.effect.decides}" if self.effect.decides else change
 
 
-def record_of_start(config: Config, fingerprints: Mapping[str, str]) -> dict[str, Any]:
-    """Make the record of a start for run.json. Its own digest reveals an edited or incomplete record."""
-    rows = {split: fingerprints[split] for split in _SPLITS if split in fingerprints}
-    values = {"config": config.model_dump(mode="json"), "rows": rows}
-    return {**values, "sha256": _sha256(values)}
-
-
 def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the changes of a resumed run that change its curve and that `resume.allow` allows, for run.json.
 
-    Called before config.yaml and run.json are overwritten, on the main process. Empty if nothing is resumed. A
-    CheckpointError lists every difference that changes the curve and is not allowed.
+    Called before config.yaml and run.json are overwritten, on the main process, if the run resumes and has checkpoints.
+    A CheckpointError lists every difference that changes the curve and is not allowed.
     """
-    if config.resume != "auto" or not folder.checkpoint_steps():
-        return []
-    from finetune.runs.recorded_run import RecordedRun
-
     run = RecordedRun(folder.path)
     start = _recorded_start(run)
     before = _config_in(start) or run.config
@@ -119,7 +103,7 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:
     """Raise CheckpointError when a resumed run has another global batch size, because this would change the curve."""
-    last = _last_state(folder) if config.resume == "auto" else None
+    last = _last_state(folder)
     if last is None or last.global_batch_size == global_batch_size:
         return
     path = newest_valid(folder)
@@ -144,17 +128,11 @@ def _last_state(folder: RunFolder) -> TrainerState | None:
     return None
 
 
-def renumbered_in_epoch(state: TrainerState, steps_per_epoch: int) -> TrainerState:
-    """Return the state with epoch and step in the epoch computed again, because other rows may change the epochs."""
-    epoch, steps_in_epoch = divmod(state.step, steps_per_epoch)
-    return replace(state, epoch=epoch, steps_in_epoch=steps_in_epoch)
-
-
 def _recorded_start(run: RecordedRun) -> Mapping[str, Any] | None:
     """Return the result of `record_of_start`; None if it is missing or damaged."""
     start = run.part("started_with")
     values = {name: value for name, value in start.items() if name != "sha256"}
-    return values if values.keys() == {"config", "rows"} and start.get("sha256") == _sha256(values) else None
+    return values if values.keys() == {"config", "rows"} and start.get("sha256") == digest_of(values) else None
 
 
 def _config_in(start: Mapping[str, Any] | None) -> Config | None:
@@ -188,8 +166,6 @@ def _differences(before: Config, now: Config, recorded: Mapping[str, str]) -> li
 
     Two paths are equal if they name the same place, `recorded` having the absolute paths of the start.
     """
-    from finetune.runs.comparison import differing  # only a resumed run compares
-
     known, current = values(before, only_set=True), values(now)
     if missing := current.keys() - known.keys():
         _log.warning(
@@ -211,7 +187,7 @@ def _other_rows(folder: RunFolder, start: Mapping[str, Any] | None, now: Mapping
     before = start["rows"]
     return [
         _Difference("data", _digest(before.get(split)), _digest(now.get(split)), split, _ROWS)
-        for split in _SPLITS
+        for split in SPLITS
         if before.get(split) != now.get(split)
     ]
 
@@ -269,50 +245,5 @@ def short_texts(before: object, now: object) -> tuple[str, str]:
     return texts[0], texts[1]
 
 
-def _sha256(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
 def _digest(value: object) -> str:
     return f"rows {value[:12]}" if isinstance(value, str) else "none"
-
-
-def preempted_in_training(runtime: Runtime, step: int) -> PreemptedError:
-    """Make the error that ends training, after the checkpoint of the step is committed. Collective."""
-    own_signal = float(received_stop_signal() or 0)
-    signals = runtime.collectives.sum(
-        [own_signal if rank == runtime.rank else 0.0 for rank in range(runtime.world_size)]
-    )
-    stopped = {rank: Signals(int(signal)).name for rank, signal in enumerate(signals) if signal}
-    by = f" by {next(iter(stopped.values()))}" if stopped else ""
-    if stopped and runtime.world_size > 1:
-        by += f" on rank{'s' if len(stopped) > 1 else ''} {', '.join(map(str, list(stopped)[:12]))}"
-    error = PreemptedError(f"stopped at step {step} as asked{by}; checkpoint committed: go on with resume=auto")
-    error.is_reported_elsewhere = not runtime.is_main_process
-    return error
-
-
-@contextmanager
-def preempted_in_test(runtime: Runtime) -> Iterator[None]:
-    """Run the test phase, and raise PreemptedError if this process was preempted.
-
-    A signal ends it at once, or before it begins; with shards, before the next forward of all.
-    """
-    try:
-        if (
-            runtime.stop_requests.is_on_this_rank and runtime.placement.shard_size is None
-        ):  # in the last step: do not begin what may take long
-            raise Terminated
-        with runtime.stop_requests.stopping_together("testing"):
-            yield
-    except (Exception, Terminated, KeyboardInterrupt) as error:
-        # A library may turn the exception of the signal into an error of its own.
-        if not (runtime.stop_requests.is_on_this_rank or isinstance(error, (Terminated, KeyboardInterrupt))):
-            raise
-        signal = received_stop_signal()
-        by = f" by {Signals(signal).name}" if signal else ""
-        if by and runtime.world_size > 1:
-            by += f" on rank {runtime.rank}"
-        raise PreemptedError(
-            f"stopped in the test phase as asked{by}; training is complete: resume=auto measures again"
-        ) from error

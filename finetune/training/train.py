@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from finetune.config.schema import Config
-    from finetune.engine.loss import GivenLoss
+    from finetune.engine.given_loss import GivenLoss
     from finetune.inference.answers import Metric
     from finetune.inference.scores import Evaluation
 

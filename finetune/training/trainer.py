@@ -32,9 +32,9 @@ from finetune.training.loaders import build_loaders, global_batch_size, log_batc
 from finetune.training.loop import run_loop
 from finetune.training.objective import Loaders
 from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
+from finetune.training.preemption import preempted_in_test, preempted_in_training
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
-from finetune.training.resume import preempted_in_test, preempted_in_training, renumbered_in_epoch
 from finetune.training.saver import publish_best
 from finetune.training.setup import set_up
 from finetune.training.step import LossScale
@@ -162,7 +162,7 @@ class Trainer:
         config, runtime, setup = self.config, self.runtime, self._setup
         cadence = self._plan_steps(train_loader)
         optimizer = runtime.placement.prepare_optimizer(build_optimizer(self.model, config.optim))
-        state = renumbered_in_epoch(self._resume(optimizer), cadence.steps_per_epoch)
+        state = self._resume(optimizer).renumbered(cadence.steps_per_epoch)
         setup.objective.start(setup, train_loader, state)
         self._begin(train_loader, state, cadence)
 

@@ -24,9 +24,9 @@ from finetune.inference.finished_run import FinishedRun
 from finetune.inference.scores import Evaluation, RowValues, Scores
 from finetune.report.data_preview import preview_data_of
 from finetune.runs.folder import RunFolder
+from finetune.runs.record import digest_of
 from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.row_record import read_row_record
-from finetune.training.resume import _sha256
 from tests.data.conftest import write_lines
 from tests.inference.conftest import NUM_ROWS, train
 from tests.launches import run_launched
@@ -212,7 +212,7 @@ def test_a_run_of_an_earlier_version_keeps_its_rows_also_when_it_resumes(figures
         record["started_with"]["config"]["data"]["split_rule"],
         record["started_with"]["sha256"],
     )
-    record["started_with"]["sha256"] = _sha256(record["started_with"])
+    record["started_with"]["sha256"] = digest_of(record["started_with"])
     (run / "run.json").write_text(json.dumps(record))
     assert figures(run, "strict=true")["tuned"] == losses
     train(tmp_path, *words, "resume=auto")

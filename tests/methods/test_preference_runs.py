@@ -21,8 +21,8 @@ from finetune import (
 )
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError
+from finetune.runs.record import digest_of
 from finetune.training.preferences.losses import METRICS
-from finetune.training.resume import _sha256
 from finetune.training.training_run import TrainingRun
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_launched
@@ -204,7 +204,7 @@ def test_a_run_on_pairs_that_is_older_than_the_objective_goes_on_with_the_same_b
         older = record(folder)
         del older["started_with"]["config"]["training"]["objective"]
         del older["started_with"]["sha256"]
-        older["started_with"]["sha256"] = _sha256(older["started_with"])
+        older["started_with"]["sha256"] = digest_of(older["started_with"])
         (folder / "run.json").write_text(json.dumps(older))
 
     words = [*words_for(inputs, tmp_path / "broken"), *WORDS]

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import finetune
 from finetune.config.config_files import resolve_shipped
 from finetune.config.schema import OptimSection
-from finetune.engine.loss import refuse_no_sum
+from finetune.engine.given_loss import refuse_no_sum
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run
 from finetune.replay.steps import replay_config

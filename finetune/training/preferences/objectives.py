@@ -24,6 +24,7 @@ from finetune.logs import waiting
 from finetune.model.base import longrope_boundary, max_context
 from finetune.runs.model_files import has_adapter
 from finetune.training.objective import Objective
+from finetune.training.preemption import preempted_in_training
 from finetune.training.preferences.losses import PreferenceLoss
 from finetune.training.preferences.microbatches import (
     local_sums,
@@ -34,7 +35,6 @@ from finetune.training.preferences.microbatches import (
     summed_preferences,
     with_global_sums,
 )
-from finetune.training.resume import preempted_in_training
 from finetune.training.step import LossWithMetrics
 
 if TYPE_CHECKING:

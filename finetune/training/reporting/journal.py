@@ -20,13 +20,12 @@ from finetune.logs import log_only_to, log_to_file, stop_logging_to
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
 from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import subset_key
-from finetune.runs.record import RunRecord, RunStart, Status
+from finetune.runs.record import RunRecord, RunStart, Status, record_of_start
 from finetune.runs.state import TrainerState
 from finetune.terminal import shown_folder
 from finetune.training.reporting.events import Interval, RunEvents
 from finetune.training.reporting.progress import TRACE_VIEWER, show_what_next
 from finetune.training.reporting.run_warnings import RunWarnings
-from finetune.training.resume import accepted_changes, record_of_start, refuse_other_global_batch
 from finetune.training.saver import Saved, Saver
 from finetune.training.step import StepResult
 from finetune.units import counted
@@ -78,13 +77,17 @@ class Journal:
         self._record = RunRecord(self.folder.record_file)
         with ExitStack() as opened:  # if this fails, the caller has no journal to close
             opened.callback(self.folder.close)
-            changes = accepted_changes(self.folder, config, fingerprints)
-            refuse_other_global_batch(
-                self.folder,
-                config,
-                global_batch_size=global_batch["global_batch_size"],
-                world_size=world["world_size"],
-            )
+            changes: list[dict[str, str]] = []
+            if config.resume == "auto" and self.folder.checkpoint_steps():
+                from finetune.training.resume import accepted_changes, refuse_other_global_batch  # only then
+
+                changes = accepted_changes(self.folder, config, fingerprints)
+                refuse_other_global_batch(
+                    self.folder,
+                    config,
+                    global_batch_size=global_batch["global_batch_size"],
+                    world_size=world["world_size"],
+                )
             recorded = config.model_copy(update={"resume_allow": []})  # an allowed change holds for one start only
             with disk_failures_end_the_run("Writing", self.folder.path):
                 self._log_file = log_to_file(self.folder.log_file)

@@ -1,0 +1,102 @@
+"""Compute a loss that is a function of logits and target tokens, which a script gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from finetune.engine.layout import PackedMicrobatch
+from finetune.engine.loss import BY_DEVICE, Choices, before_head
+from finetune.engine.loss_head import chunks
+from finetune.engine.reference import in_float64, logits_of_padded
+from finetune.errors import ConfigError
+
+if TYPE_CHECKING:
+    from finetune.engine.microbatch import Microbatch
+
+
+GivenLoss: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Returns the summed loss of a chunk, given fp32 logits (n, vocabulary) and the target tokens (n,)."""
+_TRIED_TARGETS = 6
+_MOST_DIFFERENCE = 1e-3
+"""Relative: far above the rounding of fp32, and far below the difference between a sum and a mean."""
+
+
+def summed_given_loss(
+    model: torch.nn.Module, microbatch: Microbatch, choices: Choices = BY_DEVICE, *, function: GivenLoss
+) -> torch.Tensor:
+    """Sum a given loss over the micro-batch's target tokens, as a float64 scalar with a gradient.
+
+    The logits of a chunk are computed again in the backward pass, so that only one chunk is in memory. See
+    `summed_cross_entropy` for the arguments before `function`.
+
+    Raises:
+        ConfigError: the function does not return a sum.
+    """
+    if isinstance(microbatch, PackedMicrobatch):
+        hidden, head = before_head(model, microbatch, choices)
+        of_target = microbatch.target_term.to(hidden.device)  # rows that begin alike share positions
+        hidden, labels = hidden[of_target], microbatch.labels[of_target]
+
+        def loss_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            bias = None if head.bias is None else head.bias.to(rows.dtype)
+            logits = torch.nn.functional.linear(rows, head.weight.to(rows.dtype), bias)
+            return _checked(function(logits.float(), targets))
+
+        num_logits = len(head.weight)
+    else:
+        hidden, labels = logits_of_padded(model, microbatch)
+
+        def loss_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return _checked(function(rows.float(), targets))
+
+        num_logits = hidden.shape[1]
+    total = in_float64(hidden.new_zeros(()))
+    with torch.autocast(hidden.device.type, enabled=False):
+        for rows in chunks(hidden, num_logits, choices.logits_chunk_bytes):
+            total = total + in_float64(checkpoint(loss_of, hidden[rows], labels[rows], use_reentrant=False))
+    return total
+
+
+def refuse_no_sum(function: GivenLoss, num_logits: int, device: torch.device) -> None:
+    """Refuse a loss that is not the sum over its target tokens, or has no gradient, on a few random logits.
+
+    The trainer divides by the number of target tokens of the whole global batch. If the function returned a mean, the
+    loss would depend on how the batch is split.
+
+    Raises:
+        ConfigError: the loss of all targets differs from the sum of the losses of two parts, is not finite, or does
+            not depend on the logits.
+    """
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(_TRIED_TARGETS, num_logits, generator=generator).to(device)
+    targets = torch.randint(num_logits, (_TRIED_TARGETS,), generator=generator).to(device)
+    loss = _checked(function(logits.requires_grad_().clone(), targets))  # a copy may be changed in place
+    total = float(loss.detach())
+    if not (loss.requires_grad and math.isfinite(total)):
+        raise ConfigError(
+            f"the loss function returns {total:.6g} for {_TRIED_TARGETS} random targets, which has "
+            f"{'no gradient' if math.isfinite(total) else 'no finite value'}. It must return the sum over the targets, "
+            "computed from the logits and not detached from them."
+        )
+    with torch.no_grad():
+        parts = [float(_checked(function(logits[rows].clone(), targets[rows]))) for rows in (slice(2), slice(2, None))]
+    if not abs(total - sum(parts)) <= _MOST_DIFFERENCE * max(1.0, abs(total)):
+        raise ConfigError(
+            f"the loss function returns {total:.6g} for {_TRIED_TARGETS} targets, but {sum(parts):.6g} for the same "
+            "targets in two parts. It must return the sum over the targets that it is given, not their mean: use "
+            'reduction="sum". The trainer divides by the number of targets of the whole global batch.'
+        )
+
+
+def _checked(loss: torch.Tensor) -> torch.Tensor:
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        shown = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise ConfigError(
+            f"the loss function returned {shown}; expected a tensor with one value, the sum over the targets."
+        )
+    return loss.reshape(())
