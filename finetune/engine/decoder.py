@@ -89,6 +89,7 @@ class Family:
             layers if any", all layers do so if the configuration sets no `sliding_window`.
         has_rotary_by_type: whether the angles of the rotation differ between the types of layers (`layer_types`).
         is_interleaved: whether the rotation turns neighbouring features, instead of those half a head apart.
+        has_interleaved_angles: whether the model's angles are in the order of neighbours, too.
         scales_queries: whether queries grow with their position, see `_query_scale`.
         window: the layers to which `sliding_window` of the configuration applies; by layer: as `layer_types` says.
         is_computed: whether the engine computes its forward pass. If not, the names of parts are not used.
@@ -122,6 +123,7 @@ class Family:
     rotary: Literal["all layers", "by module", "sliding layers", "sliding layers if any"] = "all layers"
     has_rotary_by_type: bool = False
     is_interleaved: bool = False
+    has_interleaved_angles: bool = False
     scales_queries: bool = False
     window: Literal["no layer", "all layers", "by layer"] = "no layer"
     is_computed: bool = True
@@ -197,6 +199,7 @@ FAMILIES = {
         is_parallel=True,
         logit_scale="logit_scale",
         is_interleaved=True,
+        has_interleaved_angles=True,
     ),
     "cohere2": Family(
         mlp_norms=(None, None),
@@ -205,6 +208,7 @@ FAMILIES = {
         logit_scale="logit_scale",
         rotary="sliding layers",
         is_interleaved=True,
+        has_interleaved_angles=True,
         window="by layer",
     ),
     "phimoe": Family(  # as of transformers 5.23
@@ -300,7 +304,7 @@ class Decoder:
             of_types = {name: rotary(like, positions, name) for name in dict.fromkeys(self._config.layer_types)}
             return {name: (cos.squeeze(0), sin.squeeze(0)) for name, (cos, sin) in of_types.items()}
         cos, sin = (angle.squeeze(0) for angle in rotary(like, positions))
-        if self._family.is_interleaved:  # see `_split_heads`
+        if self._family.has_interleaved_angles:  # see `_split_heads`
             cos, sin = (torch.cat([angle[:, ::2], angle[:, ::2]], dim=1) for angle in (cos, sin))
         return {None: (cos, sin)}
 
@@ -498,8 +502,8 @@ def _split_heads(
     """Apply `split_heads`, after the norms of queries and keys where the family has some.
 
     `norms` has an entry for each of the first groups, which are rotated if `rotates` is true. None: no norm. If the
-    rotation is interleaved, the even features of each head come first in the result, then the odd ones: the scores of
-    attention do not change if queries and keys have their features in another order.
+    rotation is interleaved, the even ones of the rotated features come first in the result, then the odd ones: the
+    scores of attention do not change if queries and keys have their features in another order.
     """
     if norms[0] is None and not (is_interleaved and rotates):
         return split_heads(projected, cos, sin, heads, num_rotated=len(norms) if rotates else 0)
@@ -511,7 +515,8 @@ def _split_heads(
         if norm is not None:
             x = norm.apply(group if len(norm.weight) == size else group.flatten(1))
         if is_interleaved and rotates:
-            x = x.reshape(len(x), count, size // 2, 2).transpose(-1, -2)
+            x, rest = x.reshape(len(x), count, size).tensor_split([cos.shape[1]], dim=-1)
+            x = torch.cat([x[..., ::2], x[..., 1::2], rest], dim=-1)
         turned += split_heads(x.flatten(1), cos, sin, [count], num_rotated=int(rotates))
     return *turned, *groups[len(norms) :]
 

@@ -37,15 +37,19 @@ def unsupported_reason(model: nn.Module) -> str | None:
     return next(_reasons(model), None)
 
 
+def lacking_reasons(config: Any) -> Iterator[str]:
+    """Yield what the engine lacks for any model with this configuration."""
+    for key, reason in _LACKING.items():
+        if value := getattr(config, key, None):
+            yield f"{reason} ({key}{f' {value}' if type(value) in (int, float) else ''})"
+
+
 def _reasons(model: Any) -> Iterator[str]:
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         yield "its adapter is a prompt"
     bare = bare_model(model)
     model_type = getattr(getattr(bare, "config", None), "model_type", None)
-    for key, reason in _LACKING.items():
-        if getattr(getattr(bare, "config", None), key, None):
-            value = getattr(bare.config, key)
-            yield f"{reason} ({key}{f' {value}' if type(value) in (int, float) else ''})"
+    yield from lacking_reasons(getattr(bare, "config", None))
     if not family_of(model_type).is_computed:
         yield from _layer_reasons(bare)
         if (why_not := family_of(model_type).why_not) is not None:

@@ -13,7 +13,7 @@ import torch
 from finetune.engine.decoder import FAMILIES, FULL, SLIDING, Family
 from finetune.engine.layout import pack
 from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
-from finetune.engine.supported import unsupported_reason
+from finetune.engine.supported import lacking_reasons, unsupported_reason
 from finetune.errors import first_line
 from finetune.model.shrunken import VOCABULARY, random_model, shrunken_config
 
@@ -30,6 +30,11 @@ _OUTPUTS: _Forms = ("self_attn.o_proj",), ("self_attn.dense",)
 _WIDEN: _Forms = ("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)
 _HEAD_NORMS: _Forms = ("self_attn.q_norm", "self_attn.k_norm"), ("self_attn.q_layernorm", "self_attn.k_layernorm"), ()
 _PLAIN = "self_attn", "mlp", "mlp.act_fn", "mlp.activation_fn"
+_ORDERS: tuple[dict[str, Any], ...] = (
+    {"is_interleaved": False},
+    {"is_interleaved": True},
+    {"is_interleaved": True, "has_interleaved_angles": True},
+)
 _NORMS = (
     (("input_layernorm", None), ("post_attention_layernorm", None)),
     (("input_layernorm", None), (None, None)),  # beside each other
@@ -51,6 +56,8 @@ def learn_family(model: Any) -> None:
         return
     _tried[model_type] = text
     FAMILIES.pop(model_type, None)
+    if any(lacking_reasons(model.config)):
+        return
     try:
         families = list(_readings(model))
     except AttributeError:  # its modules have other names
@@ -106,8 +113,8 @@ def _readings(model: Any) -> Iterator[Family]:
     windows: tuple[Any, ...] = ("by layer",) if kinds else ("all layers", "no layer") if window else ("no layer",)
     rotaries: tuple[Any, ...] = ("all layers", "sliding layers") if SLIDING in kinds else ("all layers",)
     rotaries = ("by module",) if hasattr(attention, "use_rope") else rotaries
-    for window, rotary, offset, is_interleaved in product(windows, rotaries, (0.0, 1.0), (False, True)):
-        yield replace(family, window=window, rotary=rotary, norm_offset=offset, is_interleaved=is_interleaved)
+    for window, rotary, offset, orders in product(windows, rotaries, (0.0, 1.0), _ORDERS):
+        yield replace(family, window=window, rotary=rotary, norm_offset=offset, **orders)
 
 
 def _key_of(config: Any, key: str) -> str | None:

@@ -55,13 +55,11 @@ def test_a_run_learns_an_unknown_type_and_tries_it_again_with_another_configurat
     assert "cwm" not in base._RECORDED
 
 
-def test_a_type_that_differs_is_left_to_transformers_with_the_reason(families):
-    """Its rotation turns neighbours, by angles in another order than Cohere's."""
-    model = build_base_model(ModelSection(init="random", config={"model_type": "ernie4_5", **WIDE_HEADS}))
-    reason = unsupported_reason(model)
-    assert reason.startswith(
-        "its layers look known, but a tiny model of its type differs from transformers' forward by"
-    )
+@pytest.mark.parametrize("model_type", ["glm4", "ernie4_5"])
+def test_rotations_of_neighbours_are_found(families, model_type):
+    """Their angles have another order than Cohere's. glm4 rotates half of each head, and has four norms."""
+    model = build_base_model(ModelSection(init="random", config={"model_type": model_type, **WIDE_HEADS}))
+    assert_same_step(model.train())
 
 
 def test_dropout_that_no_key_announces_is_a_difference(families, monkeypatch):
