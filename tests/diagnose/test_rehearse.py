@@ -16,15 +16,14 @@ from finetune.config.compose import compose, list_configs
 from finetune.config.schema import LoraSection
 from finetune.diagnose.rehearsal import Rehearsal, _merge, _train, _write_stand_in
 from finetune.diagnose.rehearsal_overrides import (
-    HEAD_SIZE,
     MOST_ROWS,
     override,
     rehearsed_values,
-    shrink,
     write_stand_in,
 )
 from finetune.model.base import longrope_boundary
 from finetune.model.from_hub import published_sizes
+from finetune.model.shrunken import HEAD_SIZE, shrink
 from finetune.model.targets import resolve_targets
 from tests.in_process import Ended, run_finetune
 from tests.tiny import tiny_tokenizer
