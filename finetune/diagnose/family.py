@@ -1,0 +1,534 @@
+"""`finetune doctor --model`: prove the promises for a family of models, on a tiny random model with its layers.
+
+`PROMISES` at the end of this file lists what is proven. No weights are read, and no code of a model is run.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional
+
+from finetune import __version__
+from finetune.config.compose import compose, list_configs
+from finetune.config.config_files import resolve_shipped
+from finetune.config.keys import did_you_mean
+from finetune.config.schema import LoraSection, ModelSection, OptimSection
+from finetune.data.batches import pad
+from finetune.data.encode import encode_examples
+from finetune.data.encoded import EncodedExample
+from finetune.data.examples import load_examples
+from finetune.diagnose.rehearsal import STAGES, Rehearsal, StageResult
+from finetune.diagnose.rehearsal_commands import StageError
+from finetune.diagnose.rehearsal_overrides import override
+from finetune.engine.decoder import bare_model
+from finetune.engine.layout import pack
+from finetune.engine.loss import BY_DEVICE, Choices, summed_cross_entropy
+from finetune.engine.microbatch import Microbatch
+from finetune.engine.supported import unsupported_reason
+from finetune.errors import FinetuneError, ModelError, RunFailedError, first_line
+from finetune.inference.decoding import Decoding, generate_answers
+from finetune.logs import waiting
+from finetune.model.base import prepare_base, read_model_config
+from finetune.model.from_hub import published_sizes
+from finetune.model.lora import add_lora
+from finetune.model.shrunken import random_model, shrunken_config
+from finetune.model.tokens import build_tokenizer
+from finetune.runs.recorded_run import RecordedRun
+from finetune.training.forward import Computation
+from finetune.training.memory.forecast import CANNOT_TRACE, copy_without_data, forecast_step, optimizer_need
+from finetune.training.optim import build_optimizer
+
+LOSS, GRADIENT = 1e-6, 1e-4
+"""The largest relative errors against float64: of a loss, and of the gradient of each weight."""
+CURVE, ADAPTER = 1e-6, 1e-5
+"""The first promise of ARCHITECTURE.md: the largest differences of a loss, and of an adapter by its norm."""
+RECORDED = 1e-5
+"""The largest relative difference between a validation loss in metrics.jsonl and the loss that PEFT computes."""
+LOGIT = 1e-4
+"""How far below the largest logit the logit of a generated token may be, in standard deviations of the logits."""
+MEMORY = 0.1
+_TOKENIZER, _VOCABULARY, _STOP_IDS = "shipped:phi_tiny", 2048, (4, 0)
+_LENGTHS, _BEGINNING = (7, 1, 12, 3, 40), 20
+_STEPS, _MINUTES = 6, 10.0
+_PACKAGES = ("torch", "transformers", "peft")
+
+Row = tuple[torch.Tensor, torch.Tensor]
+
+
+class Family(NamedTuple):
+    """A configuration, and where it is from."""
+
+    config: Any
+    source: str
+
+
+def find_family(name: str) -> Family:
+    """Find the configuration that `finetune doctor --model NAME` means, without asking the hub.
+
+    Raises:
+        ModelError: there is none of this name, or its layers are no causal language model.
+    """
+    from transformers import CONFIG_MAPPING
+
+    presets = [preset for preset, _ in list_configs()["model"]]
+    path = Path(name).expanduser()
+    if path.is_file():
+        try:
+            keys = json.loads(path.read_text(encoding="utf-8"))
+            section = ModelSection(config=dict(keys))
+        except (ValueError, TypeError) as error:
+            raise ModelError(f"--model {name} is not a config.json: {first_line(error)}. Give another file.") from error
+        source = str(path)
+    elif name in presets:
+        section = compose([f"model={name}"], complete=False).model
+        source = section.path or name
+        if published := published_sizes(section):
+            section = ModelSection(config=published.as_config())
+            source = f"the sizes of {source} in finetune, other keys by default"
+    elif name in CONFIG_MAPPING:
+        section, source = ModelSection(config={"model_type": name}), f"the defaults of {name} in transformers"
+    elif path.is_dir() or "/" in name:
+        section, source = ModelSection(path=name if path.is_dir() else str(_cached_folder(name))), name
+    else:
+        hint = did_you_mean(name, [*presets, *CONFIG_MAPPING])
+        raise ModelError(
+            f"--model {name} is neither a preset (`finetune config list`), a model type of transformers, a folder, a "
+            f"config.json, nor a hub id. {hint or 'Give one of these.'}"
+        )
+    config: Any = read_model_config(section)
+    if hasattr(config, "text_config"):
+        raise ModelError(
+            f"{name} is a {config.model_type} model, whose layers are those of several models: a proof needs one "
+            f"stack of layers. Its text model has the type {config.text_config.model_type}: give a config.json with "
+            "its keys, or this model type."
+        )
+    return Family(config, source)
+
+
+def _cached_folder(hub_id: str) -> Path:
+    from huggingface_hub.errors import HFValidationError
+
+    from finetune.config.hub import Repository, cached_file
+
+    try:
+        file = cached_file(Repository(hub_id, None, "model"), "config.json")
+    except HFValidationError:
+        file = None
+    if file is None:
+        raise ModelError(
+            f"--model {hub_id} is neither a file or folder here, nor in the hub's cache, and a proof asks no hub. "
+            f"Download its config.json with `hf download {hub_id} config.json`, or give a model type of transformers."
+        )
+    return file.parent
+
+
+class FamilyProof:
+    """The proof of one family, and the results so far.
+
+    `folder` takes the files of the runs. `show` is called with each result.
+    """
+
+    def __init__(self, family: Family, folder: Path, show: Callable[[StageResult], object]) -> None:
+        from transformers.utils import logging
+
+        self.family = family
+        self._folder, self._show = folder, show
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of kernels and keys that the model itself has
+        try:
+            self._config = shrunken_config(family.config, _VOCABULARY)
+            self._model: Any = random_model(self._config)
+            prepare_base(self._model)
+            sees_later_tokens = _sees_later_tokens(self._model)
+        except Exception as error:  # of any class of transformers
+            raise ModelError(
+                f"no tiny model can be made of this {family.config.model_type} configuration: {first_line(error)}. "
+                "Give a complete config.json of one stack of decoder layers."
+            ) from error
+        if sees_later_tokens:
+            raise ModelError(
+                f"{family.config.model_type} is no causal language model: its layers let a token see later tokens. "
+                "finetune trains models that predict the next token."
+            )
+        self.why_not_engine = unsupported_reason(self._model)
+        self.results: list[StageResult] = []
+
+    @property
+    def computed_by(self) -> str:
+        """Who computes the forward pass of this family, in words."""
+        if self.why_not_engine is None:
+            return "the engine"
+        return f"transformers' own forward: {self.why_not_engine}"
+
+    @property
+    def failed(self) -> list[StageResult]:
+        """The promises that do not hold."""
+        return [result for result in self.results if result.outcome == "failed"]
+
+    def run(self) -> None:
+        """Check all promises. A promise that needs the result of a failed one is not checked."""
+        for name, (check, needs) in PROMISES.items():
+            begun = time.monotonic()
+            broken = next((each.name for each in self.results if each.name in needs and each.outcome != "ok"), None)
+            result = StageResult(name, "not run", f"`{broken}` does not hold")
+            if broken is None:
+                with waiting(f"proving: {name}"):
+                    result = _outcome(name, partial(check, self))
+            self.results.append(result._replace(seconds=time.monotonic() - begun))
+            self._show(self.results[-1])
+
+    def as_record(self) -> dict[str, Any]:
+        """Convert to plain values for JSON, see docs/doctor.md."""
+        config = self._config
+        return {
+            "version": 1,
+            "model_type": config.model_type,
+            "source": self.family.source,
+            "computed_by": "transformers" if self.why_not_engine else "engine",
+            "why_not_engine": self.why_not_engine,
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "promises": [result._asdict() for result in self.results],
+            "versions": {"finetune": __version__, **{name: version(name) for name in _PACKAGES}},
+        }
+
+    @cached_property
+    def rehearsal(self) -> Rehearsal:
+        """The commands of a run on the tiny model, which is written to disk here."""
+        folder = self._folder
+        (folder / "logs").mkdir()
+        model = copy.deepcopy(self._model)
+        model.generation_config.eos_token_id = list(_STOP_IDS)
+        model.save_pretrained(folder / "stand-in")
+        _write_rows(folder / "rows")
+        arguments = [
+            override(key, value)
+            for key, value in {
+                "model.path": str(folder / "stand-in"),
+                "model.tokenizer": _TOKENIZER,
+                "data.path": str(folder / "rows" / "train.jsonl"),
+                "data.validation": str(folder / "rows" / "validation.jsonl"),
+                "data.cache_dir": str(folder / "cache"),
+                "output_dir": str(folder / "run"),
+                "lora.r": 4,
+                "optim.learning_rate": 0.01,
+                "training.device": "cpu",
+                "training.precision": "fp32",
+                "training.batch_size": 3,
+                "training.global_batch_size": 8,
+                "testing.num_samples": 0,
+            }.items()
+        ]
+        config = compose(arguments, defaults={"task": "finetune_lora"})
+        return Rehearsal(
+            config=config, arguments=["task=finetune_lora", *arguments], folder=folder, steps=_STEPS, minutes=_MINUTES
+        )
+
+    def stage(self, name: str) -> str:
+        """Run a stage of a rehearsal."""
+        return STAGES[name](self.rehearsal, self.log(name))
+
+    def log(self, name: str) -> Path:
+        """Return the file for the output of a command."""
+        return self.rehearsal.folder / "logs" / f"{name}.log"
+
+    def microbatch(self, rows: Sequence[Row], *, shares: bool = False) -> Microbatch:
+        """Make a micro-batch for the forward pass of this family."""
+        if self.why_not_engine is None:
+            return pack(rows, share_prefixes=shares)
+        return pad([EncodedExample(*row) for row in rows])
+
+    def adapted(self) -> Any:
+        """Return a copy of the model with an adapter that changes its output."""
+        model: Any = add_lora(copy.deepcopy(self._model), LoraSection(r=4))
+        generator = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for weight in filter(lambda weight: weight.requires_grad, model.parameters()):
+                weight.normal_(0, 0.1, generator=generator)
+        return model.eval()
+
+    def errors(self, model: Any, rows: Sequence[Row], *, shares: bool) -> str:
+        """Compare loss and gradients of a micro-batch with those of transformers' forward in float64, row by row."""
+        exact = _in_float64(model)
+        expected, computed = (
+            _loss_in_float64(exact, rows),
+            summed_cross_entropy(model, self.microbatch(rows, shares=shares)),
+        )
+        of_loss = abs(computed.item() / expected.item() - 1)
+        theirs, ours = _gradients(exact, expected), _gradients(model, computed)
+        # The exact gradient of some weights is 0, of a bias of keys for example.
+        floor = 1e-3 * torch.stack([gradient.norm() for gradient in theirs.values()]).norm()
+        of_gradient, worst = max(
+            (float((ours[name] - theirs[name]).norm() / theirs[name].norm().maximum(floor)), name) for name in theirs
+        )
+        what = (
+            f"loss differs by {of_loss:.1e} (at most {LOSS:g}), gradients by {of_gradient:.1e} (at most {GRADIENT:g})"
+        )
+        if not (of_loss <= LOSS and of_gradient <= GRADIENT):
+            raise _broken(f"{what}, most in {worst}")
+        return what
+
+
+def _check_loss(proof: FamilyProof) -> str:
+    rows = _rows()
+    whole = proof.errors(proof._model, rows, shares=False)
+    return f"all weights: {whole}; LoRA: {proof.errors(proof.adapted(), rows, shares=False)}"
+
+
+def _check_prefixes(proof: FamilyProof) -> str | None:
+    if proof.why_not_engine is not None:
+        return None
+    return proof.errors(proof.adapted(), _rows(), shares=True)
+
+
+def _check_generation(proof: FamilyProof) -> str:
+    """Compare greedy answers with transformers' forward in float64, which computes each prefix anew."""
+    model = proof.adapted()
+    exact = _in_float64(model)
+    prompts = [ids.tolist() for ids, _ in _rows()[2:5]]
+    decoding = Decoding(stop_ids=_STOP_IDS, max_new_tokens=24, keeps_stop=True)
+    answers = generate_answers(model, prompts, decoding, batch_size=len(prompts))
+    furthest = 0.0
+    with torch.no_grad():
+        for prompt, answer in zip(prompts, answers, strict=True):
+            for end, token in enumerate(answer):
+                logits = exact(input_ids=torch.tensor([prompt + answer[:end]]), use_cache=False).logits[0, -1]
+                furthest = max(furthest, float((logits.max() - logits[token]) / logits.std()))
+    what = f"{sum(map(len, answers))} greedy tokens, at most {furthest:.1e} standard deviations below the largest logit"
+    what += f" (at most {LOGIT:g})"
+    if not furthest <= LOGIT:
+        raise _broken(what)
+    return what
+
+
+def _check_memory(proof: FamilyProof) -> str | None:
+    """Compare the predicted peak of a step with the measured one, on rows of 100 tokens."""
+    model = add_lora(copy.deepcopy(proof._model), LoraSection(r=4)).train()
+    make = partial(proof.microbatch, _random_rows([100 - n for n in range(8)]))
+    twin = copy_without_data(model)
+    need = optimizer_need(build_optimizer(twin, OptimSection()), device_type="cpu")
+    try:
+        assert need is not None
+        how = Computation(loss_of=_choose_loss, device_type="cpu", accumulates=False)
+        predicted = forecast_step(twin, make(), how).peak(need).total
+    except CANNOT_TRACE:
+        return None
+    optimizer = build_optimizer(model, OptimSection())
+
+    def step() -> None:
+        summed_cross_entropy(model, make()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *states))
+    measured = held + _measure_peak(step)
+    error = predicted / measured - 1
+    what = f"{predicted / 1e6:.1f} MB predicted, {measured / 1e6:.1f} MB measured: {error:+.1%} (at most {MEMORY:.0%})"
+    if not abs(error) <= MEMORY:
+        raise _broken(what)
+    return what
+
+
+def _check_training(proof: FamilyProof) -> str:
+    what = proof.stage("train")
+    losses = [value for _, value in RecordedRun(proof.rehearsal.folder / "whole").points("step", "loss")]
+    if not losses[-1] < losses[0]:
+        raise _broken(f"the loss does not fall: {what}")
+    return what.partition(", ")[0]
+
+
+def _check_resume(proof: FamilyProof) -> str:
+    return f"{proof.stage('kill')}, then {proof.stage('resume')}"
+
+
+def _check_world(proof: FamilyProof) -> str:
+    """Train again on two processes, and compare losses and adapters."""
+    rehearsal = proof.rehearsal
+    two = rehearsal.folder / "two"
+    arguments = [override("output_dir", str(two)), "parallel.num_processes=2", "resume=never"]
+    rehearsal.command(proof.log("two"), "train", *rehearsal.overrides(), *arguments)
+    curves = [
+        [value for event in ("step", "validation") for _, value in RecordedRun(folder).points(event, "loss")]
+        for folder in (rehearsal.folder / "whole", two)
+    ]
+    of_losses = max(abs(one - other) / max(1.0, abs(one)) for one, other in zip(*curves, strict=True))
+    one, other = (_adapter(folder) for folder in (rehearsal.folder / "whole", two))
+    of_adapter = float((one - other).norm() / one.norm())
+    what = f"losses differ by {of_losses:.1e} (at most {CURVE:g}), adapters by {of_adapter:.1e} (at most {ADAPTER:g})"
+    if not (of_losses <= CURVE and of_adapter <= ADAPTER):
+        raise _broken(what)
+    return what
+
+
+def _check_merge(proof: FamilyProof) -> str:
+    return proof.stage("merge")
+
+
+def _check_peft(proof: FamilyProof) -> str:
+    """Compare the last validation loss of the run with the loss of its adapter in plain PEFT, in float64."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    rehearsal = proof.rehearsal
+    config, run = rehearsal.config, rehearsal.folder / "whole"
+    base = AutoModelForCausalLM.from_pretrained(rehearsal.folder / "stand-in")
+    model = _in_float64(PeftModel.from_pretrained(base, run / "adapter").eval())
+    splits = encode_examples(load_examples(config.data), build_tokenizer(config.model), config.data)
+    assert splits.validation is not None
+    rows = [splits.validation[row] for row in range(len(splits.validation))]
+    with torch.no_grad():
+        loss = float(_loss_in_float64(model, rows)) / sum(int(is_target[1:].sum()) for _, is_target in rows)
+    recorded = RecordedRun(run).points("validation", "loss")[-1][1]
+    error = abs(recorded / loss - 1)
+    what = (
+        f"validation loss {recorded:.6g} in the run, {loss:.6g} in PEFT: differs by {error:.1e} (at most {RECORDED:g})"
+    )
+    if not error <= RECORDED:
+        raise _broken(what)
+    return what
+
+
+def _outcome(name: str, check: Callable[[], str | None]) -> StageResult:
+    try:
+        what = check()
+    except FinetuneError as error:
+        return StageResult(name, "failed", str(error), exit_code=RunFailedError.exit_code)
+    except Exception as error:  # of any class of transformers or PEFT: the promise does not hold
+        text = f"{type(error).__name__}: {first_line(error)}"
+        return StageResult(name, "failed", text, exit_code=RunFailedError.exit_code)
+    if what is None:
+        return StageResult(name, "not run", _NOT_SHOWN[name])
+    return StageResult(name, "ok", what)
+
+
+def _sees_later_tokens(model: Any) -> bool:
+    ((ids, _),) = _random_rows([12])
+    changed = torch.cat([ids[:-1], ids[-1:] - 1])
+    with torch.no_grad():
+        one, other = (model(input_ids=row[None], use_cache=False).logits[0, :-1] for row in (ids, changed))
+    return float((one - other).abs().max()) > 0.01 * float(one.std())  # the rounding of experts is far smaller
+
+
+def _broken(what: str) -> StageError:
+    return StageError(what, RunFailedError.exit_code)
+
+
+def _choose_loss(choices: Choices = BY_DEVICE) -> Any:
+    return partial(summed_cross_entropy, choices=choices)
+
+
+def _random_rows(lengths: Sequence[int], beginning: int = 0) -> list[Row]:
+    """Return rows of random tokens, of which about half carry loss; `beginning` tokens of all rows are equal."""
+    generator = torch.Generator().manual_seed(beginning)
+    draw = partial(torch.randint, 10, _VOCABULARY, generator=generator)
+    shared = draw((beginning,))
+    rows = [torch.cat([shared, draw((length,))]) for length in lengths]
+    return [(ids, torch.rand(len(ids), generator=generator) < 0.5) for ids in rows]
+
+
+def _rows() -> list[Row]:
+    """Return rows of many lengths, some of which share a beginning."""
+    return [*_random_rows(_LENGTHS), *_random_rows((5, 9, 30), _BEGINNING)]
+
+
+def _in_float64(model: Any) -> Any:
+    exact = copy.deepcopy(model).double()
+    with suppress(AttributeError, ValueError):  # older than transformers 5, or a model without a choice
+        bare_model(exact).set_experts_implementation("eager")  # the fast one has no float64
+    return exact
+
+
+def _loss_in_float64(model: Any, rows: Sequence[Any]) -> torch.Tensor:
+    """Sum the nats of all targets with transformers' own forward, one row at a time."""
+    total = torch.zeros((), dtype=torch.float64)
+    for ids, is_target in rows:
+        at = is_target[1:].nonzero().squeeze(1)
+        if len(at):
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, at]
+            total = total + functional.cross_entropy(logits, ids[at + 1], reduction="sum")
+    return total
+
+
+def _gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    return {
+        name: torch.zeros_like(weight).double() if weight.grad is None else weight.grad.double()
+        for name, weight in model.named_parameters()
+        if weight.requires_grad
+    }
+
+
+def _adapter(run: Path) -> torch.Tensor:
+    weights = load_file(run / "adapter" / "adapter_model.safetensors")
+    return torch.cat([weights[name].flatten() for name in sorted(weights)]).double()
+
+
+def _write_rows(folder: Path) -> None:
+    """Write short prompts with answers, from the rows that are shipped with finetune."""
+    folder.mkdir()
+    for split, number in (("train", 16), ("validation", 6)):
+        lines = Path(resolve_shipped("shipped:orders"), f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        turns = [[turn["content"] for turn in json.loads(line)["messages"][-2:]] for line in lines[:number]]
+        rows = [{"prompt": prompt, "completion": answer} for prompt, answer in turns]
+        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+
+
+def _measure_peak(step: Callable[[], None]) -> int:
+    """Return the most bytes that a step has allocated at a time on the CPU, as torch's allocator reports it."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with _no_output_of_libraries(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    in_use = highest = 0
+    for event in profiler.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            in_use += event.nbytes()
+            highest = max(highest, in_use)
+    return highest
+
+
+@contextmanager
+def _no_output_of_libraries() -> Iterator[None]:
+    """Discard what C++ code writes to standard error: the profiler reports its start and its stop there."""
+    sys.stderr.flush()
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)
+
+
+PROMISES: dict[str, tuple[Callable[[FamilyProof], str | None], tuple[str, ...]]] = {
+    "loss and gradients": (_check_loss, ()),
+    "shared prefixes": (_check_prefixes, ("loss and gradients",)),
+    "generation": (_check_generation, ("loss and gradients",)),
+    "memory": (_check_memory, ("loss and gradients",)),
+    "training": (_check_training, ("loss and gradients",)),
+    "kill and resume": (_check_resume, ("training",)),
+    "two processes": (_check_world, ("training",)),
+    "merge": (_check_merge, ("kill and resume",)),
+    "adapter in PEFT": (_check_peft, ("training",)),
+}
+"""By name: the check, and the promises without which it says nothing."""
+_NOT_SHOWN = {
+    "shared prefixes": "transformers' own forward computes padded rows and shares nothing",
+    "memory": "the model's own forward does not run on tensors without data, so `plan` estimates its memory",
+}
