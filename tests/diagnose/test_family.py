@@ -45,10 +45,6 @@ def test_a_record_of_the_engine_without_the_norms_of_heads_is_found(monkeypatch:
 def test_wrong_answers_and_a_wrong_plan_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[Any] = []
     proof = FamilyProof(find_family("olmo3"), tmp_path, shown.append)
-    assert (
-        proof.computed_by.startswith("transformers' own forward: its model type is olmo3")
-        or proof.why_not_engine is None
-    )
     names = ("loss and gradients", "generation", "memory")
     monkeypatch.setattr(family, "PROMISES", {name: PROMISES[name] for name in names})
     proof.run()
