@@ -68,14 +68,14 @@ _PACKAGES = ("torch", "transformers", "peft")
 Row = tuple[torch.Tensor, torch.Tensor]
 
 
-class Family(NamedTuple):
+class FamilyConfig(NamedTuple):
     """A configuration, and where it is from."""
 
     config: Any
     source: str
 
 
-def find_family(name: str) -> Family:
+def find_family(name: str) -> FamilyConfig:
     """Find the configuration that `finetune doctor --model NAME` means, without asking the hub.
 
     Raises:
@@ -115,7 +115,7 @@ def find_family(name: str) -> Family:
             f"stack of layers. Its text model has the type {config.text_config.model_type}: give a config.json with "
             "its keys, or this model type."
         )
-    return Family(config, source)
+    return FamilyConfig(config, source)
 
 
 def _cached_folder(hub_id: str) -> Path:
@@ -141,7 +141,7 @@ class FamilyProof:
     `folder` takes the files of the runs. `show` is called with each result.
     """
 
-    def __init__(self, family: Family, folder: Path, show: Callable[[StageResult], object]) -> None:
+    def __init__(self, family: FamilyConfig, folder: Path, show: Callable[[StageResult], object]) -> None:
         from transformers.utils import logging
 
         self.family = family
