@@ -1,8 +1,8 @@
 """Prove the families of docs/models.md with `finetune doctor --model`, and write the page's table from the record.
 
-    python -m tools.families                 # all families: a minute or two each
-    python -m tools.families olmo3 granite   # these; the record keeps the others
-    python -m tools.families --page          # only the table, from the record
+python -m tools.families                 # all families: a minute or two each
+python -m tools.families olmo3 granite   # these; the record keeps the others
+python -m tools.families --page          # only the table, from the record
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def table(records: dict[str, Any]) -> Iterator[str]:
             for promise in promises.values()
             if promise["outcome"] == "failed"
         ]
-    versions = sorted({", ".join(f"{name} {number}" for name, number in each["versions"].items()) for each in records.values()})
+    versions = sorted(
+        {", ".join(f"{name} {number}" for name, number in each["versions"].items()) for each in records.values()}
+    )
     yield f"\nProven with {'; '.join(versions)}.\n"
     if broken:
         yield "What does not hold:\n\n"

@@ -33,7 +33,10 @@ SAVED_CONFIG = "config.yaml"
 MADE_FOR = "Phi, which finetune is made for"
 _FAMILIES = {
     "phi": MADE_FOR,
-    **{name.lower(): f"{name}, which it trains too" for name in ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma")},
+    **{
+        name.lower(): f"{name}, which it trains too"
+        for name in ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma", "OLMo", "Granite")
+    },
     "": "others in ./configs",
 }
 """The families of models, by how the names in configs/model/ begin."""
