@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import torch
 from finetune.data.batches import Collate, packer, pad
 from finetune.distributed.device import DTYPES
 from finetune.engine.attention import prepared_by_the_host
-from finetune.engine.decoder import layer_windows
+from finetune.engine.decoder import FAMILIES, bare_model, layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
 from finetune.engine.products import PROCESSOR, make_room_for_bf16
 from finetune.engine.supported import called_layers, unsupported_reason
@@ -114,7 +115,8 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         reason = f"{num_others} of {runtime.world_size} ranks cannot use it; their own logs say why"
     if reason is not None:
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
-        runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
+        fallback = Fallback(what="training.kernels", wanted=wanted, used=used, why=reason)
+        runtime.fallbacks.take(fallback, warning=f"{fallback}{_how_to_prove(model)}")
         return Forward(collate=pad, why_not_engine=reason)
     _record_attention(runtime)
     if runtime.device.type == "cpu" and runtime.precision == "bf16":
@@ -125,6 +127,18 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         why = "; ".join(f"{len(names)} linear layers are {why}" for why, names in forward.called_layers.items())
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
     return forward
+
+
+def _how_to_prove(model: Any) -> str:
+    """Return a sentence about `finetune doctor --model` for a family that the package knows nothing of."""
+    config = bare_model(model).config
+    if config.model_type in FAMILIES:
+        return ""
+    name = shlex.quote(config.name_or_path or config.model_type)
+    return (
+        f". `finetune doctor --model {name}` proves in minutes, on a tiny model with the same layers, that losses, "
+        "resumed runs, several processes, merged models and answers are right."
+    )
 
 
 def _record_attention(runtime: Runtime) -> None:
