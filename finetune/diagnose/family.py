@@ -95,13 +95,21 @@ def find_family(name: str) -> FamilyConfig:
     elif name in presets:
         section = compose([f"model={name}"], complete=False).model
         source = section.path or name
-        if published := published_sizes(section):
+        published = published_sizes(section)
+        if published is not None and (folder := _cached_folder(source)):
+            section = ModelSection(path=folder)
+        elif published is not None:
             section = ModelSection(config=published.as_config())
             source = f"the sizes of {source} in finetune, other keys by default"
     elif name in CONFIG_MAPPING:
         section, source = ModelSection(config={"model_type": name}), f"the defaults of {name} in transformers"
-    elif path.is_dir() or "/" in name:
-        section, source = ModelSection(path=name if path.is_dir() else str(_cached_folder(name))), name
+    elif path.is_dir() or (folder := _cached_folder(name)):
+        section, source = ModelSection(path=str(path) if path.is_dir() else folder), name
+    elif "/" in name:
+        raise ModelError(
+            f"--model {name} is neither a file or folder here, nor in the hub's cache, and a proof asks no hub. "
+            f"Download its config.json with `hf download {name} config.json`, or give a model type of transformers."
+        )
     else:
         hint = did_you_mean(name, [*presets, *CONFIG_MAPPING])
         raise ModelError(
@@ -118,21 +126,16 @@ def find_family(name: str) -> FamilyConfig:
     return FamilyConfig(config, source)
 
 
-def _cached_folder(hub_id: str) -> Path:
+def _cached_folder(hub_id: str) -> str | None:
+    """Return the folder of a model in the hub's cache; None if its config.json is not there."""
     from huggingface_hub.errors import HFValidationError
 
     from finetune.config.hub import Repository, cached_file
 
-    try:
+    with suppress(HFValidationError):
         file = cached_file(Repository(hub_id, None, "model"), "config.json")
-    except HFValidationError:
-        file = None
-    if file is None:
-        raise ModelError(
-            f"--model {hub_id} is neither a file or folder here, nor in the hub's cache, and a proof asks no hub. "
-            f"Download its config.json with `hf download {hub_id} config.json`, or give a model type of transformers."
-        )
-    return file.parent
+        return None if file is None else str(file.parent)
+    return None
 
 
 class FamilyProof:
@@ -200,7 +203,10 @@ class FamilyProof:
             "why_not_engine": self.why_not_engine,
             "layers": config.num_hidden_layers,
             "hidden_size": config.hidden_size,
-            "promises": [result._asdict() for result in self.results],
+            "promises": [
+                {"name": name, "outcome": outcome, "what": what, "seconds": seconds}
+                for name, outcome, what, seconds, *_ in self.results
+            ],
             "versions": {"finetune": __version__, **{name: version(name) for name in _PACKAGES}},
         }
 
