@@ -52,12 +52,13 @@ _MARKS = {"ok": "yes", "failed": "no", "not run": "–"}
 
 
 def prove(name: str) -> dict[str, Any]:
-    """Return what `finetune doctor --model NAME --json` prints, without seconds."""
+    """Return what `finetune doctor --model NAME --json` prints, without seconds and exit code."""
     arguments = [sys.executable, "-m", "finetune", "doctor", "--model", name, "--json"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 3):
         raise SystemExit(f"{name}: {done.stderr}")
     record: dict[str, Any] = json.loads(done.stdout)
+    del record["exit_code"]
     for promise in record["promises"]:
         del promise["seconds"]
     return record

@@ -59,18 +59,18 @@ def _prove(name: str, overrides: list[str], *, as_json: bool) -> int:
     with importing():
         from finetune.diagnose.family import FamilyProof, find_family
 
-    family = find_family(name)
+    config, source = find_family(name)
     with stop_signals_go_to(raise_at_once), TemporaryDirectory(prefix="finetune-doctor-") as folder:
-        proof = FamilyProof(family, Path(folder), show=lambda result: None if as_json else _show(result))
+        proof = FamilyProof(config, Path(folder), show=lambda result: None if as_json else _show(result))
         record = proof.as_record()
         if not as_json:
             sizes = f"{counted(record['layers'], 'layer')}, hidden size {record['hidden_size']}"
-            say(f"{record['model_type']} ({family.source}): a tiny random model, {sizes}")
+            say(f"{record['model_type']} ({source}): a tiny random model, {sizes}")
             say(f"computed by {proof.computed_by}\n")
         proof.run()
     code = RunFailedError.exit_code if proof.failed else 0
     if as_json:
-        print_json({**proof.as_record(), "exit_code": code})
+        print_json({"source": source, **proof.as_record(), "exit_code": code})
     else:
         names = ", ".join(result.name for result in proof.failed)
         verdict = f"Broken for this family: {names}." if names else "All promises hold for this family."

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -41,7 +41,7 @@ from finetune.engine.supported import unsupported_reason
 from finetune.errors import FinetuneError, ModelError, RunFailedError, first_line
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.logs import waiting
-from finetune.model.base import prepare_base, read_model_config
+from finetune.model.base import longrope_boundary, prepare_base, read_model_config
 from finetune.model.from_hub import published_sizes
 from finetune.model.lora import add_lora
 from finetune.model.shrunken import random_model, shrunken_config
@@ -60,7 +60,8 @@ RECORDED = 1e-5
 LOGIT = 1e-4
 """How far below the largest logit the logit of a generated token may be, in standard deviations of the logits."""
 MEMORY = 0.1
-_TOKENIZER, _VOCABULARY, _STOP_IDS = "shipped:phi_tiny", 2048, (4, 0)
+_VOCABULARY, _STOP_IDS = 2048, (4, 0)
+"""Of the tokenizer of phi_tiny."""
 _LENGTHS, _BEGINNING = (7, 1, 12, 3, 40), 20
 _STEPS, _MINUTES = 6, 10.0
 _PACKAGES = ("torch", "transformers", "peft")
@@ -68,15 +69,8 @@ _PACKAGES = ("torch", "transformers", "peft")
 Row = tuple[torch.Tensor, torch.Tensor]
 
 
-class FamilyConfig(NamedTuple):
-    """A configuration, and where it is from."""
-
-    config: Any
-    source: str
-
-
-def find_family(name: str) -> FamilyConfig:
-    """Find the configuration that `finetune doctor --model NAME` means, without asking the hub.
+def find_family(name: str) -> tuple[Any, str]:
+    """Return the configuration that `finetune doctor --model NAME` means, and its source, without asking the hub.
 
     Raises:
         ModelError: there is none of this name, or its layers are no causal language model.
@@ -123,7 +117,7 @@ def find_family(name: str) -> FamilyConfig:
             f"stack of layers. Its text model has the type {config.text_config.model_type}: give a config.json with "
             "its keys, or this model type."
         )
-    return FamilyConfig(config, source)
+    return config, source
 
 
 def _cached_folder(hub_id: str) -> str | None:
@@ -144,25 +138,24 @@ class FamilyProof:
     `folder` takes the files of the runs. `show` is called with each result.
     """
 
-    def __init__(self, family: FamilyConfig, folder: Path, show: Callable[[StageResult], object]) -> None:
+    def __init__(self, config: Any, folder: Path, show: Callable[[StageResult], object]) -> None:
         from transformers.utils import logging
 
-        self.family = family
         self._folder, self._show = folder, show
         logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of kernels and keys that the model itself has
         try:
-            self._config = shrunken_config(family.config, _VOCABULARY)
+            self._config = shrunken_config(config, _VOCABULARY)
             self._model: Any = random_model(self._config)
             prepare_base(self._model)
             sees_later_tokens = _sees_later_tokens(self._model)
         except Exception as error:  # of any class of transformers
             raise ModelError(
-                f"no tiny model can be made of this {family.config.model_type} configuration: {first_line(error)}. "
+                f"no tiny model can be made of this {config.model_type} configuration: {first_line(error)}. "
                 "Give a complete config.json of one stack of decoder layers."
             ) from error
         if sees_later_tokens:
             raise ModelError(
-                f"{family.config.model_type} is no causal language model: its layers let a token see later tokens. "
+                f"{config.model_type} is no causal language model: its layers let a token see later tokens. "
                 "finetune trains models that predict the next token."
             )
         self.why_not_engine = unsupported_reason(self._model)
@@ -198,57 +191,43 @@ class FamilyProof:
         return {
             "version": 1,
             "model_type": config.model_type,
-            "source": self.family.source,
             "computed_by": "transformers" if self.why_not_engine else "engine",
             "why_not_engine": self.why_not_engine,
             "layers": config.num_hidden_layers,
             "hidden_size": config.hidden_size,
-            "promises": [
-                {"name": name, "outcome": outcome, "what": what, "seconds": seconds}
-                for name, outcome, what, seconds, *_ in self.results
-            ],
+            "promises": [dict(zip(StageResult._fields[:4], result, strict=False)) for result in self.results],
             "versions": {"finetune": __version__, **{name: version(name) for name in _PACKAGES}},
         }
 
     @cached_property
     def rehearsal(self) -> Rehearsal:
         """The commands of a run on the tiny model, which is written to disk here."""
+        from transformers import AutoTokenizer
+
         folder = self._folder
-        (folder / "logs").mkdir()
         model = copy.deepcopy(self._model)
         model.generation_config.eos_token_id = list(_STOP_IDS)
         model.save_pretrained(folder / "stand-in")
-        _write_rows(folder / "rows")
+        AutoTokenizer.from_pretrained(resolve_shipped("shipped:phi_tiny")).save_pretrained(folder / "stand-in")
+        # For some model types, transformers then reads these files with another tokenizer.
+        AutoTokenizer.from_pretrained(folder / "stand-in").save_pretrained(folder / "stand-in")
         arguments = [
-            override(key, value)
-            for key, value in {
-                "model.path": str(folder / "stand-in"),
-                "model.tokenizer": _TOKENIZER,
-                "data.path": str(folder / "rows" / "train.jsonl"),
-                "data.validation": str(folder / "rows" / "validation.jsonl"),
-                "data.cache_dir": str(folder / "cache"),
-                "output_dir": str(folder / "run"),
-                "lora.r": 4,
-                "optim.learning_rate": 0.01,
-                "training.device": "cpu",
-                "training.precision": "fp32",
-                "training.batch_size": 3,
-                "training.global_batch_size": 8,
-                "testing.num_samples": 0,
-            }.items()
+            *(
+                "task=finetune_lora",
+                "data=orders",
+                "data.max_rows=16",
+                override("data.cache_dir", str(folder / "cache")),
+            ),
+            *(override("model.path", str(folder / "stand-in")), override("output_dir", str(folder / "run"))),
+            *("lora.r=4", "optim.learning_rate=2e-3", "training.device=cpu", "training.precision=fp32"),
+            *("training.batch_size=3", "training.global_batch_size=8", "testing.num_samples=0"),
         ]
-        config = compose(arguments, defaults={"task": "finetune_lora"})
-        return Rehearsal(
-            config=config, arguments=["task=finetune_lora", *arguments], folder=folder, steps=_STEPS, minutes=_MINUTES
-        )
+        config = compose(arguments)
+        return Rehearsal(config=config, arguments=arguments, folder=folder, steps=_STEPS, minutes=_MINUTES)
 
     def stage(self, name: str) -> str:
         """Run a stage of a rehearsal."""
-        return STAGES[name](self.rehearsal, self.log(name))
-
-    def log(self, name: str) -> Path:
-        """Return the file for the output of a command."""
-        return self.rehearsal.folder / "logs" / f"{name}.log"
+        return STAGES[name](self.rehearsal, self._folder / f"{name}.log")
 
     def microbatch(self, rows: Sequence[Row], *, shares: bool = False) -> Microbatch:
         """Make a micro-batch for the forward pass of this family."""
@@ -267,11 +246,12 @@ class FamilyProof:
 
     def errors(self, model: Any, rows: Sequence[Row], *, shares: bool) -> str:
         """Compare loss and gradients of a micro-batch with those of transformers' forward in float64, row by row."""
-        exact = _in_float64(model)
-        expected, computed = (
-            _loss_in_float64(exact, rows),
-            summed_cross_entropy(model, self.microbatch(rows, shares=shares)),
-        )
+        exact, boundary = _in_float64(model), longrope_boundary(model) or 0
+        expected = _loss_in_float64(exact, rows)
+        # LongRoPE chooses its factors by the longest row of a micro-batch.
+        groups = [[row for row in rows if (len(row[0]) > boundary) is is_long] for is_long in (False, True)]
+        microbatches = [self.microbatch(group, shares=shares) for group in groups if group]
+        computed = torch.stack([summed_cross_entropy(model, microbatch) for microbatch in microbatches]).sum()
         of_loss = abs(computed.item() / expected.item() - 1)
         theirs, ours = _gradients(exact, expected), _gradients(model, computed)
         # The exact gradient of some weights is 0, of a bias of keys for example.
@@ -279,12 +259,8 @@ class FamilyProof:
         of_gradient, worst = max(
             (float((ours[name] - theirs[name]).norm() / theirs[name].norm().maximum(floor)), name) for name in theirs
         )
-        what = (
-            f"loss differs by {of_loss:.1e} (at most {LOSS:g}), gradients by {of_gradient:.1e} (at most {GRADIENT:g})"
-        )
-        if not (of_loss <= LOSS and of_gradient <= GRADIENT):
-            raise _broken(f"{what}, most in {worst}")
-        return what
+        what = f"loss off by {of_loss:.1e} (at most {LOSS:g}), gradients by {of_gradient:.1e} (at most {GRADIENT:g})"
+        return _judge(f"{what}, most in {worst}", of_loss <= LOSS and of_gradient <= GRADIENT)
 
 
 def _check_loss(proof: FamilyProof) -> str:
@@ -296,7 +272,9 @@ def _check_loss(proof: FamilyProof) -> str:
 def _check_prefixes(proof: FamilyProof) -> str | None:
     if proof.why_not_engine is not None:
         return None
-    return proof.errors(proof.adapted(), _rows(), shares=True)
+    computed, given = proof.microbatch(_rows(), shares=True).num_computed, sum(len(ids) for ids, _ in _rows())
+    what = f"{computed} of {given} tokens are computed; {proof.errors(proof.adapted(), _rows(), shares=True)}"
+    return _judge(what, computed < given)
 
 
 def _check_generation(proof: FamilyProof) -> str:
@@ -314,9 +292,7 @@ def _check_generation(proof: FamilyProof) -> str:
                 furthest = max(furthest, float((logits.max() - logits[token]) / logits.std()))
     what = f"{sum(map(len, answers))} greedy tokens, at most {furthest:.1e} standard deviations below the largest logit"
     what += f" (at most {LOGIT:g})"
-    if not furthest <= LOGIT:
-        raise _broken(what)
-    return what
+    return _judge(what, furthest <= LOGIT)
 
 
 def _check_memory(proof: FamilyProof) -> str | None:
@@ -341,20 +317,16 @@ def _check_memory(proof: FamilyProof) -> str | None:
     step()
     states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *states))
-    measured = held + _measure_peak(step)
+    measured = held + measure_peak(step)
     error = predicted / measured - 1
     what = f"{predicted / 1e6:.1f} MB predicted, {measured / 1e6:.1f} MB measured: {error:+.1%} (at most {MEMORY:.0%})"
-    if not abs(error) <= MEMORY:
-        raise _broken(what)
-    return what
+    return _judge(what, abs(error) <= MEMORY)
 
 
 def _check_training(proof: FamilyProof) -> str:
     what = proof.stage("train")
     losses = [value for _, value in RecordedRun(proof.rehearsal.folder / "whole").points("step", "loss")]
-    if not losses[-1] < losses[0]:
-        raise _broken(f"the loss does not fall: {what}")
-    return what.partition(", ")[0]
+    return _judge(f"{what.partition(', ')[0]}, which must fall", losses[-1] < losses[0])
 
 
 def _check_resume(proof: FamilyProof) -> str:
@@ -366,7 +338,7 @@ def _check_world(proof: FamilyProof) -> str:
     rehearsal = proof.rehearsal
     two = rehearsal.folder / "two"
     arguments = [override("output_dir", str(two)), "parallel.num_processes=2", "resume=never"]
-    rehearsal.command(proof.log("two"), "train", *rehearsal.overrides(), *arguments)
+    rehearsal.command(rehearsal.folder / "two.log", "train", *rehearsal.overrides(), *arguments)
     curves = [
         [value for event in ("step", "validation") for _, value in RecordedRun(folder).points(event, "loss")]
         for folder in (rehearsal.folder / "whole", two)
@@ -375,9 +347,7 @@ def _check_world(proof: FamilyProof) -> str:
     one, other = (_adapter(folder) for folder in (rehearsal.folder / "whole", two))
     of_adapter = float((one - other).norm() / one.norm())
     what = f"losses differ by {of_losses:.1e} (at most {CURVE:g}), adapters by {of_adapter:.1e} (at most {ADAPTER:g})"
-    if not (of_losses <= CURVE and of_adapter <= ADAPTER):
-        raise _broken(what)
-    return what
+    return _judge(what, of_losses <= CURVE and of_adapter <= ADAPTER)
 
 
 def _check_merge(proof: FamilyProof) -> str:
@@ -400,25 +370,17 @@ def _check_peft(proof: FamilyProof) -> str:
         loss = float(_loss_in_float64(model, rows)) / sum(int(is_target[1:].sum()) for _, is_target in rows)
     recorded = RecordedRun(run).points("validation", "loss")[-1][1]
     error = abs(recorded / loss - 1)
-    what = (
-        f"validation loss {recorded:.6g} in the run, {loss:.6g} in PEFT: differs by {error:.1e} (at most {RECORDED:g})"
-    )
-    if not error <= RECORDED:
-        raise _broken(what)
-    return what
+    what = f"validation loss {recorded:.6g} in the run, {loss:.6g} in PEFT: off by {error:.1e} (at most {RECORDED:g})"
+    return _judge(what, error <= RECORDED)
 
 
 def _outcome(name: str, check: Callable[[], str | None]) -> StageResult:
     try:
         what = check()
-    except FinetuneError as error:
-        return StageResult(name, "failed", str(error), exit_code=RunFailedError.exit_code)
     except Exception as error:  # of any class of transformers or PEFT: the promise does not hold
-        text = f"{type(error).__name__}: {first_line(error)}"
-        return StageResult(name, "failed", text, exit_code=RunFailedError.exit_code)
-    if what is None:
-        return StageResult(name, "not run", _NOT_SHOWN[name])
-    return StageResult(name, "ok", what)
+        what = str(error) if isinstance(error, FinetuneError) else f"{type(error).__name__}: {first_line(error)}"
+        return StageResult(name, "failed", what, exit_code=RunFailedError.exit_code)
+    return StageResult(name, "not run", _NOT_SHOWN[name]) if what is None else StageResult(name, "ok", what)
 
 
 def _sees_later_tokens(model: Any) -> bool:
@@ -429,8 +391,10 @@ def _sees_later_tokens(model: Any) -> bool:
     return float((one - other).abs().max()) > 0.01 * float(one.std())  # the rounding of experts is far smaller
 
 
-def _broken(what: str) -> StageError:
-    return StageError(what, RunFailedError.exit_code)
+def _judge(what: str, holds: bool) -> str:
+    if not holds:
+        raise StageError(what, RunFailedError.exit_code)
+    return what
 
 
 def _choose_loss(choices: Choices = BY_DEVICE) -> Any:
@@ -484,17 +448,7 @@ def _adapter(run: Path) -> torch.Tensor:
     return torch.cat([weights[name].flatten() for name in sorted(weights)]).double()
 
 
-def _write_rows(folder: Path) -> None:
-    """Write short prompts with answers, from the rows that are shipped with finetune."""
-    folder.mkdir()
-    for split, number in (("train", 16), ("validation", 6)):
-        lines = Path(resolve_shipped("shipped:orders"), f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
-        turns = [[turn["content"] for turn in json.loads(line)["messages"][-2:]] for line in lines[:number]]
-        rows = [{"prompt": prompt, "completion": answer} for prompt, answer in turns]
-        (folder / f"{split}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-
-
-def _measure_peak(step: Callable[[], None]) -> int:
+def measure_peak(step: Callable[[], None]) -> int:
     """Return the most bytes that a step has allocated at a time on the CPU, as torch's allocator reports it."""
     from torch.profiler import ProfilerActivity, profile
 

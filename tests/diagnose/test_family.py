@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from finetune.diagnose import family
 from finetune.diagnose.family import PROMISES, FamilyProof, find_family
 from finetune.engine.decoder import FAMILIES
+from finetune.engine.layout import pack
 from finetune.errors import ModelError
 from tests.in_process import run_finetune
 
@@ -24,6 +25,17 @@ def outcomes(record: dict[str, Any]) -> dict[str, str]:
 
 def norm_with_one_plus_weight(norm: Any, hidden: torch.Tensor) -> torch.Tensor:
     return (1 + norm.weight) * hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + norm.variance_epsilon)
+
+
+def write_longrope(folder: Path) -> str:
+    """Write a config.json like Phi-4-mini's: LongRoPE, a partial rotation, fused layers and a tied head."""
+    factors = {"short_factor": [1.0] * 30 + [1.5] * 18, "long_factor": [2.0] * 30 + [4.0] * 18}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75, **factors}
+    sizes = {"hidden_size": 3072, "num_attention_heads": 24, "num_key_value_heads": 8, "tie_word_embeddings": True}
+    contexts = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
+    keys = {"model_type": "phi3", **sizes, **contexts, "rope_parameters": rope}
+    (folder / "config.json").write_text(json.dumps(keys))
+    return str(folder / "config.json")
 
 
 def test_a_norm_of_transformers_that_differs_from_the_engines_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,17 +55,17 @@ def test_a_record_of_the_engine_without_the_norms_of_heads_is_found(monkeypatch:
 
 
 def test_wrong_answers_and_a_wrong_plan_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shown: list[Any] = []
-    proof = FamilyProof(find_family("olmo3"), tmp_path, shown.append)
-    names = ("loss and gradients", "generation", "memory")
+    proof = FamilyProof(find_family(write_longrope(tmp_path))[0], tmp_path, print)
+    names = ("loss and gradients", "shared prefixes", "generation", "memory")
     monkeypatch.setattr(family, "PROMISES", {name: PROMISES[name] for name in names})
     proof.run()
-    assert [result.outcome for result in shown] == ["ok"] * 3, shown
+    assert [result.outcome for result in proof.results] == ["ok"] * 4, proof.results
     monkeypatch.setattr(family, "generate_answers", lambda *_, **__: [[11, 12]])
-    monkeypatch.setattr(family, "_measure_peak", lambda step: step() or 10**9)
+    monkeypatch.setattr(family, "measure_peak", lambda step: step() or 10**9)
+    monkeypatch.setattr(family, "pack", lambda rows, share_prefixes: pack(rows, share_prefixes=False))
     proof.results.clear()
     proof.run()
-    assert [result.outcome for result in proof.results] == ["ok", "failed", "failed"]
+    assert [result.outcome for result in proof.results] == ["ok", "failed", "failed", "failed"]
 
 
 def test_a_family_is_found_by_preset_model_type_file_and_folder(tmp_path: Path) -> None:
@@ -61,9 +73,9 @@ def test_a_family_is_found_by_preset_model_type_file_and_folder(tmp_path: Path) 
     file = tmp_path / "config.json"
     file.write_text(json.dumps(keys))
     for name in (str(file), str(tmp_path)):
-        assert find_family(name).config.head_dim == 64
-    assert find_family("qwen3").config.head_dim == 128
-    assert find_family("qwen3_0_6b").config.hidden_size == 1024
+        assert find_family(name)[0].head_dim == 64
+    assert find_family("qwen3")[0].head_dim == 128
+    assert find_family("qwen3_0_6b")[0].hidden_size == 1024
 
 
 @pytest.mark.parametrize(
@@ -80,7 +92,7 @@ def test_a_family_is_found_by_preset_model_type_file_and_folder(tmp_path: Path) 
 )
 def test_what_is_no_family_is_refused(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
-        FamilyProof(find_family(name), tmp_path, print)
+        FamilyProof(find_family(name)[0], tmp_path, print)
 
 
 def test_a_file_that_is_no_configuration_and_other_arguments_are_refused(tmp_path: Path) -> None:
@@ -94,8 +106,7 @@ def test_a_file_that_is_no_configuration_and_other_arguments_are_refused(tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.warm
-def test_all_promises_hold_for_a_family() -> None:
-    """Phi-4-mini has LongRoPE, a partial rotation, fused layers and a tied head."""
-    record = json.loads(run_finetune("doctor", "--model", "phi4_mini", "--json", code=0).answer)
+def test_all_promises_hold_for_a_family(tmp_path: Path) -> None:
+    record = json.loads(run_finetune("doctor", "--model", write_longrope(tmp_path), "--json", code=0).answer)
     assert (record["computed_by"], record["exit_code"]) == ("engine", 0)
     assert outcomes(record) == dict.fromkeys(PROMISES, "ok"), record
