@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -116,7 +115,7 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
     if reason is not None:
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
         fallback = Fallback(what="training.kernels", wanted=wanted, used=used, why=reason)
-        runtime.fallbacks.take(fallback, warning=f"{fallback}{_how_to_prove(model)}")
+        runtime.fallbacks.take(fallback, warning=f"{fallback}{_how_to_prove(bare_model(model).config)}")
         return Forward(collate=pad, why_not_engine=reason)
     _record_attention(runtime)
     if runtime.device.type == "cpu" and runtime.precision == "bf16":
@@ -129,16 +128,11 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
     return forward
 
 
-def _how_to_prove(model: Any) -> str:
+def _how_to_prove(config: Any) -> str:
     """Return a sentence about `finetune doctor --model` for a family that the package knows nothing of."""
-    config = bare_model(model).config
-    if config.model_type in FAMILIES:
-        return ""
-    name = shlex.quote(config.name_or_path or config.model_type)
-    return (
-        f". `finetune doctor --model {name}` proves in minutes, on a tiny model with the same layers, that losses, "
-        "resumed runs, several processes, merged models and answers are right."
-    )
+    command = f"finetune doctor --model {config.name_or_path or config.model_type!r}"
+    proves = "losses, resumed runs, two processes, merged models and answers, on a tiny model with the same layers"
+    return "" if config.model_type in FAMILIES else f". `{command}` proves in minutes: {proves}"
 
 
 def _record_attention(runtime: Runtime) -> None:

@@ -55,7 +55,7 @@ def test_a_family_that_is_not_known_is_told_how_to_prove_it(
         assert agree_on_forward(runtime, config.training, model).why_not_engine is not None
         (taken,) = runtime.fallbacks.as_records()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if taken["why"] in line]
-    assert (f"`finetune doctor --model {model_type}` proves" in line) is not is_known
+    assert (f"`finetune doctor --model '{model_type}'` proves" in line) is not is_known
 
 
 @pytest.mark.parametrize(
