@@ -43,7 +43,7 @@ COMMANDS = (
         "Ask for model, data and place, and write a commented run file. Without a terminal, print one.",
         takes_overrides=True),
     Command("doctor", "doctor:doctor", _BEFORE,
-        "Check launch, versions, devices, network and folders on every process. Takes the OVERRIDES of train.",
+        "Check launch, versions, devices and folders, with the OVERRIDES of train. Or prove a family: --model olmo3.",
         takes_overrides=True),
     Command("preview", "preview:preview_from_overrides", _BEFORE,
         "Show rows as the model will see them: tokens, loss, lengths, truncated rows. Takes the OVERRIDES of train.",

@@ -31,9 +31,10 @@ PATH_INSTEAD = {
 SAVED_CONFIG = "config.yaml"
 """The name of the configuration in the folder of a run."""
 MADE_FOR = "Phi, which finetune is made for"
+_OTHERS = ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma", "OLMo", "Granite")
 _FAMILIES = {
     "phi": MADE_FOR,
-    **{name.lower(): f"{name}, which it trains too" for name in ("SmolLM", "Qwen", "Llama", "Mistral", "Gemma")},
+    **{name.lower(): f"{name}, which it trains too" for name in _OTHERS},
     "": "others in ./configs",
 }
 """The families of models, by how the names in configs/model/ begin."""

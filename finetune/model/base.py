@@ -130,7 +130,7 @@ def read_model_config(section: ModelSection) -> PretrainedConfig:
     if type(config) not in AutoModelForCausalLM._model_mapping and not section.trust_remote_code:
         raise ModelError(
             f"{section.path or model_type} is a {config.model_type} model, which transformers does not know as a "
-            "causal language model. Name one in model.path, for example microsoft/phi-4."
+            "causal language model. Give one that predicts the next token, for example microsoft/phi-4."
         )
     return config
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from finetune.engine.decoder import family_of
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
@@ -93,7 +94,8 @@ def shrunken_config(config: PretrainedConfig, vocab_size: int = VOCABULARY) -> P
     for key in ("sliding_window", "attention_chunk_size"):
         if old.get(key):
             keys[key] = min(WINDOW, old[key])
-    for name in filter(keys.get, _ROPES):
+    uses_long_factors = family_of(config.model_type).uses_long_factors  # otherwise a longer context is refused
+    for name in filter(keys.get, _ROPES if uses_long_factors else ()):
         rope = keys[name]
         if "llama_4_scaling_beta" in rope or "longrope" in (rope.get("rope_type"), rope.get("type")):
             keys[name] = _shorten_context(keys, rope)

@@ -12,7 +12,7 @@ import torch
 from finetune.data.batches import Collate, packer, pad
 from finetune.distributed.device import DTYPES
 from finetune.engine.attention import prepared_by_the_host
-from finetune.engine.decoder import layer_windows
+from finetune.engine.decoder import FAMILIES, bare_model, layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
 from finetune.engine.products import PROCESSOR, make_room_for_bf16
 from finetune.engine.supported import called_layers, unsupported_reason
@@ -114,7 +114,8 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         reason = f"{num_others} of {runtime.world_size} ranks cannot use it; their own logs say why"
     if reason is not None:
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
-        runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=reason))
+        fallback = Fallback(what="training.kernels", wanted=wanted, used=used, why=reason)
+        runtime.fallbacks.take(fallback, warning=f"{fallback}{_how_to_prove(bare_model(model).config)}")
         return Forward(collate=pad, why_not_engine=reason)
     _record_attention(runtime)
     if runtime.device.type == "cpu" and runtime.precision == "bf16":
@@ -125,6 +126,13 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         why = "; ".join(f"{len(names)} linear layers are {why}" for why, names in forward.called_layers.items())
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
     return forward
+
+
+def _how_to_prove(config: Any) -> str:
+    """Return a sentence about `finetune doctor --model` for a family that the package knows nothing of."""
+    command = f"finetune doctor --model {config.name_or_path or config.model_type!r}"
+    proves = "losses, resumed runs, two processes, merged models and answers, on a tiny model with the same layers"
+    return "" if config.model_type in FAMILIES else f". `{command}` proves in minutes: {proves}"
 
 
 def _record_attention(runtime: Runtime) -> None:

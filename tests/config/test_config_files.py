@@ -11,13 +11,14 @@ from finetune.config.keys import fields
 SHIPPED = {
     "run": ["grpo_quickstart", "quickstart", "train_ddp"],
     "model": [
-        *("gemma2_2b", "gemma2_9b"),
-        *("llama3_1_8b", "llama3_2_1b", "llama3_2_3b", "mistral_7b"),
+        *("gemma2_2b", "gemma2_9b", "gemma3_1b", "gemma3_270m", "granite4_1b", "granite4_micro"),
+        *("llama3_1_8b", "llama3_2_1b", "llama3_2_3b", "llama3_3_70b", "mistral_7b", "olmo3_7b"),
         *("phi1", "phi1_5", "phi2", "phi3_5_mini", "phi3_5_moe"),
         *("phi3_medium", "phi3_medium_128k", "phi3_mini", "phi3_mini_128k"),
         *("phi4", "phi4_mini", "phi4_mini_reasoning", "phi4_reasoning", "phi4_reasoning_plus", "phi_tiny"),
         *("qwen2_5_0_5b", "qwen2_5_14b", "qwen2_5_1_5b", "qwen2_5_3b", "qwen2_5_7b"),
-        *("qwen3_0_6b", "qwen3_14b", "qwen3_1_7b", "qwen3_4b", "qwen3_8b"),
+        *("qwen3_0_6b", "qwen3_14b", "qwen3_1_7b", "qwen3_4b", "qwen3_4b_instruct_2507", "qwen3_4b_thinking_2507"),
+        "qwen3_8b",
         *("smollm2_135m", "smollm2_1_7b", "smollm2_360m", "smollm3_3b"),
     ],
     "data": ["orders", "phi4"],
@@ -96,11 +97,11 @@ def test_models_are_listed_by_family_with_phi_first_and_those_here_last(tmp_path
     monkeypatch.chdir(tmp_path)
     families = list_model_families()
     assert [family.partition(",")[0] for family in families] == [
-        *("Phi", "SmolLM", "Qwen", "Llama", "Mistral", "Gemma"),
+        *("Phi", "SmolLM", "Qwen", "Llama", "Mistral", "Gemma", "OLMo", "Granite"),
         "others in ./configs",
     ]
     assert sorted(name for models in families.values() for name, _ in models) == sorted([*SHIPPED["model"], "acme"])
-    assert other_models()[-2:] == ["Gemma: gemma2_2b, gemma2_9b", "others in ./configs: acme"]
+    assert other_models()[-2:] == ["Granite: granite4_1b, granite4_micro", "others in ./configs: acme"]
 
 
 def test_the_template_of_phi2():

@@ -49,19 +49,30 @@ PARAMETERS = {
     "qwen3_0_6b": 596_049_920,
     "qwen3_1_7b": 1_720_574_976,
     "qwen3_4b": 4_022_468_096,
+    "qwen3_4b_instruct_2507": 4_022_468_096,
+    "qwen3_4b_thinking_2507": 4_022_468_096,
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
     "llama3_1_8b": 8_030_261_248,
     "llama3_2_1b": 1_235_814_400,
     "llama3_2_3b": 3_212_749_824,
+    "llama3_3_70b": 70_553_706_496,
     "mistral_7b": 7_248_023_552,
     "gemma2_2b": 2_614_341_888,
     "gemma2_9b": 9_241_705_984,
+    "gemma3_270m": 268_098_176,
+    "gemma3_1b": 999_885_952,
+    "olmo3_7b": 7_298_011_136,
+    "granite4_1b": 1_631_750_144,
+    "granite4_micro": 3_402_836_480,
 }
 """Of the weights that are published: the hub's pages show these numbers, rounded."""
 
 
-NOT_OF_THE_ENGINE = {"phi3_5_moe", "gemma2_2b", "gemma2_9b"}
+NOT_OF_THE_ENGINE = {
+    *("phi3_5_moe", "gemma2_2b", "gemma2_9b", "gemma3_270m", "gemma3_1b"),
+    *("olmo3_7b", "granite4_1b", "granite4_micro"),
+}
 
 
 def presets() -> dict[str, ModelSection]:

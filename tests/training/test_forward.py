@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from finetune.config.schema import Config
 from finetune.distributed.launch import launch
 from finetune.engine import attention_cuda
 from finetune.engine.products import Processor
 from finetune.errors import ConfigError
+from finetune.model.shrunken import random_model, shrunken_config
 from finetune.training import forward
 from finetune.training.forward import agree_on_forward
 from tests.tiny_models import build_tiny, tiny_phi3_config
@@ -41,6 +43,19 @@ def test_attention_that_a_gpu_lacks_is_a_fallback(is_strict: bool, monkeypatch: 
         [taken] = runtime.fallbacks.as_records()
         assert (taken["what"], taken["used"]) == ("training.kernels", "memory-efficient attention")
         assert "varlen_attn" in taken["why"]
+
+
+@pytest.mark.parametrize(("model_type", "is_known"), [("gpt2", False), ("phimoe", True)])
+def test_a_family_that_is_not_known_is_told_how_to_prove_it(
+    model_type: str, is_known: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config.model_validate({"training": {"device": "cpu", "precision": "fp32", "fused": False}})
+    model = random_model(shrunken_config(AutoConfig.for_model(model_type)))
+    with launch(config) as runtime:
+        assert agree_on_forward(runtime, config.training, model).why_not_engine is not None
+        (taken,) = runtime.fallbacks.as_records()
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if taken["why"] in line]
+    assert (f"`finetune doctor --model '{model_type}'` proves" in line) is not is_known
 
 
 @pytest.mark.parametrize(
