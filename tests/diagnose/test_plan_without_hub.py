@@ -69,10 +69,7 @@ PARAMETERS = {
 """Of the weights that are published: the hub's pages show these numbers, rounded."""
 
 
-NOT_OF_THE_ENGINE = {
-    *("phi3_5_moe", "gemma2_2b", "gemma2_9b", "gemma3_270m", "gemma3_1b"),
-    *("olmo3_7b", "granite4_1b", "granite4_micro"),
-}
+NOT_OF_THE_ENGINE = {"phi3_5_moe", "gemma2_2b", "gemma2_9b", "granite4_1b", "granite4_micro"}
 
 
 def presets() -> dict[str, ModelSection]:
