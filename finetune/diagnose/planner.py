@@ -62,7 +62,7 @@ from finetune.training.memory.generation import (
 from finetune.training.objective import encode_for_objective
 from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
-from finetune.training.train import checked_objective
+from finetune.training.setup import check_config
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Planner:
     def __init__(self, config: Config, device: Device) -> None:
         self._device = device
         self.findings: list[Finding] = []
-        self._objective = checked_objective(config)
+        self._objective = check_config(config).objective
         self.precision = choose_precision(config.training.precision, best=device.precision)
         here = torch.device(device.type) if device.is_here else None
         why_not = (

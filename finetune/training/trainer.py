@@ -36,7 +36,7 @@ from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import preempted_in_test, preempted_in_training, renumbered_in_epoch
 from finetune.training.saver import publish_best
-from finetune.training.setup import set_up
+from finetune.training.setup import CheckedConfig, check_config, set_up
 from finetune.training.step import LossScale
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, without_other_criteria
@@ -73,6 +73,8 @@ class Trainer:
         tokenizer: the model's.
         splits: rows that are encoded for the objective, see `encode_for_objective`.
         hooks: the script's own loss, metrics, optimizer and callbacks.
+        checked: what `check_config` returned for this configuration, these hooks and this runtime. None: the trainer
+            calls it.
 
     Attributes:
         epoch: the current or last epoch, counted from 0.
@@ -95,10 +97,13 @@ class Trainer:
         tokenizer: PreTrainedTokenizerBase,
         splits: AnySplits,
         hooks: Hooks | None = None,
+        checked: CheckedConfig | None = None,
     ) -> None:
         refuse_ignored_methods(self)
         self._begun = time.monotonic()
-        self._setup = set_up(runtime, config, model, tokenizer, splits, hooks or Hooks())
+        hooks = hooks or Hooks()
+        checked = checked or check_config(config, hooks, runtime=runtime)
+        self._setup = set_up(runtime, checked, model, tokenizer, splits, hooks)
         self.runtime = runtime
         self.config = self._setup.config
         self.folder = self._setup.folder.path
