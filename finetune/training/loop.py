@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from finetune.errors import RunFailedError, ServerError
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence, StopRules
-from finetune.training.step import StepResult
+from finetune.training.step import LossScale, StepResult
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import after_validation
 
@@ -51,7 +51,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                 for microbatches in batches:
                     result = run.train(state.step + 1, microbatches)
 
-                    state = _advanced(state, cadence, result)
+                    state = _advanced(state, cadence, result, run.loss_scale)
                     if result.is_skipped:
                         _refuse_too_many(state, result, rules.max_skipped_steps)
                     run.report(state, result)
@@ -95,7 +95,7 @@ def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:
     return patience is not None and state.validations_without_improvement >= patience
 
 
-def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> TrainerState:
+def _advanced(state: TrainerState, cadence: Cadence, result: StepResult, loss_scale: LossScale | None) -> TrainerState:
     epoch, steps_in_epoch = divmod(state.step + 1, cadence.steps_per_epoch)
     return replace(
         state,
@@ -106,9 +106,9 @@ def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> Trai
         num_tokens=state.num_tokens + result.num_tokens,
         num_skipped_steps=state.num_skipped_steps + result.is_skipped,
         num_without_gradient=state.num_without_gradient + (result.grad_norm == 0),
-        num_overflows=state.num_overflows + result.num_overflows,
-        loss_scale=None if result.loss_scale is None else result.loss_scale.value,
-        steps_at_loss_scale=0 if result.loss_scale is None else result.loss_scale.num_steps,
+        num_overflows=state.num_overflows if loss_scale is None else loss_scale.num_overflows,
+        loss_scale=None if loss_scale is None else loss_scale.value,
+        steps_at_loss_scale=0 if loss_scale is None else loss_scale.num_steps,
     )
 
 

@@ -150,7 +150,7 @@ def set_up(
         memory=memory,
         hooks=hooks,
     )
-    setup.record_memory()
+    setup.record_memory(memory)
     return setup
 
 

@@ -39,7 +39,7 @@ def in_fp32(inputs, tmp_path_factory):
 
 @pytest.fixture
 def starts_too_large(monkeypatch):
-    monkeypatch.setattr(LossScale.__new__, "__defaults__", (TOO_LARGE, 0))
+    monkeypatch.setattr(LossScale.__new__, "__defaults__", (TOO_LARGE, 0, 0))
 
 
 def losses(run):
@@ -52,10 +52,10 @@ def state(run, step):
 
 def test_a_scale_grows_slowly_and_shrinks_at_once():
     scale = LossScale(4, 1998)
-    assert scale.after_step() == (4, 1999)
-    assert scale.after_step().after_step() == (8, 0)
-    assert scale.after_overflow() == (2, 0)
-    assert LossScale(1, 5).after_overflow() == (1, 0)
+    assert scale.after_step() == (4, 1999, 0)
+    assert scale.after_step().after_step() == (8, 0, 0)
+    assert scale.after_overflow() == (2, 0, 1)
+    assert LossScale(1, 5, 3).after_overflow() == (1, 0, 4)
     assert LossScale(training_step._LARGEST_SCALE, 1999).after_step().value == training_step._LARGEST_SCALE
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, 
 
 
 def test_a_gradient_that_overflows_without_a_scale_is_not_finite(words, monkeypatch):
-    monkeypatch.setattr(LossScale.__new__, "__defaults__", (1, 0))
+    monkeypatch.setattr(LossScale.__new__, "__defaults__", (1, 0, 0))
 
     def overflowing(*args, **keys):
         (weight, *_) = [weight for weight in args[1].parameters() if weight.requires_grad]
