@@ -1,18 +1,28 @@
-"""The training loop: epochs, validations, checkpoints, early stopping, and agreement on a stop."""
+"""The training loop: epochs, validations, checkpoints, early stopping, agreement on a stop, and the end of a run."""
 
 from __future__ import annotations
 
 import math
 from contextlib import closing
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.errors import RunFailedError, ServerError
 from finetune.runs.state import TrainerState
+from finetune.signals import end_steps
 from finetune.training.cadence import Cadence, StopRules
+from finetune.training.checks import refuse_no_update
+from finetune.training.hooks import EndResult
+from finetune.training.resume import preempted_in_training
+from finetune.training.saver import publish_best
 from finetune.training.step import LossScale, StepResult
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import after_validation
+
+if TYPE_CHECKING:
+    from finetune.data.batches import EvaluationLoader
+    from finetune.training.objective import Setup
+    from finetune.training.reporting.journal import Journal
 
 Reason = Literal["complete", "no improvement", "preempted", "stopped"]
 
@@ -65,6 +75,52 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                 raise
             end = "preempted"
     return LoopEnd(state, end)
+
+
+def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_loader: EvaluationLoader | None) -> None:
+    """Finish the saves, publish the best weights, and call `on_end`. Collective.
+
+    Raises:
+        PreemptedError: the loop ended because a rank was preempted.
+        RunFailedError: a save fails, or no step has updated the weights.
+    """
+    runtime, step = setup.runtime, end.state.step
+    runtime.liveness.enter_phase("saving", step)
+    setup.on_main(lambda journal: journal.finish_saves(), f"saving step {step}")
+    runtime.collectives.agree_on_failure_beside()  # of a save that was in the background in the last step
+    if end.reason == "preempted":
+        raise preempted_in_training(runtime, step)
+    refuse_no_update(end.state, setup.config, setup.objective.no_gradient)
+    setup.on_main(lambda journal: _publish(journal, end.state, cadence, run, setup), "publishing the adapter")
+    if val_loader is not None:
+        setup.objective.after_training(setup, val_loader, step)
+    run.callbacks.call("on_end", EndResult(step, end.reason, run.last_loss, setup.folder.path))
+    end_steps()
+    # The script decides what comes next, and when.
+    runtime.liveness.enter_phase("after training", step, timed=False)
+
+
+def _publish(journal: Journal, state: TrainerState, cadence: Cadence, run: TrainingRun, setup: Setup) -> None:
+    journal.end_training()
+    published = publish_best(
+        journal.folder,
+        state,
+        cadence,
+        setup.tokenizer,
+        keep=setup.config.checkpoint.save_total_limit,
+        has_trained=not math.isnan(run.last_loss),
+    )
+    if published is None:
+        return
+    metric, last = setup.config.checkpoint.best_metric, run.last_validation
+    loss, value = state.best_loss, state.best_value
+    if published != state.best_step:  # the last step: it has metrics of its own if this start validated it
+        loss = value = None
+        if last is not None and state.validated_step == published:
+            loss, value = last.loss, run.last_metrics.get(metric)
+    journal.result |= {"step": state.step, "best_step": published, "best_loss": loss}
+    if value is not None:
+        journal.result |= {"best_metric": metric, "best_value": value}
 
 
 def _after_step(

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -62,7 +62,7 @@ class TrainingRun:
         cadence: Cadence,
         train_loader: TrainRows,
         val_loader: EvaluationLoader | None,
-        profiler: StepProfiler | None,
+        step_callbacks: Sequence[StepProfiler],
         loss_scale: LossScale | None,
     ) -> None:
         self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks)
@@ -79,7 +79,7 @@ class TrainingRun:
         self._cadence = cadence
         self._train_loader = train_loader
         self._val_loader = val_loader
-        self._profiler = profiler
+        self._step_callbacks = step_callbacks
         self._update_watch = UpdateWatch(
             setup.model,
             setup.config,
@@ -111,8 +111,8 @@ class TrainingRun:
         self._batches = self._train_loader.steps(epoch, first_step)
         try:
             for step in itertools.count(epoch * self._train_loader.rule.steps_per_epoch + first_step + 1):
-                if self._profiler is not None:
-                    self._profiler.before(step)
+                for callback in self._step_callbacks:
+                    callback.before_step(step)
                 self._runtime.liveness.enter_phase("data", step)
                 started = time.monotonic()
                 microbatches = next(self._batches, None)
@@ -208,7 +208,7 @@ class TrainingRun:
         return take_snapshot(setup.folder, model=setup.model, optimizer=self._optimizer, state=state)
 
     def report(self, state: TrainerState, result: StepResult) -> None:
-        """Record the step, and after the last profiled step the profile. Refuse weights that do not train."""
+        """Record the step, refuse weights that do not train, and call the callbacks."""
         if not result.is_skipped:
             if math.isnan(self.last_loss):  # the optimizer has its state from now on
                 self._setup.on_main(partial(self._log_disk_need, state), "predicting the size of checkpoints")
@@ -221,10 +221,8 @@ class TrainingRun:
             except FinetuneError as error:
                 self._runtime.collectives.fail_in_next_step(error, "saving in the background")
         self._update_watch.after_step(state, result)
-        # A preempted run has no time to write a profile; the resumed run makes one of its own.
-        profile = None if self._profiler is None or result.num_preempted else self._profiler.after(state.step)
-        if profile is not None and journal is not None:
-            journal.profile(profile)
+        for callback in self._step_callbacks:
+            callback.on_step(result)
         self.callbacks.call("on_step", result._replace(metrics=MappingProxyType(dict(result.metrics))))
 
     def _log_disk_need(self, state: TrainerState, journal: Journal) -> None:
