@@ -235,7 +235,7 @@ class Planner:
 
     @property
     def loading(self) -> int | None:
-        """See `PlannedModel`."""
+        """The most bytes on the device while a base is quantized; None if it is not in 4 bits."""
         return self._planned.loading
 
     def forecast(self, model: Any) -> StepForecast | None:

@@ -15,12 +15,13 @@ from finetune.training.checks import refuse_no_update
 from finetune.training.hooks import EndResult
 from finetune.training.resume import preempted_in_training
 from finetune.training.saver import publish_best
-from finetune.training.step import LossScale, StepResult
+from finetune.training.step import StepResult
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import after_validation
 
 if TYPE_CHECKING:
     from finetune.data.batches import EvaluationLoader
+    from finetune.training.loss_scale import LossScale
     from finetune.training.objective import Setup
     from finetune.training.reporting.journal import Journal
 
@@ -63,7 +64,9 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
 
                     state = _advanced(state, cadence, result, run.loss_scale)
                     if result.is_skipped:
-                        _refuse_too_many(state, result, rules.max_skipped_steps)
+                        from finetune.training.nonfinite import refuse_too_many
+
+                        refuse_too_many(state, result.not_finite, rules.max_skipped_steps)
                     run.report(state, result)
                     state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
                     if end is not None:
@@ -165,21 +168,6 @@ def _advanced(state: TrainerState, cadence: Cadence, result: StepResult, loss_sc
         num_overflows=state.num_overflows if loss_scale is None else loss_scale.num_overflows,
         loss_scale=None if loss_scale is None else loss_scale.value,
         steps_at_loss_scale=0 if loss_scale is None else loss_scale.num_steps,
-    )
-
-
-def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> None:
-    if state.num_skipped_steps <= limit:
-        return
-    if limit:
-        policy = f"training.max_skipped_steps is {limit}, and {state.num_skipped_steps - 1} were skipped before it"
-        instead = "a higher training.max_skipped_steps allows more"
-    else:
-        policy = "training.on_nonfinite is stop"
-        instead = "training.on_nonfinite=skip skips a bounded number of such steps"
-    raise RunFailedError(
-        f"step {state.step}: {result.not_finite}; {policy}. The weights were left as before the step. Look at the rows "
-        f"of this step, lower optim.learning_rate or add optim.warmup_steps; {instead}. Then go on with resume=auto."
     )
 
 

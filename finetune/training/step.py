@@ -23,17 +23,12 @@ from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.products import unchanged_weights
 from finetune.engine.reference import in_float64
 from finetune.errors import DataError, RunFailedError
-from finetune.runs.tensors import local_shard
 from finetune.training.optim import learning_rate_at, set_learning_rate, trainable_parameters
 
 if TYPE_CHECKING:
     from types import TracebackType
 
     from finetune.config.schema import Config
-    from finetune.runs.state import TrainerState
-
-_STEPS_UNTIL_GROWTH = 2000
-_LARGEST_SCALE = 2**24
 
 
 @dataclass(frozen=True)
@@ -51,39 +46,6 @@ class LossWithMetrics:
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
         """Return the loss and the metrics."""
         return self.sums(model, microbatch)
-
-
-class LossScale(NamedTuple):
-    """The factor of the loss in fp16, without which small gradients would become zero.
-
-    It is doubled after 2,000 steps without an overflow, and halved when a gradient overflows. The step is then computed
-    again, so that no batch is lost. Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2; the numbers are
-    the defaults of torch.amp.GradScaler.
-    """
-
-    value: int = 2**16
-    """A power of two, so that it changes no bit of a gradient that does not overflow or underflow."""
-    num_steps: int = 0
-    """Steps since it last changed."""
-    num_overflows: int = 0
-    """How often a step of the run was computed in vain, because gradients overflowed."""
-
-    @classmethod
-    def of(cls, state: TrainerState) -> LossScale:
-        """Return the scale with which training goes on from a state."""
-        if state.loss_scale is None:
-            return cls()._replace(num_overflows=state.num_overflows)
-        return cls(state.loss_scale, state.steps_at_loss_scale, state.num_overflows)
-
-    def after_step(self) -> LossScale:
-        """Return the scale after a step without an overflow."""
-        if self.num_steps + 1 < _STEPS_UNTIL_GROWTH:
-            return self._replace(num_steps=self.num_steps + 1)
-        return self._replace(value=min(2 * self.value, _LARGEST_SCALE), num_steps=0)
-
-    def after_overflow(self) -> LossScale:
-        """Return the scale with which the step is computed again."""
-        return LossScale(max(1, self.value // 2), num_overflows=self.num_overflows + 1)
 
 
 class StepTooLargeError(Exception):
@@ -214,8 +176,10 @@ def train_step(
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
     else:
-        not_finite = _why_not_finite(runtime, over_ranks, loss)
-        _refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
+        from finetune.training.nonfinite import refuse_broken_weights, why_not_finite
+
+        not_finite = why_not_finite(runtime, loss, own_loss=over_ranks.own_loss, grad_norm=over_ranks.grad_norm)
+        refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
     metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
     result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
@@ -372,32 +336,3 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
         grad_norm=read["grad_norm"][0],
         own_loss=read["own_loss"][0],
     )
-
-
-def _why_not_finite(runtime: Runtime, sums: _StepSums, loss: float) -> str:
-    """Return the loss, the ranks on which it is not finite, and the gradient norm. Collective."""
-    is_mine = not math.isfinite(sums.own_loss)
-    counts = runtime.collectives.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
-    ranks = [str(rank) for rank, count in enumerate(counts) if count]
-    where = f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
-    return f"the loss is {loss}{where} and the gradient norm {sums.grad_norm}"
-
-
-def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, cause: str) -> None:
-    """Refuse to go on if the weights are not finite, since skipping the step would not help. Collective.
-
-    Raises:
-        RunFailedError: on all ranks, if the weights of any rank are not finite.
-    """
-    parts = map(local_shard, trainable_parameters(model))
-    is_broken = torch.stack([part.isfinite().all().logical_not() for part in parts])
-    own_broken = int(is_broken.sum())
-    num_broken, num_ranks = runtime.collectives.sum([float(own_broken), float(own_broken > 0)])
-    if num_ranks:
-        ranks = f" on {num_ranks:.0f} of {runtime.world_size} ranks" if num_ranks < runtime.world_size else ""
-        raise RunFailedError(
-            f"{cause}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}: an "
-            "earlier update broke them, and no later step can repair them. They are not saved. Lower "
-            "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last "
-            "checkpoint: resume=auto resume.allow=optim"
-        )

@@ -34,7 +34,6 @@ from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.resume import preempted_in_test, renumbered_in_epoch
 from finetune.training.setup import CheckedConfig, check_config, set_up
-from finetune.training.step import LossScale
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, without_other_criteria
 
@@ -162,12 +161,20 @@ class Trainer:
             PreemptedError: a rank was preempted; all ranks have left after the same step and its checkpoint.
         """
         config, runtime, setup = self.config, self.runtime, self._setup
-        cadence = self._plan_steps(train_loader)
+        rule = train_loader.rule
+        cadence = Cadence.of(config, rule.steps_per_epoch)
+        log_batches(config, rule, num_steps=cadence.num_steps, world_size=runtime.world_size)
+        warn_of_long_warmup(config.optim, cadence.num_steps)
         optimizer = runtime.placement.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = renumbered_in_epoch(self._resume(optimizer), cadence.steps_per_epoch)
         setup.objective.start(setup, train_loader, state)
         self._begin(train_loader, state, cadence)
 
+        loss_scale = None
+        if runtime.precision == "fp16":
+            from finetune.training.loss_scale import LossScale
+
+            loss_scale = LossScale.of(state)
         self.model.train()
         with self._profiler(state, cadence) as profilers:
             run = self._run = TrainingRun(
@@ -177,7 +184,7 @@ class Trainer:
                 train_loader=train_loader,
                 val_loader=val_loader,
                 step_callbacks=profilers,
-                loss_scale=LossScale.of(state) if runtime.precision == "fp16" else None,
+                loss_scale=loss_scale,
             )
             begin_steps()
             end = run_loop(state, cadence, run, StopRules.of(config))
@@ -199,14 +206,6 @@ class Trainer:
             num_steps=cadence.num_steps,
             write=None if self.journal is None else self.journal.profile,
         )
-
-    def _plan_steps(self, train_loader: TrainLoader) -> Cadence:
-        """Return the steps of the run, and log how its rows become batches."""
-        config, rule, world_size = self.config, train_loader.rule, self.runtime.world_size
-        cadence = Cadence.of(config, rule.steps_per_epoch)
-        log_batches(config, rule, num_steps=cadence.num_steps, world_size=world_size)
-        warn_of_long_warmup(config.optim, cadence.num_steps)
-        return cadence
 
     def _begin(self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence) -> None:
         """Show what will be trained, and start the journal. Collective."""

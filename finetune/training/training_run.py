@@ -27,13 +27,14 @@ from finetune.training.memory.choice import FirstStep
 from finetune.training.objective import Setup
 from finetune.training.optim import averaged_weights
 from finetune.training.saver import log_disk_need
-from finetune.training.step import LossScale, StepResult, StepSettings, train_step
+from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.validation import Validated, answered_rows
 
 if TYPE_CHECKING:
     import torch
 
     from finetune.inference.evaluation import Dialogues
+    from finetune.training.loss_scale import LossScale
     from finetune.training.profiling import StepProfiler
     from finetune.training.reporting.journal import Journal
 

@@ -10,9 +10,8 @@ import torch
 
 from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
-from finetune.training import step as training_step
-from finetune.training import training_run
-from finetune.training.step import LossScale
+from finetune.training import loss_scale, training_run
+from finetune.training.loss_scale import LossScale
 from tests.methods.tiny_training import break_at, contents, curve, record, words_for
 from tests.training.test_trainer import train
 
@@ -56,7 +55,7 @@ def test_a_scale_grows_slowly_and_shrinks_at_once():
     assert scale.after_step().after_step() == (8, 0, 0)
     assert scale.after_overflow() == (2, 0, 1)
     assert LossScale(1, 5, 3).after_overflow() == (1, 0, 4)
-    assert LossScale(training_step._LARGEST_SCALE, 1999).after_step().value == training_step._LARGEST_SCALE
+    assert LossScale(loss_scale._LARGEST_SCALE, 1999).after_step().value == loss_scale._LARGEST_SCALE
 
 
 def test_the_base_is_in_fp16_and_the_curve_is_near_that_of_fp32(words, in_fp32, tmp_path):

@@ -316,13 +316,9 @@ class FirstStep:
     """Takes the first step of a start with ever smaller micro-batches, until memory suffices on all ranks.
 
     Args:
-        runtime: the world of processes.
-        config: the whole run.
-        memory: the choice before the step.
-        loader: halves the micro-batches of the run from this step on.
-        take_step: takes a step, and raises StepTooLargeError if `may_be_too_large` is true and memory runs out.
+        take_step: takes a step; `may_be_too_large` lets it raise StepTooLargeError.
         read_again: returns this rank's micro-batches of a step, given its epoch and its place in the epoch.
-        record: takes the choice after smaller micro-batches. Collective.
+        record: is given the new choice. Collective.
     """
 
     def __init__(
