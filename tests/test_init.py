@@ -14,7 +14,7 @@ from finetune.config.compose import compose
 from finetune.config.config_files import list_configs, resolve_shipped
 from finetune.config.keys import fields
 from finetune.config.schema import Config
-from finetune.training.train import checked_objective
+from finetune.training.setup import check_config
 from tests.in_process import run_finetune
 from tests.runs.screens import FINETUNE, Screen
 from tests.tiny_runs import write_rows
@@ -141,7 +141,7 @@ def test_a_file_that_train_refuses_is_not_written(words, said):
 @pytest.mark.parametrize("task", [name for name, _ in dict(list_configs())["task"]])
 def test_train_accepts_the_file_of_each_task(task):
     words = ["reward.functions=length"] if "grpo" in task else []
-    checked_objective(loaded(printed(f"task={task}", *words)))
+    check_config(loaded(printed(f"task={task}", *words)))
 
 
 def test_no_file_lets_code_run_and_the_command_does():

@@ -168,14 +168,15 @@ def _refuse_as_train(config: Config) -> None:
     from finetune.training.checks import check_settings
     from finetune.training.validation import LOSS
 
-    check_settings(config)
     validation, best = config.validation, {config.early_stopping.metric, config.checkpoint.best_metric}
     rewards = config.objective.generates_answers
     if rewards or validation.metrics or validation.by or best != {LOSS}:  # what the objective's own functions check
         with importing():
-            from finetune.training.train import checked_objective
+            from finetune.training.setup import check_config
 
-        checked_objective(config)
+        check_config(config)
+    else:
+        check_settings(config)
 
 
 def _template_to_choose(config: Config) -> list[str]:

@@ -96,7 +96,7 @@ def _check(same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str 
     """
     from finetune.data.examples import has_validation
     from finetune.training.checks import check_paths
-    from finetune.training.train import checked_objective
+    from finetune.training.setup import check_config
 
     configs: list[Config] = []
     problems: dict[str, list[str]] = {}
@@ -108,7 +108,7 @@ def _check(same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str 
             if metric is not None:
                 config = config.with_values({"checkpoint.best_metric": (metric.removeprefix(_PREFIX), "--metric")})
             check_paths(config)
-            checked_objective(config)  # knows which metrics its validations have
+            check_config(config)  # knows which metrics its validations have
             data = str(config.data)
             if data not in validates:
                 validates[data] = has_validation(config.data)

@@ -100,13 +100,9 @@ def did_you_mean_key(dotted: str) -> str:
     return f"Did you mean {' or '.join(same)}?" if same else did_you_mean(dotted, fields())
 
 
-def _alternatives(annotation: object) -> tuple[object, ...]:
-    """Return the members of an optional type (``int | None`` has two), or the annotation alone."""
-    return get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
-
-
 def _is_text(annotation: object) -> bool:
-    kinds = [kind for kind in _alternatives(annotation) if kind is not NoneType]
+    members = get_args(annotation) if NoneType in get_args(annotation) else (annotation,)
+    kinds = [kind for kind in members if kind is not NoneType]
     return kinds != [list[str]] and all(
         kind in (str, list[str])
         or (get_origin(kind) is Literal and all(isinstance(choice, str) for choice in get_args(kind)))

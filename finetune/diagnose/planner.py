@@ -63,7 +63,7 @@ from finetune.training.memory.generation import (
 from finetune.training.objective import encode_for_objective
 from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
-from finetune.training.train import checked_objective
+from finetune.training.setup import check_config
 from finetune.training.validation import refuse_early_stopping
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Planner:
     def __init__(self, config: Config, device: Device) -> None:
         self._device = device
         self.findings: list[Finding] = []
-        self._objective = checked_objective(config)
+        self._objective = check_config(config).objective
         self.precision = choose_precision(config.training.precision, best=device.precision)
         here = torch.device(device.type) if device.is_here else None
         why_not = (
@@ -236,7 +236,7 @@ class Planner:
 
     @property
     def loading(self) -> int | None:
-        """See `PlannedModel`."""
+        """The most bytes on the device while a base is quantized; None if it is not in 4 bits."""
         return self._planned.loading
 
     def forecast(self, model: Any) -> StepForecast | None:

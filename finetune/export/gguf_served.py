@@ -197,7 +197,7 @@ class LlamaCpp:
         return list(map(int, self._llama.tokenize(text.encode(), add_bos=False, special=True)))
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """See `ServedModel.logits`."""
+        """Let llama.cpp compute the prompt anew, and return its logits at the positions; see `ServedModel.logits`."""
         self._refuse_long(len(token_ids))
         self._llama.reset()
         self._llama.eval(list(token_ids))

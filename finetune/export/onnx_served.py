@@ -130,7 +130,7 @@ class OnnxModel:
         return Rendered(text, [int(token_id) for token_id in self._tokenizer.encode(text)])
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """See `ServedModel.logits`."""
+        """Let onnxruntime-genai read the prompt, and return its logits at the positions; see `ServedModel.logits`."""
         logits = torch.from_numpy(self._prompted(token_ids, max_new_tokens=1).get_output("logits")).float()[0]
         return logits[list(positions)]
 

@@ -66,7 +66,7 @@ class ServedByTransformers:
         return Rendered(*render_prompt(self._tokenizer, turns))
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """See `ServedModel.logits`."""
+        """Compute the prompt in fp32, and return the logits at the positions; see `ServedModel.logits`."""
         logits: torch.Tensor = logits_in_fp32(self._model, [token_ids])
         return logits[list(positions)]
 

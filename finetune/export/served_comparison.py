@@ -117,7 +117,7 @@ class ServedComparison:
     near_ties: int
     """The number of answers that differ where the runtime finds two tokens about equally likely."""
     most_tokens: int | None = None
-    """See `ServedModel`."""
+    """The runtime gave the logits of so many of the most likely tokens only; None: of all."""
     without_system: str = ""
     """What happens without the system turn of the training rows; empty if there is nothing to say."""
 

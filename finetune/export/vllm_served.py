@@ -87,7 +87,7 @@ class ServedByVllm:
         return Rendered(self._server.ask("/detokenize", read_text, {"model": self._name, "tokens": ids}), ids)
 
     def logits(self, token_ids: Sequence[int], positions: Sequence[int]) -> torch.Tensor:
-        """See `ServedModel.logits`."""
+        """Ask the server for the next token after each position, and return log-probabilities as logits."""
         answers = [self._logits_after(token_ids[: position + 1]) for position in positions]
         width = max(self._vocabulary, *(max(by_token) + 1 for by_token in answers))
         logits = torch.full((len(answers), width), -torch.inf)

@@ -121,16 +121,13 @@ def sum_losses(
             batch = (total, counts.sum(), (counts > 0).sum(), means.sum(), (means**2).sum())
             totals = [total + float(value) for total, value in zip(totals, batch, strict=True)]
             if len(subsets) and rows is not None:
-                subsets.index_add_(0, examples.subset[rows].int(), _sums_of_rows(nats.cpu(), counts.cpu()))
+                nats, counts = nats.cpu(), counts.cpu()
+                means = nats / counts.clamp(min=1)  # a row without a target has no nats either
+                of_rows = torch.stack([nats, counts.double(), (counts > 0).double(), means, means**2], dim=1)
+                subsets.index_add_(0, examples.subset[rows].int(), of_rows)
     of_subsets = (LossSums(*sums) for sums in subsets.tolist())
     split_sums = LossSums(num_cut_short=1.0) if is_cut_short else LossSums(*totals)
     return SplitLosses(split_sums, dict(zip(examples.subset_names, of_subsets, strict=True)))
-
-
-def _sums_of_rows(nats: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return what each row adds to `LossSums`: float64, shape (rows, 5)."""
-    means = nats / counts.clamp(min=1)  # a row without a target has no nats either
-    return torch.stack([nats, counts.double(), (counts > 0).double(), means, means**2], dim=1)
 
 
 def in_even_rounds(runtime: Runtime, loader: EvaluationLoader) -> Iterator[Microbatch]:

@@ -63,7 +63,9 @@ def resolve_targets(
     linear = linear_layers(model)
     if wish == "auto":
         chosen = set(linear)
-        _log_experts(model)
+        in_experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)  # one tensor over all experts
+        if in_experts:
+            _log.info("lora.target_modules=auto leaves the experts as they are: %s parameters", f"{in_experts:,}")
     else:
         matches = _matching("lora.target_modules", wish, linear)
         useless = [pattern for pattern, names in matches.items() if not names]
@@ -274,13 +276,6 @@ def _highest_rank(config: Any) -> int:
 def _returns_product(layer: Any) -> bool:
     with torch.no_grad():
         return isinstance(layer(layer.weight.new_zeros(1, layer.in_features)), torch.Tensor)
-
-
-def _log_experts(model: PreTrainedModel) -> None:
-    """Log that `all linear layers` leaves out the experts, whose weights are one tensor over all experts."""
-    inside = [p.numel() for p in model.parameters() if p.ndim == 3]
-    if inside:
-        _log.info("lora.target_modules=auto leaves the experts as they are: %s parameters", f"{sum(inside):,}")
 
 
 def _names_of(targets: Sequence[str], names: Collection[str]) -> set[str]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from finetune.config.hub import Repository
     from finetune.config.schema import Config, ModelSection
+    from finetune.distributed.runtime import Runtime
     from finetune.training.step import StepResult
 _log = logging.getLogger(__name__)
 _EXPERT = re.compile(r"(.*experts?)\.[0-9]+(\..*)?")
@@ -32,9 +33,10 @@ NUM_STEPS = 3
 _MAX_SHOWN = 5
 
 
-def check_settings(config: Config) -> None:
-    """Raise the errors of `checked_objective` that do not need the functions of the objective.
+def check_settings(config: Config, runtime: Runtime | None = None) -> None:
+    """Raise the errors of `check_config` that do not need the functions of the objective.
 
+    Without a runtime, the device is not looked at, and a precision of `auto` is taken for bf16.
     torch is imported only for settings that need it. The optimizer of `torch.optim.AdamW` without `optim.args` can
     always be built.
 
@@ -50,21 +52,18 @@ def check_settings(config: Config) -> None:
         from finetune.distributed.sharding import refuse_what_is_not_sharded
 
         refuse_what_is_not_sharded(config, trains=True)
-    check_fp8(config, precision="bf16" if config.training.precision == "auto" else config.training.precision)
+    if config.model.frozen_precision == "fp8":
+        from finetune.model.quantized import refuse_where_fp8_is_impossible
+
+        asked = config.training.precision if runtime is None else runtime.precision
+        device = None if runtime is None else runtime.device
+        refuse_where_fp8_is_impossible(config, precision="bf16" if asked == "auto" else asked, device=device)
     optim, starts = config.optim, config.lora.init
     is_adamw = optim.factory is None and optim.optimizer == "torch.optim.AdamW" and not optim.args
     if not is_adamw or optim.lora_plus_ratio != 1 or (optim.weight_decay and starts != "default"):
         from finetune.training.optim import check_optimizer
 
         check_optimizer(config)
-
-
-def check_fp8(config: Config, *, precision: str, device: torch.device | None = None) -> None:
-    """Refuse a run with a base in fp8 that could not compute with it; see `refuse_where_fp8_is_impossible`."""
-    if config.model.frozen_precision == "fp8":
-        from finetune.model.quantized import refuse_where_fp8_is_impossible
-
-        refuse_where_fp8_is_impossible(config, precision=precision, device=device)
 
 
 def check_objective(config: Config) -> None:

@@ -79,9 +79,11 @@ def choose_forward(
     if reason is not None:
         return Forward(collate=pad, why_not_engine=reason)
     called = called_layers(model)
+    # Dropout of the base would draw numbers for padding, which would change the masks of all layers.
+    draws_for_padding = any(getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop"))
     collate = packer(
         share_prefixes=section.packing and section.share_prefixes,
-        to_bucket=pads and not called and not _draws_for_padding(model),
+        to_bucket=pads and not called and not draws_for_padding,
         prepare_attention=prepare_attention,
         windows=layer_windows(model),
     )
@@ -91,11 +93,6 @@ def choose_forward(
 def wants_padding(section: TrainingSection, device_type: str, dtype: torch.dtype) -> bool:
     """Return whether micro-batches get few sizes: with an adapter in 16 bits on CUDA, if `training.graphs` is true."""
     return section.graphs is True and section.method == "lora" and device_type == "cuda" and dtype != torch.float32
-
-
-def _draws_for_padding(model: Any) -> bool:
-    """Return whether dropout of the base draws numbers for padding, which would change the masks of all layers."""
-    return any(getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop"))
 
 
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:

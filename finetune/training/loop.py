@@ -1,18 +1,29 @@
-"""The training loop: epochs, validations, checkpoints, early stopping, and agreement on a stop."""
+"""The training loop: epochs, validations, checkpoints, early stopping, agreement on a stop, and the end of a run."""
 
 from __future__ import annotations
 
 import math
 from contextlib import closing
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.errors import RunFailedError, ServerError
 from finetune.runs.state import TrainerState
+from finetune.signals import end_steps
 from finetune.training.cadence import Cadence, StopRules
+from finetune.training.checks import refuse_no_update
+from finetune.training.hooks import EndResult
+from finetune.training.preemption import preempted_in_training
+from finetune.training.saver import publish_best
 from finetune.training.step import StepResult
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import after_validation
+
+if TYPE_CHECKING:
+    from finetune.data.batches import EvaluationLoader
+    from finetune.training.loss_scale import LossScale
+    from finetune.training.objective import Setup
+    from finetune.training.reporting.journal import Journal
 
 Reason = Literal["complete", "no improvement", "preempted", "stopped"]
 
@@ -51,9 +62,11 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                 for microbatches in batches:
                     result = run.train(state.step + 1, microbatches)
 
-                    state = _advanced(state, cadence, result)
+                    state = _advanced(state, cadence, result, run.loss_scale)
                     if result.is_skipped:
-                        _refuse_too_many(state, result, rules.max_skipped_steps)
+                        from finetune.training.nonfinite import refuse_too_many
+
+                        refuse_too_many(state, result.not_finite, rules.max_skipped_steps)
                     run.report(state, result)
                     state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
                     if end is not None:
@@ -65,6 +78,52 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                 raise
             end = "preempted"
     return LoopEnd(state, end)
+
+
+def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_loader: EvaluationLoader | None) -> None:
+    """Finish the saves, publish the best weights, and call `on_end`. Collective.
+
+    Raises:
+        PreemptedError: the loop ended because a rank was preempted.
+        RunFailedError: a save fails, or no step has updated the weights.
+    """
+    runtime, step = setup.runtime, end.state.step
+    runtime.liveness.enter_phase("saving", step)
+    setup.on_main(lambda journal: journal.finish_saves(), f"saving step {step}")
+    runtime.collectives.agree_on_failure_beside()  # of a save that was in the background in the last step
+    if end.reason == "preempted":
+        raise preempted_in_training(runtime, step)
+    refuse_no_update(end.state, setup.config, setup.objective.no_gradient)
+    setup.on_main(lambda journal: _publish(journal, end.state, cadence, run, setup), "publishing the adapter")
+    if val_loader is not None:
+        setup.objective.after_training(setup, val_loader, step)
+    run.callbacks.call("on_end", EndResult(step, end.reason, run.last_loss, setup.folder.path))
+    end_steps()
+    # The script decides what comes next, and when.
+    runtime.liveness.enter_phase("after training", step, timed=False)
+
+
+def _publish(journal: Journal, state: TrainerState, cadence: Cadence, run: TrainingRun, setup: Setup) -> None:
+    journal.end_training()
+    published = publish_best(
+        journal.folder,
+        state,
+        cadence,
+        setup.tokenizer,
+        keep=setup.config.checkpoint.save_total_limit,
+        has_trained=not math.isnan(run.last_loss),
+    )
+    if published is None:
+        return
+    metric, last = setup.config.checkpoint.best_metric, run.last_validation
+    loss, value = state.best_loss, state.best_value
+    if published != state.best_step:  # the last step: it has metrics of its own if this start validated it
+        loss = value = None
+        if last is not None and state.validated_step == published:
+            loss, value = last.loss, run.last_metrics.get(metric)
+    journal.result |= {"step": state.step, "best_step": published, "best_loss": loss}
+    if value is not None:
+        journal.result |= {"best_metric": metric, "best_value": value}
 
 
 def _after_step(
@@ -95,7 +154,7 @@ def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:
     return patience is not None and state.validations_without_improvement >= patience
 
 
-def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> TrainerState:
+def _advanced(state: TrainerState, cadence: Cadence, result: StepResult, loss_scale: LossScale | None) -> TrainerState:
     epoch, steps_in_epoch = divmod(state.step + 1, cadence.steps_per_epoch)
     return replace(
         state,
@@ -106,24 +165,9 @@ def _advanced(state: TrainerState, cadence: Cadence, result: StepResult) -> Trai
         num_tokens=state.num_tokens + result.num_tokens,
         num_skipped_steps=state.num_skipped_steps + result.is_skipped,
         num_without_gradient=state.num_without_gradient + (result.grad_norm == 0),
-        num_overflows=state.num_overflows + result.num_overflows,
-        loss_scale=None if result.loss_scale is None else result.loss_scale.value,
-        steps_at_loss_scale=0 if result.loss_scale is None else result.loss_scale.num_steps,
-    )
-
-
-def _refuse_too_many(state: TrainerState, result: StepResult, limit: int) -> None:
-    if state.num_skipped_steps <= limit:
-        return
-    if limit:
-        policy = f"training.max_skipped_steps is {limit}, and {state.num_skipped_steps - 1} were skipped before it"
-        instead = "a higher training.max_skipped_steps allows more"
-    else:
-        policy = "training.on_nonfinite is stop"
-        instead = "training.on_nonfinite=skip skips a bounded number of such steps"
-    raise RunFailedError(
-        f"step {state.step}: {result.not_finite}; {policy}. The weights were left as before the step. Look at the rows "
-        f"of this step, lower optim.learning_rate or add optim.warmup_steps; {instead}. Then go on with resume=auto."
+        num_overflows=state.num_overflows if loss_scale is None else loss_scale.num_overflows,
+        loss_scale=None if loss_scale is None else loss_scale.value,
+        steps_at_loss_scale=0 if loss_scale is None else loss_scale.num_steps,
     )
 
 

@@ -219,6 +219,7 @@ class Setup:
             if self.journal is not None:
                 action(self.journal)
 
-    def record_memory(self) -> None:
-        """Record the memory choice in run.json. Collective."""
+    def record_memory(self, memory: MemoryChoice) -> None:
+        """Make this the memory choice of the run, and record it in run.json. Collective."""
+        self.memory = memory
         self.on_main(lambda journal: journal.record(memory=self.memory.as_record()), "recording the choice by memory")

@@ -12,8 +12,11 @@ from finetune.fallbacks import Fallback
 from finetune.runs.durable import describe_os_error
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from finetune.distributed.runtime import Runtime
     from finetune.runs.folder import RunFolder
+    from finetune.training.step import StepResult
 
 _WARM_UP_STEPS = 2
 """The first steps allocate memory, choose kernels and compile."""
@@ -51,15 +54,26 @@ class Profile(NamedTuple):
 
 
 class StepProfiler:
-    """Profile the first steps of rank 0 after a start or resume, after two steps of warm-up.
+    """A callback that profiles the first steps of rank 0 after a start or resume, after two steps of warm-up.
 
     As a context manager, it ends an incomplete profile on exit and writes nothing for it. `done` steps came before.
+    `write` records a profile; None on other ranks.
 
     Raises:
         ConfigError: a profiler is running already. torch has only one, and a second one would cut its trace short.
     """
 
-    def __init__(self, runtime: Runtime, folder: RunFolder, *, num_profiled: int, done: int, num_steps: int) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        folder: RunFolder,
+        *,
+        num_profiled: int,
+        done: int,
+        num_steps: int,
+        write: Callable[[Profile], None] | None,
+    ) -> None:
+        self._write_record = write
         self._runtime = runtime
         self._folder = folder
         self._recording: Any = None
@@ -75,7 +89,7 @@ class StepProfiler:
                     "profiler. Remove one of the two."
                 )
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         """Start if this is the first step to profile. A step may be announced twice, at the end of an epoch."""
         if not self._is_wanted or step != self._first or self._recording is not None:
             return
@@ -87,24 +101,20 @@ class StepProfiler:
         self._recording.start()
         self._runtime.liveness.name_ranges(record_function)
 
-    def after(self, step: int) -> Profile | None:
-        """Write the profile after its last step; None after any other step, or if it could not be written."""
-        if self._recording is None or step != self._last:
-            return None
-        self._runtime.liveness.enter_phase("profiling", step)
+    def on_step(self, result: StepResult) -> None:
+        """Write the profile after its last step. A preempted run has no time for it; the resumed run makes its own."""
+        if self._recording is None or result.step != self._last or result.num_preempted:
+            return
+        self._runtime.liveness.enter_phase("profiling", result.step)
         try:
-            return self._write(self._stop())
+            profile = self._write(self._stop())
         except Exception as error:  # training goes on without a profile
             reason = describe_os_error(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        self._runtime.fallbacks.take(
-            Fallback(
-                what="training.profile",
-                wanted=f"a profile of {_describe_steps(self._first, self._last)}",
-                used="none",
-                why=reason,
-            )
-        )
-        return None
+            wanted = f"a profile of {_describe_steps(self._first, self._last)}"
+            self._runtime.fallbacks.take(Fallback(what="training.profile", wanted=wanted, used="none", why=reason))
+        else:
+            if self._write_record is not None:
+                self._write_record(profile)
 
     def _stop(self) -> Any:
         recording, self._recording = self._recording, None
@@ -129,8 +139,8 @@ class StepProfiler:
             table=averages.table(sort_by=time, row_limit=_NUM_TABLE_ROWS, max_name_column_width=40),
         )
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> tuple[Self]:
+        return (self,)
 
     def __exit__(self, *_: object) -> None:
         if self._recording is not None:

@@ -23,7 +23,7 @@ from finetune.runs.checkpoints import save_base
 from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
-from finetune.training.checks import check_fit, check_fp8, check_objective, named_splits, raw_digests
+from finetune.training.checks import check_fit, check_settings, named_splits, raw_digests
 from finetune.training.forward import Computation, Forward, agree_on_forward, mention_bf16
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
@@ -31,6 +31,7 @@ from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.objective import Objective, Setup, objective_of
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import (
+    check_criteria,
     check_metrics,
     measured_in_subsets,
     refuse_early_stopping,
@@ -56,6 +57,16 @@ _NOT_IN_BACKGROUND = Fallback(
 )
 
 
+class CheckedConfig(NamedTuple):
+    """A configuration that a run can have, as far as it can be told before its model and its rows are read."""
+
+    config: Config
+    """With the values of the launcher, if `check_config` was given a runtime."""
+    objective: Objective
+    metrics: Mapping[str, Metric]
+    """`validation.metrics` and the script's own metrics, by name."""
+
+
 class _Checked(NamedTuple):
     """The parts of a run, which fit each other. Nothing is written yet."""
 
@@ -77,9 +88,30 @@ class _Placed(NamedTuple):
     states_in_4_bits: Mapping[str, Any]
 
 
+def check_config(
+    config: Config, hooks: Hooks | None = None, *, runtime: Runtime | None = None, rewards_answers: bool = True
+) -> CheckedConfig:
+    """Check everything that the configuration and the script's own code tell, before anything slow.
+
+    The model and the rows are not looked at. Without a runtime, the device is not looked at either. With
+    `rewards_answers=False`, no reward function will be called.
+
+    Raises:
+        ConfigError: no run can have this configuration.
+    """
+    hooks = hooks or Hooks()
+    hooks.check(config)
+    check_settings(hooks.config(config), runtime)
+    if runtime is not None:
+        config = runtime.with_launcher_values(config)
+    objective = objective_of(config)
+    objective.check(rewards_answers=rewards_answers)
+    return CheckedConfig(config, objective, check_metrics(config, objective.metrics, given=hooks.metrics))
+
+
 def set_up(
     runtime: Runtime,
-    config: Config,
+    checked_config: CheckedConfig,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: AnySplits,
@@ -89,7 +121,7 @@ def set_up(
 
     Collective: every rank. For what is raised see `Trainer`.
     """
-    checked = _check(runtime, config, model, tokenizer, rows, hooks)
+    checked = _check(runtime, checked_config, model, tokenizer, rows, hooks)
     folder = RunFolder(checked.config.output_dir)
     journal = _open(runtime, checked, folder, model, tokenizer, hooks)
     placed = _place(runtime, checked, journal, model)
@@ -118,30 +150,26 @@ def set_up(
         memory=memory,
         hooks=hooks,
     )
-    setup.record_memory()
+    setup.record_memory(memory)
     return setup
 
 
 def _check(
     runtime: Runtime,
-    config: Config,
+    checked: CheckedConfig,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
     rows: AnySplits,
     hooks: Hooks,
 ) -> _Checked:
     """Refuse parts that do not fit each other, and ranks that have other parts. Collective."""
-    check_objective(config)
-    hooks.check(config)
+    objective, metrics = checked.objective, checked.metrics
     hooks.refuse_no_sum(model, runtime.device)
-    config = hooks.config(runtime.with_launcher_values(config), model)
-    check_fp8(config, precision=runtime.precision, device=runtime.device)
-    objective = objective_of(config)
+    config = hooks.config(checked.config, model)
     objective.check_rows(rows)
     check_fit(config, model, rows)
     splits: EncodedSplits = _with_subsets(config, objective.prepare(model, tokenizer, rows))
-    in_subsets = measured_in_subsets(config, splits.validation)
-    metrics = check_metrics(config, objective.metrics, in_subsets, given=hooks.metrics)
+    check_criteria(config, objective.metrics, metrics, in_subsets=measured_in_subsets(config, splits.validation))
     refuse_early_stopping(config, splits)
     if splits.validation is not None:
         refuse_rows_without_answers(config, splits.validation.row_type)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from traceback import clear_frames
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -21,16 +23,12 @@ from finetune.engine.microbatch import EMPTY_MICROBATCH, Microbatch
 from finetune.engine.products import unchanged_weights
 from finetune.engine.reference import in_float64
 from finetune.errors import DataError, RunFailedError
-from finetune.runs.tensors import local_shard
 from finetune.training.optim import learning_rate_at, set_learning_rate, trainable_parameters
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
-    from finetune.runs.state import TrainerState
+    from types import TracebackType
 
-Result = TypeVar("Result")
-_STEPS_UNTIL_GROWTH = 2000
-_LARGEST_SCALE = 2**24
+    from finetune.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -48,35 +46,6 @@ class LossWithMetrics:
     def __call__(self, model: torch.nn.Module, microbatch: Any) -> torch.Tensor:
         """Return the loss and the metrics."""
         return self.sums(model, microbatch)
-
-
-class LossScale(NamedTuple):
-    """The factor of the loss in fp16, without which small gradients would become zero.
-
-    It is doubled after 2,000 steps without an overflow, and halved when a gradient overflows. The step is then computed
-    again, so that no batch is lost. Source: Micikevicius et al., 2018, arXiv:1710.03740, section 3.2; the numbers are
-    the defaults of torch.amp.GradScaler.
-    """
-
-    value: int = 2**16
-    """A power of two, so that it changes no bit of a gradient that does not overflow or underflow."""
-    num_steps: int = 0
-    """Steps since it last changed."""
-
-    @classmethod
-    def of(cls, state: TrainerState) -> LossScale:
-        """Return the scale with which training goes on from a state."""
-        return cls() if state.loss_scale is None else cls(state.loss_scale, state.steps_at_loss_scale)
-
-    def after_step(self) -> LossScale:
-        """Return the scale after a step without an overflow."""
-        if self.num_steps + 1 < _STEPS_UNTIL_GROWTH:
-            return self._replace(num_steps=self.num_steps + 1)
-        return LossScale(min(2 * self.value, _LARGEST_SCALE))
-
-    def after_overflow(self) -> LossScale:
-        """Return the scale with which the step is computed again."""
-        return LossScale(max(1, self.value // 2))
 
 
 class StepTooLargeError(Exception):
@@ -134,12 +103,6 @@ class StepResult(NamedTuple):
     """Seconds that each rank computed, without waiting; empty in a world of one."""
     metrics: Mapping[str, float] = MappingProxyType({})
     """The means over the targets of other metrics, by name."""
-    overflowed: bool = False
-    """Gradients overflowed in fp16, on any rank: the step made no update. A smaller loss scale may avoid it."""
-    loss_scale: LossScale | None = None
-    """For the next step, in fp16."""
-    num_overflows: int = 0
-    """How often the step was computed in vain before, because gradients overflowed."""
 
     @property
     def is_skipped(self) -> bool:
@@ -196,28 +159,31 @@ def train_step(
             runtime.liveness.let_device_finish()
         return time.perf_counter() - started
 
-    call = partial(_if_memory_suffices, runtime, parameters) if may_be_too_large else _call
+    attempt = partial(_Attempt, runtime, parameters) if may_be_too_large else nullcontext
     with unchanged_weights():
         seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
-        seeded = _with_global_sums(runtime, model, seeded, compute, call)
-        seconds = call(partial(forward_and_backward, seeded))
+        seeded = _with_global_sums(runtime, model, seeded, compute, attempt)
+        with attempt():
+            seconds = forward_and_backward(seeded)
     placement.sync_gradients(parameters)
     placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
     norm = placement.clip_grad_norm(parameters, settings.max_grad_norm)
     over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
     loss = over_ranks.loss / batch.num_targets
-    not_finite, overflowed = "", settings.loss_scale > 1 and math.isfinite(loss) and over_ranks.is_bad_norm
+    not_finite = ""
     if math.isfinite(loss) and not over_ranks.is_bad_norm:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
-    elif not overflowed:
-        not_finite = _why_not_finite(runtime, over_ranks, loss)
-        _refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
+    else:
+        from finetune.training.nonfinite import refuse_broken_weights, why_not_finite
+
+        not_finite = why_not_finite(runtime, loss, own_loss=over_ranks.own_loss, grad_norm=over_ranks.grad_norm)
+        refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
     metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
     result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
-    result = result._replace(not_finite=not_finite, overflowed=overflowed, metrics=metrics)
+    result = result._replace(not_finite=not_finite, metrics=metrics)
     return result if placement.needs_equal_microbatches else result._replace(rank_seconds=over_ranks.rank_seconds)
 
 
@@ -284,45 +250,48 @@ def _with_global_sums(
     model: torch.nn.Module,
     seeded: Sequence[tuple[int, Microbatch]],
     compute: LossFunction,
-    call: Callable[[Callable[[], Any]], Any],
+    attempt: Callable[[], AbstractContextManager[Any]],
 ) -> Sequence[tuple[int, Microbatch]]:
     """Give the micro-batches the sums over the global batch that their loss needs. Collective if it needs any.
 
     The sums are over the global batch, so that the loss does not depend on the split into micro-batches or on the
-    number of ranks. `call` calls the function that adds up this rank's part.
+    number of ranks. This rank's part of them is added up in a context of `attempt`.
     """
     if not isinstance(compute, LossWithMetrics) or compute.global_sums is None or compute.with_global_sums is None:
         return seeded
-    run = partial(compute.global_sums, runtime, model, [microbatch for _, microbatch in seeded])
-    global_sums = runtime.collectives.sum(call(run))
+    with attempt():
+        own_sums = compute.global_sums(runtime, model, [microbatch for _, microbatch in seeded])
+    global_sums = runtime.collectives.sum(own_sums)
     return [(seed, compute.with_global_sums(microbatch, global_sums)) for seed, microbatch in seeded]
 
 
-def _call(compute: Callable[[], Result]) -> Result:
-    return compute()
-
-
-def _if_memory_suffices(runtime: Runtime, parameters: list[torch.nn.Parameter], run: Callable[[], Result]) -> Result:
-    """Call `run`. If one rank runs out of memory, drop the gradients on all ranks. Collective.
+class _Attempt:
+    """A part of a step that may run out of memory. If it does on one rank, all ranks drop the gradients. Collective.
 
     Raises:
-        StepTooLargeError: on all ranks.
+        StepTooLargeError: on all ranks, on exit.
     """
-    error: RunFailedError | None = None
-    try:
-        result = run()
-    except Exception as caught:
-        error = as_out_of_memory(caught)
-        if error is None:
-            raise
-    # From here on nothing refers to the exception, whose frames hold the tensors of the pass.
-    if sum(runtime.collectives.sum([float(error is not None)])):
-        for parameter in parameters:
-            parameter.grad = None
-        if runtime.device.type == "cuda":
-            torch.cuda.empty_cache()
-        raise StepTooLargeError(error)
-    return result
+
+    def __init__(self, runtime: Runtime, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._runtime = runtime
+        self._parameters = parameters
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        out_of_memory = None if error is None else as_out_of_memory(error)
+        if error is not None and out_of_memory is None:
+            return
+        while error is not None:  # the frames of what was called hold the tensors of the pass
+            clear_frames(error.__traceback__)
+            error = error.__context__
+        if sum(self._runtime.collectives.sum([float(out_of_memory is not None)])):
+            for parameter in self._parameters:
+                parameter.grad = None
+            if self._runtime.device.type == "cuda":
+                torch.cuda.empty_cache()
+            raise StepTooLargeError(out_of_memory) from None
 
 
 def _means(names: Sequence[str], sums: Sequence[float], num_targets: int) -> dict[str, float]:
@@ -367,32 +336,3 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
         grad_norm=read["grad_norm"][0],
         own_loss=read["own_loss"][0],
     )
-
-
-def _why_not_finite(runtime: Runtime, sums: _StepSums, loss: float) -> str:
-    """Return the loss, the ranks on which it is not finite, and the gradient norm. Collective."""
-    is_mine = not math.isfinite(sums.own_loss)
-    counts = runtime.collectives.sum([float(is_mine and rank == runtime.rank) for rank in range(runtime.world_size)])
-    ranks = [str(rank) for rank, count in enumerate(counts) if count]
-    where = f" (that of rank {', '.join(ranks)})" if ranks and runtime.world_size > 1 else ""
-    return f"the loss is {loss}{where} and the gradient norm {sums.grad_norm}"
-
-
-def _refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, cause: str) -> None:
-    """Refuse to go on if the weights are not finite, since skipping the step would not help. Collective.
-
-    Raises:
-        RunFailedError: on all ranks, if the weights of any rank are not finite.
-    """
-    parts = map(local_shard, trainable_parameters(model))
-    is_broken = torch.stack([part.isfinite().all().logical_not() for part in parts])
-    own_broken = int(is_broken.sum())
-    num_broken, num_ranks = runtime.collectives.sum([float(own_broken), float(own_broken > 0)])
-    if num_ranks:
-        ranks = f" on {num_ranks:.0f} of {runtime.world_size} ranks" if num_ranks < runtime.world_size else ""
-        raise RunFailedError(
-            f"{cause}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}: an "
-            "earlier update broke them, and no later step can repair them. They are not saved. Lower "
-            "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last "
-            "checkpoint: resume=auto resume.allow=optim"
-        )

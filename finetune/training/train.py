@@ -17,11 +17,11 @@ from finetune.model.base import build_base_model
 from finetune.model.lora import add_lora
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.folder import RunFolder
-from finetune.training.checks import check_fp8, check_inputs, check_paths, check_settings
+from finetune.training.checks import check_inputs, check_paths
 from finetune.training.hooks import Hooks
-from finetune.training.objective import Objective, encode_for_objective, objective_of
+from finetune.training.objective import encode_for_objective
+from finetune.training.setup import check_config
 from finetune.training.trainer import Trainer
-from finetune.training.validation import check_metrics
 
 if TYPE_CHECKING:
     import torch
@@ -134,26 +134,8 @@ def build_trainer(
     With `rewards_answers=False`, no reward function will be called: a replay has their recorded rewards.
     """
     hooks = hooks or Hooks()
-    hooks.check(config)
-    checked_objective(hooks.config(config), rewards_answers=rewards_answers, given=hooks.metrics)
-    return Trainer(runtime, config, *build_parts(runtime, config, given_model), hooks)
-
-
-def checked_objective(
-    config: Config, *, rewards_answers: bool = True, given: Mapping[str, Metric] = MappingProxyType({})
-) -> Objective:
-    """Check everything that the configuration alone tells, before anything slow. Return its objective.
-
-    The device, the installed packages, the model and the rows are not looked at.
-
-    Raises:
-        ConfigError: no run can have this configuration.
-    """
-    check_settings(config)
-    objective = objective_of(config)
-    objective.check(rewards_answers=rewards_answers)
-    check_metrics(config, objective.metrics, given=given)
-    return objective
+    checked = check_config(config, hooks, runtime=runtime, rewards_answers=rewards_answers)
+    return Trainer(runtime, config, *build_parts(runtime, config, given_model), hooks, checked)
 
 
 class Parts(NamedTuple):
@@ -168,7 +150,7 @@ class Parts(NamedTuple):
 
 
 def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Parts:
-    """Load the tokenizer, encode the rows and build the model.
+    """Load the tokenizer, encode the rows and build the model, for a configuration that `check_config` accepts.
 
     Collective: every rank.
 
@@ -186,7 +168,6 @@ def build_parts(runtime: Runtime, config: Config, given_model: Any = None) -> Pa
         from finetune.model.quantized import refuse_where_quantizing_is_impossible
 
         refuse_where_quantizing_is_impossible(config.lora, config.model, runtime.device)
-    check_fp8(config, precision=runtime.precision, device=runtime.device)
     with runtime.collectives.failing_together("looking for the model and the rows"):
         if runtime.is_main_process:
             RunFolder(config.output_dir).check_writable()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,20 +23,17 @@ from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.model_files import LoadedRun, load_model
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
-from finetune.signals import begin_steps, end_steps
+from finetune.signals import begin_steps
 from finetune.training.cadence import Cadence, StopRules
-from finetune.training.checks import refuse_no_update
-from finetune.training.hooks import EndResult, Hooks, refuse_ignored_methods
+from finetune.training.hooks import Hooks, refuse_ignored_methods
 from finetune.training.loaders import build_loaders, global_batch_size, log_batches
-from finetune.training.loop import run_loop
+from finetune.training.loop import finish, run_loop
 from finetune.training.objective import Loaders
 from finetune.training.optim import build_optimizer, restore_trained_weights, warn_of_long_warmup
-from finetune.training.preemption import preempted_in_test, preempted_in_training
+from finetune.training.preemption import preempted_in_test
 from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
-from finetune.training.saver import publish_best
-from finetune.training.setup import set_up
-from finetune.training.step import LossScale
+from finetune.training.setup import CheckedConfig, check_config, set_up
 from finetune.training.training_run import TrainingRun
 from finetune.training.validation import Criteria, without_other_criteria
 
@@ -73,6 +69,8 @@ class Trainer:
         tokenizer: the model's.
         splits: rows that are encoded for the objective, see `encode_for_objective`.
         hooks: the script's own loss, metrics, optimizer and callbacks.
+        checked: what `check_config` returned for this configuration, these hooks and this runtime. None: the trainer
+            calls it.
 
     Attributes:
         epoch: the current or last epoch, counted from 0.
@@ -95,10 +93,13 @@ class Trainer:
         tokenizer: PreTrainedTokenizerBase,
         splits: AnySplits,
         hooks: Hooks | None = None,
+        checked: CheckedConfig | None = None,
     ) -> None:
         refuse_ignored_methods(self)
         self._begun = time.monotonic()
-        self._setup = set_up(runtime, config, model, tokenizer, splits, hooks or Hooks())
+        hooks = hooks or Hooks()
+        checked = checked or check_config(config, hooks, runtime=runtime)
+        self._setup = set_up(runtime, checked, model, tokenizer, splits, hooks)
         self.runtime = runtime
         self.config = self._setup.config
         self.folder = self._setup.folder.path
@@ -160,45 +161,41 @@ class Trainer:
             PreemptedError: a rank was preempted; all ranks have left after the same step and its checkpoint.
         """
         config, runtime, setup = self.config, self.runtime, self._setup
-        cadence = self._plan_steps(train_loader)
+        rule = train_loader.rule
+        cadence = Cadence.of(config, rule.steps_per_epoch)
+        log_batches(config, rule, num_steps=cadence.num_steps, world_size=runtime.world_size)
+        warn_of_long_warmup(config.optim, cadence.num_steps)
         optimizer = runtime.placement.prepare_optimizer(build_optimizer(self.model, config.optim))
         state = self._resume(optimizer).renumbered(cadence.steps_per_epoch)
         setup.objective.start(setup, train_loader, state)
         self._begin(train_loader, state, cadence)
 
+        loss_scale = None
+        if runtime.precision == "fp16":
+            from finetune.training.loss_scale import LossScale
+
+            loss_scale = LossScale.of(state)
         self.model.train()
-        with self._profiler(state, cadence) as profiler:
+        with self._profiler(state, cadence) as profilers:
             run = self._run = TrainingRun(
                 setup,
                 optimizer,
                 cadence=cadence,
                 train_loader=train_loader,
                 val_loader=val_loader,
-                profiler=profiler,
-                loss_scale=LossScale.of(state) if runtime.precision == "fp16" else None,
+                step_callbacks=profilers,
+                loss_scale=loss_scale,
             )
             begin_steps()
             end = run_loop(state, cadence, run, StopRules.of(config))
 
-        runtime.liveness.enter_phase("saving", end.state.step)
-        setup.on_main(lambda journal: journal.finish_saves(), f"saving step {end.state.step}")
-        runtime.collectives.agree_on_failure_beside()  # of a save that was in the background in the last step
-        if end.reason == "preempted":
-            raise preempted_in_training(runtime, end.state.step)
-        refuse_no_update(end.state, config, setup.objective.no_gradient)
-        setup.on_main(lambda journal: self._publish(journal, end.state, cadence, run), "publishing the adapter")
-        if val_loader is not None:
-            setup.objective.after_training(setup, val_loader, end.state.step)
-        run.callbacks.call("on_end", EndResult(end.state.step, end.reason, run.last_loss, setup.folder.path))
-        end_steps()
-        # The script decides what comes next, and when.
-        runtime.liveness.enter_phase("after training", end.state.step, timed=False)
+        finish(end, cadence, run, setup, val_loader)
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
-    def _profiler(self, state: TrainerState, cadence: Cadence) -> AbstractContextManager[StepProfiler | None]:
+    def _profiler(self, state: TrainerState, cadence: Cadence) -> AbstractContextManager[Sequence[StepProfiler]]:
         num_profiled = self.config.training.profile
         if not num_profiled:
-            return nullcontext()
+            return nullcontext(())
         from finetune.training.profiling import StepProfiler
 
         return StepProfiler(
@@ -207,15 +204,8 @@ class Trainer:
             num_profiled=num_profiled,
             done=state.step,
             num_steps=cadence.num_steps,
+            write=None if self.journal is None else self.journal.profile,
         )
-
-    def _plan_steps(self, train_loader: TrainLoader) -> Cadence:
-        """Return the steps of the run, and log how its rows become batches."""
-        config, rule, world_size = self.config, train_loader.rule, self.runtime.world_size
-        cadence = Cadence.of(config, rule.steps_per_epoch)
-        log_batches(config, rule, num_steps=cadence.num_steps, world_size=world_size)
-        warn_of_long_warmup(config.optim, cadence.num_steps)
-        return cadence
 
     def _begin(self, train_loader: TrainLoader, state: TrainerState, cadence: Cadence) -> None:
         """Show what will be trained, and start the journal. Collective."""
@@ -317,25 +307,3 @@ class Trainer:
         if opening is not None:
             journal.record(opening=opening._asdict())
         journal.start_training(state, cadence.num_steps)
-
-    def _publish(self, journal: Journal, state: TrainerState, cadence: Cadence, run: TrainingRun) -> None:
-        journal.end_training()
-        published = publish_best(
-            journal.folder,
-            state,
-            cadence,
-            self.tokenizer,
-            keep=self.config.checkpoint.save_total_limit,
-            has_trained=not math.isnan(run.last_loss),
-        )
-        if published is None:
-            return
-        metric, last = self.config.checkpoint.best_metric, run.last_validation
-        loss, value = state.best_loss, state.best_value
-        if published != state.best_step:  # the last step: it has metrics of its own if this start validated it
-            loss = value = None
-            if last is not None and state.validated_step == published:
-                loss, value = last.loss, run.last_metrics.get(metric)
-        journal.result |= {"step": state.step, "best_step": published, "best_loss": loss}
-        if value is not None:
-            journal.result |= {"best_metric": metric, "best_value": value}

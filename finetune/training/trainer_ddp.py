@@ -24,6 +24,7 @@ from finetune.errors import ConfigError, LaunchError, PreemptedError
 from finetune.fallbacks import Fallbacks
 from finetune.inference.scores import Evaluation
 from finetune.training.objective import Loaders
+from finetune.training.setup import check_config
 from finetune.training.train import build_parts
 from finetune.training.trainer import Trainer, TrainingResults
 
@@ -65,12 +66,12 @@ class TrainerDDP(Trainer):
         self.journal = None
         self._is_trained = False
         self._world = ExitStack()
-        checked = _checked(config)
+        config = _checked(config)
         if TrainerDDP._open is not None:
             TrainerDDP._open.close()
         with self._leaving_on_error():
-            _join_as_configured(self._world, rank, checked)
-            runtime = self._world.enter_context(launch(checked))
+            _join_as_configured(self._world, rank, config)
+            runtime = self._world.enter_context(launch(config))
             TrainerDDP._open = self
             atexit.register(self._close_at_exit)
             if rank != runtime.rank:
@@ -78,7 +79,8 @@ class TrainerDDP(Trainer):
                     f"TrainerDDP was given rank {rank}, but this process is rank {runtime.rank} of "
                     f"{runtime.world_size}. Give the rank that initialize_ddp was given, or int(os.environ['RANK'])."
                 )
-            super().__init__(runtime, checked, *build_parts(runtime, checked))
+            checked = check_config(config, runtime=runtime)
+            super().__init__(runtime, config, *build_parts(runtime, config), checked=checked)
 
     @property
     def device(self) -> int | torch.device:

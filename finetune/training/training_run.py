@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from finetune.data.batches import EvaluationLoader
 from finetune.engine.loss import BY_DEVICE
 from finetune.engine.microbatch import Microbatch
-from finetune.errors import FinetuneError, RunFailedError
-from finetune.fallbacks import Fallback
+from finetune.errors import FinetuneError
 from finetune.inference.losses import LossSums
 from finetune.logs import waiting
 from finetune.runs.checkpoints import Snapshot, take_snapshot
@@ -23,18 +22,19 @@ from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
-from finetune.training.loaders import TrainRows, log_cut_examples, log_microbatches
-from finetune.training.memory.choice import masks_follow_microbatches
+from finetune.training.loaders import TrainRows, log_microbatches
+from finetune.training.memory.choice import FirstStep
 from finetune.training.objective import Setup
 from finetune.training.optim import averaged_weights
 from finetune.training.saver import log_disk_need
-from finetune.training.step import LossScale, StepResult, StepSettings, StepTooLargeError, train_step
+from finetune.training.step import StepResult, StepSettings, train_step
 from finetune.training.validation import Validated, answered_rows
 
 if TYPE_CHECKING:
     import torch
 
     from finetune.inference.evaluation import Dialogues
+    from finetune.training.loss_scale import LossScale
     from finetune.training.profiling import StepProfiler
     from finetune.training.reporting.journal import Journal
 
@@ -46,10 +46,9 @@ class TrainingRun:
 
     Collective: every rank makes one, and the loop calls its methods in the same order on every rank.
 
-    `loss_scale` is for the first step, in fp16; None in other precisions.
-
     Attributes:
         epoch: the current or last epoch, counted from 0.
+        loss_scale: for the next step, in fp16; None in other precisions.
         last_loss: of the last step that was not skipped, in nats per target token; nan before it.
         last_validation: of this start; None before it.
         last_metrics: the metrics of that validation beside the loss, by name.
@@ -64,11 +63,12 @@ class TrainingRun:
         cadence: Cadence,
         train_loader: TrainRows,
         val_loader: EvaluationLoader | None,
-        profiler: StepProfiler | None,
+        step_callbacks: Sequence[StepProfiler],
         loss_scale: LossScale | None,
     ) -> None:
         self.callbacks = Callbacks(setup.runtime, setup.hooks.callbacks)
         self.epoch = 0
+        self.loss_scale = loss_scale
         self.last_loss = math.nan
         self.last_validation: LossSums | None = None
         self.last_metrics: Mapping[str, float] = {}
@@ -80,8 +80,7 @@ class TrainingRun:
         self._cadence = cadence
         self._train_loader = train_loader
         self._val_loader = val_loader
-        self._profiler = profiler
-        self._loss_scale = loss_scale
+        self._step_callbacks = step_callbacks
         self._update_watch = UpdateWatch(
             setup.model,
             setup.config,
@@ -89,7 +88,17 @@ class TrainingRun:
             setup.objective.no_gradient,
             may_lack_gradient=setup.objective.may_lack_gradient,
         )
-        self._is_memory_tried = False
+        self._first_step: FirstStep | None = None
+        if not setup.runtime.placement.needs_equal_microbatches:
+            self._first_step = FirstStep(
+                setup.runtime,
+                setup.config,
+                setup.memory,
+                loader=train_loader,
+                take_step=self._take_step,
+                read_again=self._read_again,
+                record=setup.record_memory,
+            )
         self._data_wait_seconds: float | None = None
 
     @property
@@ -103,8 +112,8 @@ class TrainingRun:
         self._batches = self._train_loader.steps(epoch, first_step)
         try:
             for step in itertools.count(epoch * self._train_loader.rule.steps_per_epoch + first_step + 1):
-                if self._profiler is not None:
-                    self._profiler.before(step)
+                for callback in self._step_callbacks:
+                    callback.before_step(step)
                 self._runtime.liveness.enter_phase("data", step)
                 started = time.monotonic()
                 microbatches = next(self._batches, None)
@@ -117,22 +126,13 @@ class TrainingRun:
             self._batches = iter(())  # the workers of a loader end with its iterator
 
     def train(self, step: int, microbatches: list[tuple[int, Microbatch]]) -> StepResult:
-        """Train one step; in the first one, halve the micro-batches until memory suffices."""
+        """Train one step."""
         self._runtime.liveness.enter_phase("training", step)
         if self._config.training.debug and step <= 2:
             log_microbatches(step, microbatches, self._setup.tokenizer, self._runtime.device)
-        while not (self._is_memory_tried or self._runtime.placement.needs_equal_microbatches):
-            try:
-                result = self._take_step(step, microbatches, may_be_too_large=True)
-            except StepTooLargeError as too_large:
-                error = too_large.error
-            else:
-                self._is_memory_tried = True
-                return self._with_loader_metrics(result)
-            microbatches = self._halve_microbatches(step, error)
-        return self._with_loader_metrics(self._take_step(step, microbatches, may_be_too_large=False))
-
-    def _with_loader_metrics(self, result: StepResult) -> StepResult:
+        take_step = self._take_step if self._first_step is None else self._first_step.take
+        result = take_step(step, microbatches)
+        self._first_step = None
         return result._replace(metrics={**self._train_loader.metrics, **result.metrics})
 
     def validate(self, state: TrainerState) -> Validated | None:
@@ -209,7 +209,7 @@ class TrainingRun:
         return take_snapshot(setup.folder, model=setup.model, optimizer=self._optimizer, state=state)
 
     def report(self, state: TrainerState, result: StepResult) -> None:
-        """Record the step, and after the last profiled step the profile. Refuse weights that do not train."""
+        """Record the step, refuse weights that do not train, and call the callbacks."""
         if not result.is_skipped:
             if math.isnan(self.last_loss):  # the optimizer has its state from now on
                 self._setup.on_main(partial(self._log_disk_need, state), "predicting the size of checkpoints")
@@ -222,10 +222,8 @@ class TrainingRun:
             except FinetuneError as error:
                 self._runtime.collectives.fail_in_next_step(error, "saving in the background")
         self._update_watch.after_step(state, result)
-        # A preempted run has no time to write a profile; the resumed run makes one of its own.
-        profile = None if self._profiler is None or result.num_preempted else self._profiler.after(state.step)
-        if profile is not None and journal is not None:
-            journal.profile(profile)
+        for callback in self._step_callbacks:
+            callback.on_step(result)
         self.callbacks.call("on_step", result._replace(metrics=MappingProxyType(dict(result.metrics))))
 
     def _log_disk_need(self, state: TrainerState, journal: Journal) -> None:
@@ -237,12 +235,11 @@ class TrainingRun:
         return self._runtime.collectives.broadcast_from_main(is_exhausted)
 
     def _take_step(
-        self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool
+        self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool = False
     ) -> StepResult:
         """Take a step. In fp16, take it again with a smaller loss scale as long as gradients overflow."""
-        num_overflows = 0
         while True:
-            scale = 1 if self._loss_scale is None else self._loss_scale.value
+            scale = 1 if self.loss_scale is None else self.loss_scale.value
             result = train_step(
                 self._runtime,
                 self._setup.model,
@@ -252,38 +249,17 @@ class TrainingRun:
                 compute=self._compute,
                 may_be_too_large=may_be_too_large,
             )
-            if self._loss_scale is None:
+            if self.loss_scale is None:
                 return result
-            if not result.overflowed:
-                break
-            num_overflows += 1
-            self._loss_scale = self._loss_scale.after_overflow()
-            _log.info("step %d overflows in fp16: computed again with loss scale %d", step, self._loss_scale.value)
-        self._loss_scale = self._loss_scale.after_step()
-        return result._replace(loss_scale=self._loss_scale, num_overflows=num_overflows)
+            if scale == 1 or not (result.is_skipped and math.isfinite(result.loss)):
+                self.loss_scale = self.loss_scale.after_step()
+                return result
+            self.loss_scale = self.loss_scale.after_overflow()
+            _log.info("step %d overflows in fp16: computed again with loss scale %d", step, self.loss_scale.value)
 
-    def _halve_microbatches(self, step: int, error: RunFailedError | None) -> list[tuple[int, Microbatch]]:
-        """Halve the micro-batches of the run from this step on, and return this rank's of the step. Collective.
-
-        If they cannot be smaller, raise the rank's own error.
-        """
-        setup, loader = self._setup, self._train_loader
-        epoch, place = divmod(step - 1, loader.rule.steps_per_epoch)
-        max_tokens = loader.halve(epoch, place)
-        if max_tokens is None:
-            self._runtime.collectives.agree(error, f"training, step {step}")
-            raise AssertionError("a rank ran out of memory")
-        setup.memory = setup.memory.after_out_of_memory(max_tokens, step)
-        if masks_follow_microbatches(self._config):
-            used = f"at most {max_tokens} tokens, so that other tokens are dropped"
-            why = f"memory ran out in step {step}"
-            fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)
-            self._runtime.fallbacks.take(fallback)
-        else:
-            _log.warning("out of memory in step %d, which is tried again: %s", step, setup.memory)
-        setup.record_memory()
-        log_cut_examples(loader.rule)
-        self._batches = loader.steps(epoch, place)
+    def _read_again(self, epoch: int, place: int) -> list[tuple[int, Microbatch]]:
+        """Read on from a step of an epoch, after the loader's micro-batches were halved. Return those of the step."""
+        self._batches = self._train_loader.steps(epoch, place)
         return next(self._batches)
 
     @cached_property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -116,16 +116,11 @@ def _improves(merit: float | None, best: float | None, min_delta: float) -> bool
 
 
 def check_metrics(
-    config: Config,
-    measured: Sequence[str],
-    in_subsets: Sequence[str] | None = None,
-    *,
-    given: Mapping[str, Metric] = MappingProxyType({}),
+    config: Config, measured: Sequence[str], *, given: Mapping[str, Metric] = MappingProxyType({})
 ) -> dict[str, Metric]:
-    """Return the metrics of validations by name.
+    """Return the metrics of validations by name: `validation.metrics` and the script's own (`given`).
 
-    `in_subsets` is the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
-    accepted if the run may have subsets.
+    `measured` names the metrics that the objective measures.
 
     Raises:
         ConfigError: a metric is unknown, or a criterion is not measured.
@@ -149,6 +144,18 @@ def check_metrics(
 
         named = resolve_functions(names, METRICS, config.validation.metrics_from, asked_by="validation.metrics")
         metrics = named | metrics
+    check_criteria(config, measured, metrics)
+    return metrics
+
+
+def check_criteria(
+    config: Config, measured: Sequence[str], metrics: Collection[str], *, in_subsets: Sequence[str] | None = None
+) -> None:
+    """Raise ConfigError for a criterion of early stopping or of the best weights that the run does not measure.
+
+    `in_subsets` is the result of `measured_in_subsets`; None before the rows are read. Then any name of a subset is
+    accepted if the run may have subsets.
+    """
     known = (LOSS, *metrics, *(name for name in _HIGHER_IS_BETTER if name in measured))
     may_have_subsets = config.objective.learns_answers and (config.validation.by or len(config.data.mixture) > 1)
     later = known if in_subsets is None and may_have_subsets else ()
@@ -167,7 +174,6 @@ def check_metrics(
                 f"{key} is {name} ({config.origin(key)}), which this run does not measure; it measures "
                 f"{', '.join(known)}. {advice}".rstrip()
             )
-    return metrics
 
 
 def answered_rows(config: Config, rows: EncodedExamples) -> EncodedExamples:

@@ -17,7 +17,7 @@ from finetune.config.translation import translate_file
 from finetune.diagnose.plan_devices import find_device
 from finetune.diagnose.planner import make_plan
 from finetune.errors import ConfigError
-from finetune.training.train import checked_objective
+from finetune.training.setup import check_config
 from tests.in_process import run_finetune
 
 AXOLOTL_LORA = """
@@ -275,7 +275,7 @@ def accepted(name: str) -> Config:
     words = ["model=phi_tiny", "data.path=shipped:orders", "data.mixture=[]"]
     config = compose([], run=name, complete=False)
     words += ["reward.functions=length"] if config.training.objective == "grpo" else []
-    checked_objective(compose(words, run=name))
+    check_config(compose(words, run=name))
     return config
 
 

@@ -10,9 +10,8 @@ import torch
 
 from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
-from finetune.training import step as training_step
-from finetune.training import training_run
-from finetune.training.step import LossScale
+from finetune.training import loss_scale, training_run
+from finetune.training.loss_scale import LossScale
 from tests.methods.tiny_training import break_at, contents, curve, record, words_for
 from tests.training.test_trainer import train
 
@@ -39,7 +38,7 @@ def in_fp32(inputs, tmp_path_factory):
 
 @pytest.fixture
 def starts_too_large(monkeypatch):
-    monkeypatch.setattr(LossScale.__new__, "__defaults__", (TOO_LARGE, 0))
+    monkeypatch.setattr(LossScale.__new__, "__defaults__", (TOO_LARGE, 0, 0))
 
 
 def losses(run):
@@ -52,11 +51,11 @@ def state(run, step):
 
 def test_a_scale_grows_slowly_and_shrinks_at_once():
     scale = LossScale(4, 1998)
-    assert scale.after_step() == (4, 1999)
-    assert scale.after_step().after_step() == (8, 0)
-    assert scale.after_overflow() == (2, 0)
-    assert LossScale(1, 5).after_overflow() == (1, 0)
-    assert LossScale(training_step._LARGEST_SCALE, 1999).after_step().value == training_step._LARGEST_SCALE
+    assert scale.after_step() == (4, 1999, 0)
+    assert scale.after_step().after_step() == (8, 0, 0)
+    assert scale.after_overflow() == (2, 0, 1)
+    assert LossScale(1, 5, 3).after_overflow() == (1, 0, 4)
+    assert LossScale(loss_scale._LARGEST_SCALE, 1999).after_step().value == loss_scale._LARGEST_SCALE
 
 
 def test_the_base_is_in_fp16_and_the_curve_is_near_that_of_fp32(words, in_fp32, tmp_path):
@@ -103,7 +102,7 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(words, tmp_path, 
 
 
 def test_a_gradient_that_overflows_without_a_scale_is_not_finite(words, monkeypatch):
-    monkeypatch.setattr(LossScale.__new__, "__defaults__", (1, 0))
+    monkeypatch.setattr(LossScale.__new__, "__defaults__", (1, 0, 0))
 
     def overflowing(*args, **keys):
         (weight, *_) = [weight for weight in args[1].parameters() if weight.requires_grad]

@@ -20,7 +20,7 @@ class Recorder:
         self._steps_per_epoch = steps_per_epoch
         self._losses = losses
         self._happens_at = happens_at
-        self.validates = losses is not None
+        self.validates, self.loss_scale = losses is not None, None
         self.agree_to_stop = answer
         self.callbacks = SimpleNamespace(requests=set())
 

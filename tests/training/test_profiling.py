@@ -135,7 +135,9 @@ def test_a_profile_that_cannot_be_written_ends_no_run(words, unprofiled, tmp_pat
 def test_a_script_that_profiles_by_itself_is_refused(tmp_path):
     refusal = pytest.raises(ConfigError, match=r"training\.profile is 1, .* torch has only one profiler")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]), refusal:
-        StepProfiler(SimpleNamespace(is_main_process=True), RunFolder(tmp_path), num_profiled=1, done=0, num_steps=3)
+        StepProfiler(
+            SimpleNamespace(is_main_process=True), RunFolder(tmp_path), num_profiled=1, done=0, num_steps=3, write=None
+        )
 
 
 @pytest.mark.slow

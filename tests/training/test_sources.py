@@ -11,7 +11,7 @@ from finetune.cli.evaluate import evaluate_command as evaluate
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError
 from finetune.runs.view import RunView
-from finetune.training.train import checked_objective
+from finetune.training.setup import check_config
 from tests.in_process import run_finetune
 from tests.launches import run_launched
 from tests.methods.tiny_training import events, record, words_for
@@ -172,5 +172,5 @@ def test_an_unknown_source_is_refused_before_the_folder_of_the_run_is_made(input
 )
 def test_a_run_without_sources_refuses_them_before_anything_is_read(more, said):
     with pytest.raises(ConfigError) as caught:
-        checked_objective(load_config(["model=phi_tiny", "data=orders", *more]))
+        check_config(load_config(["model=phi_tiny", "data=orders", *more]))
     assert said in str(caught.value)

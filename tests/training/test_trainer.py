@@ -3,6 +3,7 @@ import resource
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from typing import NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ from finetune.inference.losses import LossSums, SplitLosses
 from finetune.threads import set_waiting
 from finetune.training import supervised
 from finetune.training.reporting.journal import Journal
+from finetune.training.train import build_parts, build_trainer
 from finetune.units import format_bytes
 from tests.launches import REPOSITORY
 from tests.methods.tiny_training import break_at, contents, curve, events, record
@@ -344,3 +346,38 @@ def test_a_run_raises_its_limit_of_open_files(words, tmp_path):
     command = [sys.executable, "-m", "finetune", "train", "task=finetune_lora", *words, *many, "training.max_steps=1"]
     done = subprocess.run(command, cwd=REPOSITORY, preexec_fn=limit, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_each_way_to_a_trainer_checks_the_configuration_once(words, tmp_path):
+    counts = Counter()
+
+    def count(frame, event, _):
+        if event == "call" and frame.f_globals.get("__name__", "").startswith("finetune.training."):
+            counts[frame.f_code.co_qualname] += 1
+
+    def in_parts(runtime, config):
+        return Trainer(runtime, config, *build_parts(runtime, config))
+
+    for door in (build_trainer, in_parts):
+        counts.clear()
+        config = load_config([*words, f"output_dir={tmp_path / door.__name__}"], task="finetune_lora")
+        with launch(config) as runtime:
+            sys.setprofile(count)
+            try:
+                door(runtime, config)
+            finally:
+                sys.setprofile(None)
+        checks = ("check_settings", "check_objective", "Hooks.check", "Objective.check", "check_metrics")
+        assert [counts[check] for check in checks] == [1] * len(checks)
+
+
+def test_a_recipe_is_refused_before_its_model_and_rows_are_looked_at(words):
+    refused = {
+        "early_stopping.metric=exact_match": "exact_match.*, which this run does not measure",
+        "preference.beta=0.5": "it belongs to",
+        "optim.optimizer=torch.optim.Rprop": "no weight decay",
+    }
+    for word, why in refused.items():
+        config = load_config([*words, word, "optim.weight_decay=0.1"], task="finetune_lora")
+        with launch(config) as runtime, pytest.raises(ConfigError, match=why):
+            Trainer(runtime, config, None, None, None)

@@ -14,7 +14,7 @@ from finetune.errors import ConfigError, DataError, PreemptedError
 from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
 from finetune.training.hooks import Hooks
-from finetune.training.train import checked_objective
+from finetune.training.setup import check_config
 from finetune.training.validation import (
     Criteria,
     Validated,
@@ -108,7 +108,7 @@ def config_of(*words):
 )
 def test_what_is_not_measured_is_refused_before_anything_is_read(words, said):
     with pytest.raises(ConfigError, match=said):
-        checked_objective(config_of(*words))
+        check_config(config_of(*words))
 
 
 def test_plain_text_has_no_answers_to_measure():

@@ -18,15 +18,19 @@ from finetune.data.encoded import filler_rows
 from finetune.engine.decoder import bare_model
 from finetune.engine.products import full_shape
 from finetune.errors import first_line
+from finetune.fallbacks import Fallback
 from finetune.logs import waiting
-from finetune.training.loaders import global_batch_size
+from finetune.training.loaders import global_batch_size, log_cut_examples
+from finetune.training.step import StepTooLargeError
 from finetune.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
     from finetune.training.forward import Computation
+    from finetune.training.loaders import TrainRows
     from finetune.training.memory.forecast import Size
+    from finetune.training.step import StepResult
 
 MakeRows: TypeAlias = Callable[[int, int], Any]
 _log = logging.getLogger(__name__)
@@ -306,6 +310,67 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
     if fraction == 1:
         return available
     return min(available, int(fraction * memory.total) // num_sharing - psutil.Process().memory_info().rss)
+
+
+class FirstStep:
+    """Takes the first step of a start with ever smaller micro-batches, until memory suffices on all ranks.
+
+    Args:
+        take_step: takes a step; `may_be_too_large` lets it raise StepTooLargeError.
+        read_again: returns this rank's micro-batches of a step, given its epoch and its place in the epoch.
+        record: is given the new choice. Collective.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        config: Config,
+        memory: MemoryChoice,
+        *,
+        loader: TrainRows,
+        take_step: Callable[..., StepResult],
+        read_again: Callable[[int, int], list[Any]],
+        record: Callable[[MemoryChoice], None],
+    ) -> None:
+        self._runtime = runtime
+        self._config = config
+        self._memory = memory
+        self._loader = loader
+        self._take_step = take_step
+        self._read_again = read_again
+        self._record = record
+
+    def take(self, step: int, microbatches: list[Any]) -> StepResult:
+        """Take the step. Collective.
+
+        If the micro-batches cannot be smaller, all ranks raise the error of a rank that ran out of memory.
+        """
+        while True:
+            try:
+                return self._take_step(step, microbatches, may_be_too_large=True)
+            except StepTooLargeError as too_large:
+                error = too_large.error
+            # From here on nothing refers to the exception. Its traceback refers to the frame of the step.
+            epoch, place = divmod(step - 1, self._loader.rule.steps_per_epoch)
+            max_tokens = self._loader.halve(epoch, place)
+            if max_tokens is None:
+                self._runtime.collectives.agree(error, f"training, step {step}")
+                raise AssertionError("a rank ran out of memory")
+            self._memory = self._memory.after_out_of_memory(max_tokens, step)
+            self._announce(step, max_tokens)
+            microbatches = self._read_again(epoch, place)
+
+    def _announce(self, step: int, max_tokens: int) -> None:
+        """Log and record the smaller micro-batches. They are a fallback if the result depends on their size."""
+        if masks_follow_microbatches(self._config):
+            used = f"at most {max_tokens} tokens, so that other tokens are dropped"
+            why = f"memory ran out in step {step}"
+            fallback = Fallback(what="training.max_tokens_per_microbatch", wanted="larger", used=used, why=why)
+            self._runtime.fallbacks.take(fallback)
+        else:
+            _log.warning("out of memory in step %d, which is tried again: %s", step, self._memory)
+        self._record(self._memory)
+        log_cut_examples(self._loader.rule)
 
 
 def masks_follow_microbatches(config: Config) -> bool:

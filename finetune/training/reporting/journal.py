@@ -143,7 +143,8 @@ class Journal:
             data_wait_seconds=data_wait_seconds,
             rank_seconds=result.rank_seconds,
         )
-        if result.num_overflows:
+        num_overflows = state.num_overflows - self.result.get("num_overflows", 0)
+        if num_overflows:
             self.result["num_overflows"] = state.num_overflows
         if result.is_skipped:
             self.result["num_skipped_steps"] = state.num_skipped_steps
@@ -168,7 +169,7 @@ class Journal:
             tokens_per_second=result.num_tokens / seconds,
             **({"skipped": True} if result.is_skipped else {}),
             **({} if state.loss_scale is None else {"loss_scale": state.loss_scale}),
-            **({"overflows": result.num_overflows} if result.num_overflows else {}),
+            **({"overflows": num_overflows} if num_overflows else {}),
             **result.metrics,
         )
         if state.step % self._config.training.log_every == 0 or state.step == self._num_steps:
