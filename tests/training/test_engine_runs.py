@@ -161,9 +161,9 @@ def test_a_model_that_the_engine_does_not_know_goes_its_own_way_and_the_run_says
     train(inputs, tmp_path / "run", "gemma2")
     [taken] = record(tmp_path / "run")["fallbacks"]
     assert taken["what"] == "training.kernels"
-    assert "model type is gemma2" in taken["why"]
+    assert "its attention scores are capped" in taken["why"]
     assert curve(tmp_path / "run") == curve(reference("gemma2"))
-    with pytest.raises(ConfigError, match="model type is gemma2"):
+    with pytest.raises(ConfigError, match="its attention scores are capped"):
         train(inputs, tmp_path / "strict", "gemma2", "strict=true")
 
 
