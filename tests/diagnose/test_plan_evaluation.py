@@ -115,7 +115,9 @@ def test_a_schedule_free_optimizer_keeps_the_trained_weights_in_a_validation(wor
 
 
 def test_a_phase_that_takes_more_than_training_decides_what_fits(words):
-    words = [*words, "validation.metrics=exact_match", "validation.batch_size=12", "validation.max_new_tokens=600"]
+    shallow = f"model.config={json.dumps({'model_type': 'phi3', **WIDE, 'num_hidden_layers': 6})}"
+    words = [*words, shallow, "validation.metrics=exact_match", "validation.batch_size=12"]
+    words += ["validation.max_new_tokens=600"]
     config, roomy = load_config(words), replace(find_device("cpu"), reserve=0)
     plan = make_plan(config, roomy)
     made = plan.evaluating["validation"].generating
