@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from finetune.config.keys import did_you_mean
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
-from finetune.data.values import BadRowError, refuse_constant, with_unique_keys
+from finetune.data.values import BadRowError, quote, refuse_constant, with_unique_keys
 from finetune.errors import ConfigError, DataError
 from finetune.signals import Terminated
 
@@ -57,6 +57,8 @@ class Answer(NamedTuple):
     """The text before the calls."""
     calls: tuple[dict[str, Any], ...] = ()
     """Each call with its name and its arguments."""
+    problem: str = ""
+    """Why a call that the answer begins cannot be read; empty if there is no problem."""
 
     def as_turn(self) -> Turn:
         """Return the turn of the assistant, for a template to render in the next prompt."""
@@ -71,6 +73,10 @@ class _Marks(NamedTuple):
 
     before: str
     after: str
+
+
+_MARKS_OF_CALLS = (_Marks("<|tool_call|>", "<|/tool_call|>"), _Marks("<tool_call>", "</tool_call>"))
+"""Of Phi-4-mini, and of Hermes and Qwen."""
 
 
 class AnswerReader:
@@ -89,18 +95,23 @@ class AnswerReader:
         if not end and not (opening and decoded.lstrip().startswith(opening)):
             thought, rest = "", decoded
         reasoning = self._plain(thought.strip().removeprefix(opening))
-        content, calls = self._split_calls(rest)
+        content, calls, problem = self._split_calls(rest)
         # Some tokenizers decode special tokens with white space around them, so text alone is decoded without them.
         if reasoning or end or calls:
             text = self._plain(rest)
         else:
             text = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
-        return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls))
+        return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls), problem)
 
-    def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text before the first call, and the calls."""
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the form of calls is known."""
+        return self._call is not None
+
+    def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]], str]:
+        """Return the text before the first call, the calls, and why they cannot be read, if so."""
         if self._call is None:
-            return text, []
+            return text, [], ""
         mark = self._call.before
         content, separator, rest = text.partition(mark) if mark else ("", text.lstrip()[:1] in ("{", "["), text)
         calls: list[dict[str, Any]] = []
@@ -108,10 +119,10 @@ class AnswerReader:
             value, end = _leading_json(rest)
             for call in value if isinstance(value, list) else [value]:
                 if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-                    return text, []
+                    return text, [], f"the call {quote(rest)} is not JSON with a name and arguments" if mark else ""
                 calls.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
             _, separator, rest = rest[end:].partition(mark) if mark else ("", "", "")
-        return content, calls
+        return content, calls, ""
 
     def _plain(self, text: str) -> str:
         for mark in self._call or ():
@@ -133,7 +144,9 @@ class AnswerReader:
             if length and _TEXT in json.dumps(value):
                 end = str(self._tokens.tokenizer.convert_ids_to_tokens(self._tokens.end_id))
                 return _Marks(body[:start].strip(), body[start + length :].partition(end)[0].strip())
-        return None
+        # Phi-4-mini's own template renders no calls, but its tokenizer has their marks.
+        tokens = self._tokens.tokenizer.get_added_vocab()
+        return next((marks for marks in _MARKS_OF_CALLS if set(marks) <= tokens.keys()), None)
 
     def _render_answer(self, turn: Turn) -> str:
         """Render an answer without what stands before it; empty if the template refuses it."""

@@ -150,9 +150,10 @@ class Hooks:
         of_script = {name: _fingerprint(code) for name, code in functions.items() if code is not None}
         sources = {
             "reward.functions": (config.reward.functions, config.reward.functions_from),
+            "rollout.tools": (config.rollout.tools, config.rollout.tools_from),
             "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
         }
-        if config.reward.functions_from or config.validation.metrics_from:
+        if any(allowed for _, allowed in sources.values()):
             from finetune.inference.answers import fingerprint_functions
 
             of_keys = {key: fingerprint_functions(*named) for key, named in sources.items()}

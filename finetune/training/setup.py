@@ -136,6 +136,7 @@ def _check(
     hooks.refuse_no_sum(model, runtime.device)
     config = hooks.config(runtime.with_launcher_values(config), model)
     check_fp8(config, precision=runtime.precision, device=runtime.device)
+    config = objective_of(config).resolved()
     objective = objective_of(config)
     objective.check_rows(rows)
     check_fit(config, model, rows)

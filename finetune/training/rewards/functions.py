@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.rendering import match_patterns
+from finetune.data.turns import Turn, text_turn
 from finetune.data.values import quote
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import exact_match, json_equal, json_valid, resolve_functions, token_f1
@@ -44,6 +45,8 @@ class GeneratedAnswer:
     """The whole answer with special tokens, because the marks of thinking may be some. The end token is left out."""
     ids: Sequence[int]
     """Its tokens, including the end token."""
+    turns: Sequence[Turn] | None = None
+    """With tools: all turns after the prompt. Then `ids` are those of all turns, and the texts those of the last."""
 
 
 Score = Callable[[GeneratedAnswer], float]
@@ -189,10 +192,7 @@ class Rewards:
         arguments = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
         arguments |= {
             "prompts": [answer.prompt for answer in answers],
-            "completions": [
-                answer.whole if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.whole}]
-                for answer in answers
-            ],
+            "completions": [_completion_of(answer) for answer in answers],
             "completion_ids": [list(answer.ids) for answer in answers],
             "expected": [answer.expected for answer in answers],
         }
@@ -217,6 +217,12 @@ class Rewards:
             raise DataError(self._late(name, answers)) from None
         except (Exception, SystemExit) as error:  # it is the user's own code, which may call sys.exit
             raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
+
+
+def _completion_of(answer: GeneratedAnswer) -> str | list[Turn]:
+    if answer.turns is not None:
+        return list(answer.turns)
+    return answer.whole if isinstance(answer.prompt, str) else [text_turn("assistant", answer.whole)]
 
 
 def _refuse_bad_pattern(section: RewardSection) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.data.batches import EvaluationLoader
+from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.examples import load_examples
 from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
@@ -22,10 +25,12 @@ from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Objective
 from finetune.training.reporting.run_warnings import RunWarnings
+from finetune.training.rewards.conversations import Conversation, ToolUse
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
+from finetune.training.rewards.tools import offered_tools
 from finetune.training.rewards.warnings import RewardWarnings
 from finetune.training.step import LossWithMetrics
 
@@ -52,6 +57,7 @@ class RewardedAnswers(Objective):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._prompts: dict[str, PromptRows] = {}
+        self._tools: ToolUse | None = None
 
     @cached_property
     def rewards(self) -> Rewards:
@@ -61,13 +67,22 @@ class RewardedAnswers(Objective):
     def encode(self, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_checked: bool) -> AnySplits:
         """Read and encode the prompts, with the expected answers of rows that have one."""
         refuse_each_turn(self.config.data)
-        return super().encode(tokenizer, fallbacks=fallbacks, is_checked=is_checked)
+        examples = load_examples(self.config.data, self.facts.reads)
+        for source in examples.wholes():
+            source.tools = offered_tools(self.config)
+        return encode_examples(examples, tokenizer, self.config.data, fallbacks=fallbacks, is_checked=is_checked)
+
+    def resolved(self) -> Config:
+        """Return the configuration with the descriptions of the tools, which a replay reads instead of their code."""
+        schemas = offered_tools(self.config)
+        return self.config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")}) if schemas else self.config
 
     def check(self, *, rewards_answers: bool) -> None:
         """Load the reward functions, and refuse those that cannot be called."""
         rewards = self.rewards
         if rewards_answers:
             rewards.check()
+            offered_tools(self.config)
 
     def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits) -> EncodedSplits:
         """Read the prompts, and check that rows have what the reward functions compare with."""
@@ -79,6 +94,10 @@ class RewardedAnswers(Objective):
         for name, examples in answered.items():
             self._prompts[name] = PromptRows(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
+        if schemas := offered_tools(self.config):
+            self._tools = ToolUse(self.config, tokenizer, schemas)
+            _log.info("test is off: it asks for one answer, and rollout.tools is set")
+            return replace(splits, test=None)
         return with_testable_rows(splits)
 
     def loss(self, choices: Choices) -> LossFunction:
@@ -98,7 +117,8 @@ class RewardedAnswers(Objective):
 
     def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
         """Generate the answers to learn from."""
-        return loaders._replace(train=RolloutLoader(setup, loaders.train.rule, self._prompts["train"], self.rewards))
+        rule, prompts = loaders.train.rule, self._prompts["train"]
+        return loaders._replace(train=RolloutLoader(setup, rule, prompts, self.rewards, self._tools))
 
     def start(self, setup: Setup, train_loader: RolloutLoader, state: TrainerState) -> None:
         """Check the reward functions and the server. Remove recorded answers that the run will not learn from."""
@@ -111,9 +131,12 @@ class RewardedAnswers(Objective):
         del loader
         prompts, section = self._prompts["validation"], self.config.rollout
         decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=section.max_completion_length, keeps_stop=True)
-        answers = answer_unless_stopped(
-            setup.runtime, setup.model, prompts.prompts, decoding, batch_size=section.batch_size
-        )
+        ask = partial(answer_unless_stopped, setup.runtime, setup.model, batch_size=section.batch_size)
+        answers: Sequence[Sequence[int] | Conversation] | None
+        if self._tools is None:
+            answers = ask(prompts.prompts, decoding)
+        else:
+            answers = self._tools.converse(prompts.prompts, decoding, ask, runtime=setup.runtime, model=setup.model)
         if answers is None:
             return SplitLosses(LossSums(num_cut_short=1.0))
         rewards = reward_on_main(setup, self.rewards, prompts, range(len(prompts.prompts)), answers)
