@@ -707,12 +707,21 @@ class RolloutSection(Section):
     """Installed modules that `tools` may name. Only the command line may set it, because a tool is code."""
     tool_schemas: Annotated[str | None, OnResume("always", "the prompts")] = None
     """The tools as prompts describe them, as JSON. A run writes this into its config.yaml; do not set it."""
+    environment: UpdateKey[TextList] = Field(default_factory=list)
+    """A class of your own that answers the model: `./game.py:Game`. See docs/tasks/tools.md."""
+    environment_from: Free[Annotated[TextList, RunsCode("an environment", "training")]] = Field(default_factory=list)
+    """The installed module that `environment` may name. Only the command line may set it, because it is code."""
     max_turns: UpdateKey[PositiveInt] = 8
-    """tools: the most answers in a conversation. The last one may call no tool."""
+    """tools, environment: the most answers in a conversation. The last one may call no tool."""
     tool_timeout_seconds: Free[PositiveFloat] = 10.0
-    """tools: the longest that a call may take. Then its process is killed, and the model reads an error."""
+    """The longest that a call of a tool or an environment may take. Then its process is killed."""
     max_result_tokens: UpdateKey[PositiveInt] = 256
     """tools: the most tokens of a result. The rest is cut off, and the model reads a note that says so."""
+
+    @property
+    def has_turns(self) -> bool:
+        """Return whether an answer may be followed by others in one conversation."""
+        return bool(self.tools or self.environment)
 
     @field_validator("server")
     @classmethod
@@ -726,7 +735,7 @@ class RewardSection(Section):
     """What answers are rewarded for (`training.objective=grpo`); docs/tasks/rewards.md shows how to write functions."""
 
     functions: UpdateKey[TextList] = Field(default_factory=list)
-    """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or your own: `./reward.py:solves`."""
+    """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, environment or `./reward.py:mine`."""
     functions_from: Free[Annotated[TextList, RunsCode("reward functions", "training")]] = Field(default_factory=list)
     """Installed modules that `functions` may name. Only the command line may set it, because a function is code."""
     weights: UpdateKey[list[float] | None] = None

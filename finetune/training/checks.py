@@ -90,9 +90,10 @@ def check_objective(config: Config) -> None:
             f"rollout.server is {config.rollout.server} and training.method is {config.training.method}, but the "
             "server gets the step's weights as a LoRA adapter. Set training.method=lora, or remove rollout.server."
         )
-    if config.rollout.tools and config.rollout.server is not None:
+    if config.rollout.has_turns and config.rollout.server is not None:
         raise ConfigError(
-            "rollout.tools and rollout.server are set, but a run with tools generates its answers itself. Remove one."
+            "rollout.server is set, and rollout.tools or rollout.environment too, but the server generates only single "
+            "answers. Remove rollout.server."
         )
     if not config.has_reference:
         return

@@ -151,6 +151,7 @@ class Hooks:
         sources = {
             "reward.functions": (config.reward.functions, config.reward.functions_from),
             "rollout.tools": (config.rollout.tools, config.rollout.tools_from),
+            "rollout.environment": (config.rollout.environment, config.rollout.environment_from),
             "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
         }
         if any(allowed for _, allowed in sources.values()):

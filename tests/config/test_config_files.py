@@ -54,7 +54,7 @@ KEYS = {
     "grpo": "loss_type scale_rewards epsilon epsilon_high importance_sampling_level beta num_iterations "
     "mask_truncated_completions",
     "rollout": "num_generations max_completion_length temperature top_p top_k batch_size server max_difference "
-    "server_timeout_minutes tools tools_from tool_schemas max_turns tool_timeout_seconds max_result_tokens",
+    "server_timeout_minutes tools tools_from tool_schemas environment environment_from max_turns tool_timeout_seconds max_result_tokens",
     "reward": "functions functions_from weights pattern timeout_seconds",
     "validation": f"{LOADER_KEYS} validate_every by metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples general_prompts",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from finetune import load_config
+from finetune import launch, load_config
 from finetune.data.chat_template import use_chat_template
 from finetune.data.templates import AnswerTokens
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import AnswerReader
-from finetune.training.rewards.conversations import ToolUse, answers_in, is_generated
+from finetune.inference.decoding import Decoding
+from finetune.training.rewards.conversations import Row, ToolUse, answers_in, is_generated, metrics_of
 from finetune.training.rewards.tools import ToolProcess, offered_tools
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
@@ -185,7 +187,7 @@ def test_a_conversation_goes_on_with_the_words_of_the_template_and_the_results(f
         text = "[" + ", ".join(written) + "]" if template == "phi4_mini" else ""
         text = ONE[template].format(text) if text else "\n".join(map(ONE[template].format, written))
         ids = tokenizer(f"{text}<|end|>", add_special_tokens=False)["input_ids"]
-        ((results, after, has_end),) = tools._replies([ids], [end], is_last=is_last)
+        ((results, after, has_end),) = tools._replies({0: ids}, [end], is_last=is_last)
         return results, tokenizer.decode(after), has_end
 
     results, after, has_end = reply(("add", {"a": 3, "b": 4}), ("add", {"a": 1, "b": 1}))
@@ -202,7 +204,7 @@ def test_a_conversation_goes_on_with_the_words_of_the_template_and_the_results(f
 
     def says(text):
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return tools._replies([ids], [end], is_last=False)[0]
+        return tools._replies({0: ids}, [end], is_last=False)[0]
 
     assert says("seven<|end|>") == ([], [], True)
     assert says("seven") == ([], [], False), "it was cut off"
@@ -221,7 +223,7 @@ REWRITES = QWEN.replace(
     [
         (CHAT_TEMPLATES["phi3"], "shows no tools"),
         (QWEN.replace("c['function'] | tojson", "c['function']['name']"), "in a form that is not read here"),
-        (REWRITES, "writes earlier turns differently once a result follows"),
+        (REWRITES, "writes earlier turns differently once others follow"),
     ],
 )
 @pytest.mark.process
@@ -243,3 +245,61 @@ def test_phi_4_mini_s_own_template_renders_no_calls_but_its_tokenizer_has_their_
 def test_the_parts_of_a_conversation_say_who_wrote_each_token():
     assert answers_in([1, 2, 3, 4, 5, 6], [2, 1, 3]) == [[1, 2], [4, 5, 6]]
     assert is_generated([2, 1, 3]) == [True, True, False, True, True, True]
+
+
+GAME = '''
+class Guess:
+    """Asks for a number until it is right."""
+
+    def reset(self, row):
+        self.row, self.tries = row, 0
+        return f"Guess {row['hint']}." if row["hint"] else None
+
+    def step(self, answer):
+        self.tries += 1
+        if answer == "fail":
+            raise KeyError(answer)
+        if answer == "odd":
+            return 5
+        if answer == self.row["completion"]:
+            return None
+        return [{"role": "user", "content": f"Not {answer}.<|end|>"}, {"role": "user", "content": "Again."}]
+
+    def score(self):
+        return 1 / self.tries
+'''
+
+
+@pytest.mark.process
+def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    named = [f"rollout.environment={tmp_path / 'game.py'}:Guess", "reward.functions=environment"]
+    config = load_config(["model=phi_tiny", "data.path=rows.jsonl", *named], task="finetune_grpo")
+    tokenizer = tokenizer_with("phi4_mini")
+    tools = ToolUse(config, tokenizer, "")
+    assert "once others follow" in tools.why_rewritten, "phi4_mini leaves out the thinking of earlier questions"
+    end = tokenizer.convert_tokens_to_ids("<|end|>")
+    rows = [Row([{"role": "user", "content": "Play."}], {"completion": "7", "hint": hint}) for hint in ("a number", "")]
+    lines = iter([["5", "7"], ["7"]])
+    seen = []
+
+    def draw(prompts, decoding):
+        seen.append([tokenizer.decode(prompt) for prompt in prompts])
+        texts = next(lines)
+        return [tokenizer(f"{text}<|end|>", add_special_tokens=False)["input_ids"] for text in texts]
+
+    prompt = tokenizer("<|user|>Play.<|end|><|assistant|>")["input_ids"]
+    decoding = Decoding(stop_ids=[end], max_new_tokens=90)
+    with launch(load_config(["model=phi_tiny", "data=orders", "training.device=cpu"])) as runtime:
+        model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=500, model_type="phi3"))
+        first, second = tools.converse([prompt, prompt], decoding, draw, rows=rows, runtime=runtime, model=model)
+    opened = "<|user|>Play.<|end|><|user|>Guess a number.<|end|><|assistant|>"
+    asked_again = "<|user|>Not 5.<|end|><|user|>Again.<|end|><|assistant|>"
+    assert seen == [[opened, "<|user|>Play.<|end|><|assistant|>"], [f"{opened}5<|end|>{asked_again}"]]
+    assert (first.has_end, first.score, second.has_end, second.score) == (True, 0.5, True, 1.0)
+    assert tokenizer.decode(first.ids) == f"5<|end|>{asked_again}7<|end|>"
+    assert (tokenizer.decode(first.prompt), second.prompt) == (opened, None)
+    assert (metrics_of([first, second])["turns"], metrics_of([first, second])["calls"]) == (1.5, 0)
+    for answer, problem in (("fail", "failed in step: .*KeyError"), ("odd", "returned 5 from step; expected None")):
+        with pytest.raises(DataError, match=f"the environment Guess {problem}"):
+            tools._environment.turns(0, "step", answer)

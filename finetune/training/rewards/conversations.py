@@ -10,18 +10,18 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.batches import derived_seed
 from finetune.data.templates import AnswerTokens, tokenize
-from finetune.data.turns import Dialogue, Turn, text_turn
+from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
 from finetune.data.values import BadRowError, quote
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import Answer, AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.model.base import max_context
 from finetune.training.rewards.tool_process import error_text
-from finetune.training.rewards.tools import Result, ToolProcess
+from finetune.training.rewards.tools import Environment, Result, ToolProcess
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,11 +30,19 @@ if TYPE_CHECKING:
     from finetune.distributed.runtime import Runtime
 
 _QUESTION = text_turn("user", "a")
+_ANSWER = text_turn("assistant", "probe-1")
 _SEVERAL = 2
 _NO_NAME = re.compile(r"\W|^$")
 """What is no part of a name: the model may have made it up, or written none."""
 Draw = Callable[[Sequence[Sequence[int]], Decoding], "Sequence[SampledAnswer] | Sequence[list[int]] | None"]
 """Generates an answer to each prompt; None if a rank was asked to stop meanwhile."""
+
+
+class Row(NamedTuple):
+    """What an environment gets of a row."""
+
+    turns: Sequence[Turn]
+    columns: Mapping[str, Any]
 
 
 @dataclass
@@ -52,6 +60,10 @@ class Conversation:
     has_end: bool = False
     """Whether the last answer is whole and calls nothing."""
     goes_on: bool = True
+    prompt: list[int] | None = None
+    """The tokens of the prompt, if the environment added turns to those of the row."""
+    score: float = math.nan
+    """The score of the environment, if it is asked for."""
 
     def add(self, tokens: Sequence[int], nats: Sequence[float] = ()) -> None:
         """Append an answer with its nats, or the tokens between two answers."""
@@ -62,14 +74,16 @@ class Conversation:
     def as_record(self) -> dict[str, Any]:
         """Convert to plain values for the file of a rollout, beside the tokens and the nats of an answer."""
         results = [[result.as_record() for result in each] for each in self.results]
-        return {"parts": self.lengths, "calls": results, "has_end": self.has_end}
+        prompt = {} if self.prompt is None else {"prompt": self.prompt}
+        return {"parts": self.lengths, "calls": results, "has_end": self.has_end, **prompt}
 
     @classmethod
     def from_record(cls, answer: Mapping[str, Any]) -> Conversation:
         """Read a conversation from an answer in the file of a rollout."""
         results = [[Result(**result) for result in each] for each in answer["calls"]]
         nats = answer.get("sampled_nats", [])
-        return cls(answer["ids"], nats, answer["parts"], results, has_end=answer["has_end"], goes_on=False)
+        parts, has_end, prompt = answer["parts"], answer["has_end"], answer.get("prompt")
+        return cls(answer["ids"], nats, parts, results, has_end=has_end, goes_on=False, prompt=prompt)
 
     @property
     def answers(self) -> list[list[int]]:
@@ -85,7 +99,7 @@ def answers_in(ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
 
 def metrics_of(conversations: Sequence[Conversation]) -> dict[str, float]:
     """Return the metrics of the calls in a rollout; nan where there is nothing to measure."""
-    calls = [result for each in conversations for results in each.results for result in results]
+    calls = [call for each in conversations for calls in each.results for call in calls if call.role == "tool"]
     return {
         "turns": sum(len(each.lengths[::2]) for each in conversations) / len(conversations),
         "calls": len(calls) / len(conversations),
@@ -99,10 +113,15 @@ def is_generated(lengths: Sequence[int]) -> list[bool]:
 
 
 class ToolUse:
-    """Lets a model use the tools of a run. Every rank has one; only the main process calls tools.
+    """Lets a model use the tools of a run and answer its environment. Only the main process calls them.
+
+    Every rank has one. `schemas` describe the tools, see `offered_tools`.
+
+    Attributes:
+        why_rewritten: why the chat template renders earlier answers differently in a longer conversation; else empty.
 
     Raises:
-        ConfigError: the chat template cannot go on after a call, or shows no tools.
+        ConfigError: the chat template cannot go on after an answer, or shows no tools.
     """
 
     def __init__(self, config: Config, tokenizer: PreTrainedTokenizerBase, schemas: str) -> None:
@@ -111,7 +130,13 @@ class ToolUse:
         self._tokens = AnswerTokens(tokenizer, config.data.chat_template or "")
         self.reader = AnswerReader(self._tokens)
         self._process = ToolProcess(config.rollout.tools, config.rollout.tools_from)
-        self._refuse_template()
+        self._environment = Environment(config.rollout) if config.rollout.environment else None
+        self._asks_score = "environment" in config.reward.functions
+        self.why_rewritten = ""
+        if config.rollout.tools:
+            self._refuse_template()
+        if self._environment is not None:
+            self._try_turns()
 
     def _refuse_template(self) -> None:
         name = self._tokens.template.name
@@ -125,12 +150,23 @@ class ToolUse:
             )
         for count in (1, _SEVERAL):
             result = Result(name="probe", arguments={}, text="probe-1", failed=False)
-            problem = self._continuations([[result] * count])[0]
+            problem = self._continuations([(_turn_of_calls([result] * count), turns_of([result] * count))])[0]
             if isinstance(problem, str):
                 raise ConfigError(
                     f"rollout.tools is set, but with the chat template of {name} a conversation cannot go on after a "
                     f"call: {problem}. {advice}"
                 )
+
+    def _try_turns(self) -> None:
+        """Refuse a template with which a conversation cannot go on. Note whether it leaves out earlier thinking."""
+        thinking = _ANSWER | {REASONING_KEYS[0]: "probe-2"}
+        problem, of_thinking = self._continuations([(_ANSWER, [_QUESTION]), (thinking, [_QUESTION])])
+        if isinstance(problem, str):
+            raise ConfigError(
+                f"rollout.environment is set, but with the chat template of {self._tokens.template.name} a "
+                f"conversation cannot go on after an answer: {problem}. Set another template: data.chat_template."
+            )
+        self.why_rewritten = of_thinking if isinstance(of_thinking, str) else ""
 
     def converse(
         self,
@@ -138,16 +174,26 @@ class ToolUse:
         decoding: Decoding,
         draw: Draw,
         *,
+        rows: Sequence[Row],
         runtime: Runtime,
         model: Any,
     ) -> list[Conversation] | None:
         """Return what follows each prompt, the same on every rank; None if a rank was asked to stop. Collective.
 
-        `decoding.max_new_tokens` limits the tokens of a whole conversation after its prompt.
+        `decoding.max_new_tokens` limits the tokens of a whole conversation after the prompt of its row. `rows` are
+        those of the prompts; only an environment reads them.
         """
-        context = max_context(model) or math.inf
-        limits = [int(min(decoding.max_new_tokens, context - len(prompt))) for prompt in prompts]
-        conversations = [Conversation() for _ in prompts]
+        context, conversations = max_context(model) or math.inf, [Conversation() for _ in prompts]
+        given, most = prompts, decoding.max_new_tokens
+        if self._environment is not None:
+            prompts = self._open(conversations, prompts, rows, runtime=runtime)
+        added = [len(prompt) - len(before) for prompt, before in zip(prompts, given, strict=True)]
+        limits = [int(min(most - more, context - len(prompt))) for more, prompt in zip(added, prompts, strict=True)]
+        if min(limits) < 1:
+            raise DataError(
+                f"reset of the environment adds {max(added)} tokens to a prompt, which leaves no room for an answer. "
+                "Raise rollout.max_completion_length, which counts them too."
+            )
         for turn in range(self._section.max_turns):
             going = [place for place, each in enumerate(conversations) if each.goes_on]
             if not going:
@@ -158,34 +204,81 @@ class ToolUse:
             if answers is None:
                 return None
             for place, answer, most in zip(going, answers, room, strict=True):
-                sampled = answer if isinstance(answer, SampledAnswer) else SampledAnswer(answer, [])
+                sampled = answer if isinstance(answer, SampledAnswer) else SampledAnswer(list(answer), [])
                 conversations[place].add(sampled.ids[:most], sampled.nats[:most])
             self._answer(
-                [conversations[place] for place in going],
+                {place: conversations[place] for place in going},
                 [limits[place] for place in going],
                 decoding.stop_ids,
                 runtime=runtime,
                 is_last=turn == self._section.max_turns - 1,
             )
+        if self._environment is not None and self._asks_score:
+            self._score(self._environment, conversations, runtime=runtime)
         return conversations
+
+    def _open(
+        self,
+        conversations: Sequence[Conversation],
+        prompts: Sequence[Sequence[int]],
+        rows: Sequence[Row],
+        *,
+        runtime: Runtime,
+    ) -> Sequence[Sequence[int]]:
+        """Begin the environments. Return the prompts, with the turns that `reset` adds. Collective."""
+        assert self._environment is not None
+        opened: dict[int, list[int]] = {}
+        with runtime.collectives.failing_together("resetting the environments"):
+            if runtime.is_main_process:
+                added = [self._environment.turns(place, "reset", row.columns) for place, row in enumerate(rows)]
+                places = [place for place, turns in enumerate(added) if turns]
+                whole = [
+                    Dialogue((*rows[place].turns, *self._cleaned(added[place] or [])), (), self._schemas)
+                    for place in places
+                ]
+                texts = self._tokens.template.render(whole, with_prompt=True)
+                for text in texts:
+                    if isinstance(text, BadRowError):
+                        raise DataError(f"the turns that reset of the environment adds cannot be used: {text}")
+                encoded = tokenize(self._tokens.tokenizer, list(map(str, texts))) if texts else []
+                opened = {place: list(each.ids) for place, each in zip(places, encoded, strict=True)}
+        opened = runtime.collectives.broadcast_from_main(opened)
+        for place, prompt in opened.items():
+            conversations[place].prompt = prompt
+        return [opened.get(place, prompt) for place, prompt in enumerate(prompts)]
+
+    def _score(self, environment: Environment, conversations: Sequence[Conversation], *, runtime: Runtime) -> None:
+        """Ask for the scores of all conversations. Collective."""
+        scores: list[float] = []
+        with runtime.collectives.failing_together("asking the environments for their scores"):
+            if runtime.is_main_process:
+                scores = [environment.score(place) for place in range(len(conversations))]
+        scores = runtime.collectives.broadcast_from_main(scores)
+        for conversation, score in zip(conversations, scores, strict=True):
+            conversation.score = score
+
+    def _cleaned(self, turns: Sequence[Turn]) -> list[Turn]:
+        return [turn | {"content": self._tokens.without_special_text(turn["content"])} for turn in turns]
 
     def _answer(
         self,
-        conversations: Sequence[Conversation],
+        conversations: Mapping[int, Conversation],
         limits: Sequence[int],
         stops: Sequence[int],
         *,
         runtime: Runtime,
         is_last: bool,
     ) -> None:
-        """Append the results of the calls in the last answers, or end conversations. Collective."""
+        """Append the results of the calls in the last answers, or end conversations, given by place. Collective."""
         replies: list[tuple[list[Result], list[int], bool]] = []
         runtime.liveness.enter_phase("tools", timed=False)
         with runtime.collectives.failing_together("calling tools"):
             if runtime.is_main_process:
-                replies = self._replies([each.answers[-1] for each in conversations], stops, is_last=is_last)
+                last = {place: each.answers[-1] for place, each in conversations.items()}
+                replies = self._replies(last, stops, is_last=is_last)
         replies = runtime.collectives.broadcast_from_main(replies)
-        for conversation, limit, (results, tokens, has_end) in zip(conversations, limits, replies, strict=True):
+        going = zip(conversations.values(), limits, replies, strict=True)
+        for conversation, limit, (results, tokens, has_end) in going:
             conversation.has_end = has_end
             conversation.results += [results] if results else []
             conversation.goes_on = bool(tokens) and len(conversation.ids) + len(tokens) < limit
@@ -193,20 +286,28 @@ class ToolUse:
                 conversation.add(tokens)
 
     def _replies(
-        self, answers: Sequence[Sequence[int]], stops: Sequence[int], *, is_last: bool
+        self, answers: Mapping[int, Sequence[int]], stops: Sequence[int], *, is_last: bool
     ) -> list[tuple[list[Result], list[int], bool]]:
         """Return for each answer its results, the tokens to append, and whether it ends its conversation."""
-        whole = [bool(answer) and answer[-1] in stops for answer in answers]
-        read = [self.reader.read(answer[:-1]) if whole[n] else Answer("") for n, answer in enumerate(answers)]
-        has_calls = [bool(each.calls or each.problem) for each in read]
-        results = [self._call(each) if has_calls[n] and not is_last else [] for n, each in enumerate(read)]
-        tokens = iter(self._continuations([each for each in results if each]))
-        replies = []
-        for n, each in enumerate(results):
-            continuation = next(tokens) if each else []
-            assert not isinstance(continuation, str), "the template was tried before"
-            replies.append((each, continuation, whole[n] and not has_calls[n]))
-        return replies
+        replies: list[tuple[list[Result], list[int], bool]] = []
+        to_render: list[tuple[Turn, list[Turn]]] = []
+        for place, ids in answers.items():
+            is_whole = bool(ids) and ids[-1] in stops
+            answer = self.reader.read(ids[:-1]) if is_whole else Answer("")
+            has_calls = bool(self._section.tools and (answer.calls or answer.problem))
+            results: list[Result] = []
+            has_end = is_whole and not has_calls
+            if has_calls and not is_last:
+                results = self._call(answer)
+                to_render.append((_turn_of_calls(results), turns_of(results)))
+            elif has_end and self._environment is not None:
+                turns = None if is_last else self._environment.turns(place, "step", answer.text)
+                has_end = turns is None and not is_last
+                results = [_as_result(turn) for turn in self._cleaned(turns or [])]
+                to_render += [(_ANSWER, turns_of(results))] if results else []
+            replies.append((results, [], has_end))
+        tokens = iter(self._continuations(to_render))
+        return [(results, _no_problem(next(tokens)) if results else [], has_end) for results, _, has_end in replies]
 
     def _call(self, answer: Answer) -> list[Result]:
         if answer.problem:
@@ -228,17 +329,17 @@ class ToolUse:
         note = f"\n[cut: {end:,} of {result.characters:,} characters are shown]"
         return replace(result, text=text[:end] + note)
 
-    def _continuations(self, results: Sequence[Sequence[Result]]) -> list[list[int] | str]:
-        """Return for the results after each answer the tokens that follow it, or why there are none.
+    def _continuations(self, replies: Sequence[tuple[Turn, Sequence[Turn]]]) -> list[list[int] | str]:
+        """Return for an answer and the turns after it the tokens that follow it, or why there are none.
 
-        They are what the template renders between the end of an answer with as many calls and the next answer.
+        They are what the template renders between the end of the answer and the next one.
         """
-        if not results:
+        if not replies:
             return []
-        called = [Dialogue((_QUESTION, _turn_of_calls(each)), (), self._schemas) for each in results]
+        called = [Dialogue((_QUESTION, answer), (), self._schemas) for answer, _ in replies]
         answered = [
-            dialogue._replace(turns=(*dialogue.turns, *turns_of(each)))
-            for dialogue, each in zip(called, results, strict=True)
+            dialogue._replace(turns=(*dialogue.turns, *turns))
+            for dialogue, (_, turns) in zip(called, replies, strict=True)
         ]
         asked = [dialogue._replace(turns=dialogue.turns[:1]) for dialogue in called]
         template, end = self._tokens.template, str(self._tokens.tokenizer.convert_ids_to_tokens(self._tokens.end_id))
@@ -270,7 +371,7 @@ def _after_the_answer(
         return BadRowError(f"no {end} ends an answer that is a call ({quote(called[-60:])})")
     before = called[: place + len(end)]
     if not answered.startswith(before):
-        return BadRowError("the template writes earlier turns differently once a result follows")
+        return BadRowError("the template writes earlier turns differently once others follow")
     return answered.removeprefix(before)
 
 
@@ -282,10 +383,22 @@ def _turn_of_calls(results: Sequence[Result]) -> Turn:
     return text_turn("assistant", "") | {"tool_calls": calls}
 
 
+def _as_result(turn: Turn) -> Result:
+    return Result(name="environment", arguments=None, text=turn["content"], failed=False, role=turn["role"])
+
+
+def _no_problem(continuation: list[int] | str) -> list[int]:
+    if isinstance(continuation, str):
+        raise DataError(f"a conversation cannot go on with the chat template: {continuation}")
+    return continuation
+
+
 def turns_of(results: Sequence[Result]) -> list[Turn]:
     """Return the turns that give results to a model."""
     return [
         text_turn("tool", result.text) | {"name": _NO_NAME.sub("_", result.name), "tool_call_id": f"call{n:05}"}
+        if result.role == "tool"
+        else text_turn(result.role, result.text)
         for n, result in enumerate(results)
     ]
 

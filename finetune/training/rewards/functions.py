@@ -46,7 +46,10 @@ class GeneratedAnswer:
     ids: Sequence[int]
     """Its tokens, including the end token."""
     turns: Sequence[Turn] | None = None
-    """With tools: all turns after the prompt. Then `ids` are those of all turns, and the texts those of the last."""
+    """With tools or an environment: all turns after the prompt. Then `ids` are those of all turns, and the texts those
+    of the last answer."""
+    score: float = math.nan
+    """The score of the environment."""
 
 
 Score = Callable[[GeneratedAnswer], float]
@@ -75,6 +78,7 @@ def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Sco
         "regex": regex,
         "format_think": lambda answer: float(_THINKS_FIRST.fullmatch(answer.marked) is not None),
         "length": lambda answer: 1 - len(answer.ids) / longest,
+        "environment": lambda answer: answer.score,
     }
 
 
@@ -116,6 +120,8 @@ class Rewards:
             )
         if len(set(section.functions)) < len(section.functions):
             raise ConfigError(f"reward.functions names one twice: {', '.join(section.functions)}. Name each once.")
+        if "environment" in section.functions and not config.rollout.environment:
+            raise ConfigError("reward.functions names environment, but rollout.environment is not set. Set it.")
         _refuse_bad_pattern(section)
         known = built_in_functions(section, longest=config.rollout.max_completion_length)
         return cls(

@@ -18,6 +18,7 @@ from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
+from finetune.fallbacks import Fallback
 from finetune.inference.decoding import Decoding
 from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
@@ -30,7 +31,7 @@ from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
-from finetune.training.rewards.tools import offered_tools
+from finetune.training.rewards.tools import Environment, offered_tools
 from finetune.training.rewards.warnings import RewardWarnings
 from finetune.training.step import LossWithMetrics
 
@@ -83,20 +84,23 @@ class RewardedAnswers(Objective):
         if rewards_answers:
             rewards.check()
             offered_tools(self.config)
+            if self.config.rollout.environment:
+                Environment(self.config.rollout).check()
 
     def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits) -> EncodedSplits:
         """Read the prompts, and check that rows have what the reward functions compare with."""
         del model
-        rows = read_rows_by_source(self.config.data) if self.rewards.need_columns else None
+        has_environment = bool(self.config.rollout.environment)
+        rows = read_rows_by_source(self.config.data) if self.rewards.need_columns or has_environment else None
         answered = {"train": splits.train}
         if splits.validation is not None:
             answered["validation"] = _sample(self.config, splits.validation)
         for name, examples in answered.items():
             self._prompts[name] = PromptRows(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
-        if schemas := offered_tools(self.config):
-            self._tools = ToolUse(self.config, tokenizer, schemas)
-            _log.info("test is off: it asks for one answer, and rollout.tools is set")
+        if self.config.rollout.has_turns:
+            self._tools = ToolUse(self.config, tokenizer, offered_tools(self.config))
+            _log.info("test is off: it asks for single answers, and this run learns conversations")
             return replace(splits, test=None)
         return with_testable_rows(splits)
 
@@ -117,6 +121,10 @@ class RewardedAnswers(Objective):
 
     def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
         """Generate the answers to learn from."""
+        if self._tools is not None and self._tools.why_rewritten:
+            wanted, used = "conversations as the chat template renders them", "conversations that keep all thinking"
+            why = f"after later turns, {self._tools.why_rewritten}, and no token is changed"
+            setup.runtime.fallbacks.take(Fallback(what="rollout.environment", wanted=wanted, used=used, why=why))
         rule, prompts = loaders.train.rule, self._prompts["train"]
         return loaders._replace(train=RolloutLoader(setup, rule, prompts, self.rewards, self._tools))
 
@@ -136,7 +144,10 @@ class RewardedAnswers(Objective):
         if self._tools is None:
             answers = ask(prompts.prompts, decoding)
         else:
-            answers = self._tools.converse(prompts.prompts, decoding, ask, runtime=setup.runtime, model=setup.model)
+            read = list(map(prompts.row, range(len(prompts))))
+            answers = self._tools.converse(
+                prompts.prompts, decoding, ask, rows=read, runtime=setup.runtime, model=setup.model
+            )
         if answers is None:
             return SplitLosses(LossSums(num_cut_short=1.0))
         rewards = reward_on_main(setup, self.rewards, prompts, range(len(prompts.prompts)), answers)

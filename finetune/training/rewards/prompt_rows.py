@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.formats import Example
+from finetune.data.formats import Example, as_messages
 from finetune.data.turns import Turn, text_turn
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
 from finetune.logs import warnings_only
-from finetune.training.rewards.conversations import Conversation, turns_of
+from finetune.training.rewards.conversations import Conversation, Row, turns_of
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards
 
 if TYPE_CHECKING:
@@ -71,9 +71,13 @@ class PromptRows:
             turns += turns_of(conversation.results[place]) if place < len(conversation.results) else []
         described = self._describe(row, conversation.ids, conversation.answers[-1], stops)
         prompt = described.prompt
-        return replace(
-            described, turns=turns, prompt=[text_turn("user", prompt)] if isinstance(prompt, str) else prompt
-        )
+        turns_of_prompt = [text_turn("user", prompt)] if isinstance(prompt, str) else prompt
+        return replace(described, turns=turns, prompt=turns_of_prompt, score=conversation.score)
+
+    def row(self, row: int) -> Row:
+        """Return what an environment gets of a row."""
+        read = None if self._rows is None else as_messages(self._rows[self.sources[row]])
+        return Row((), {}) if read is None else Row(read.messages[:-1], read.columns or {})
 
     def _describe(self, row: int, all_ids: Sequence[int], ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
         without_stop = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)

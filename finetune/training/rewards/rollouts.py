@@ -160,7 +160,8 @@ class RolloutLoader:
         if self._server is not None:
             answers = self._server.sample(step, [self._prompts.prompts[row] for row in rows], decoding)
         elif self._tools is not None:
-            conversations = self._tools.converse(prompts, decoding, draw, runtime=runtime, model=model)
+            read = [self._prompts.row(row) for row in of_answers]
+            conversations = self._tools.converse(prompts, decoding, draw, rows=read, runtime=runtime, model=model)
             assert conversations is not None, "sampling is not asked to stop"
             answers = [SampledAnswer(each.ids, each.nats) for each in conversations]
         else:
@@ -352,7 +353,8 @@ class RolloutLoader:
 
     def _prompt_and_answer(self, rollout: Rollout, n: int) -> list[int]:
         row = rollout.rows[n // self._config.rollout.num_generations]
-        return [*self._prompts.prompts[row], *rollout.answers[n].ids]
+        opened = None if rollout.conversations is None else rollout.conversations[n].prompt
+        return [*(opened or self._prompts.prompts[row]), *rollout.answers[n].ids]
 
     def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
         ids = torch.tensor(self._prompt_and_answer(rollout, n))

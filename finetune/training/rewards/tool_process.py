@@ -115,6 +115,13 @@ def _describe(tools: Mapping[str, Callable[..., Any]]) -> str:
     return json.dumps(schemas, ensure_ascii=False)
 
 
+def _play(games: dict[int, Any], create: Callable[[], Any], request: Mapping[str, Any]) -> list[Any]:
+    """Call a method of the environment of a conversation, and return its value in a list. `reset` makes a new one."""
+    if request["method"] == "reset":
+        games[request["place"]] = create()
+    return [getattr(games[request["place"]], request["method"])(*request["given"])]
+
+
 def _serve(connection: Connection[Any, Any]) -> None:
     """Answer requests until the connection ends."""
     leave_signals_to_parent()
@@ -123,16 +130,20 @@ def _serve(connection: Connection[Any, Any]) -> None:
         for descriptor in (1, 2):
             os.dup2(nowhere.fileno(), descriptor)
     try:
-        functions = resolve_functions(asked["tools"], BUILT_IN, asked["tools_from"], asked_by="rollout.tools")
+        known = {} if asked["asked_by"] == "rollout.environment" else BUILT_IN
+        functions = resolve_functions(asked["tools"], known, asked["tools_from"], asked_by=asked["asked_by"])
         tools = {name.rpartition(".")[2]: function for name, function in functions.items()}
         ready = {"schemas": _describe(tools) if asked["describes"] else "", "problem": None}
     except ConfigError as error:
         ready = {"schemas": "", "problem": str(error)}
     connection.send_bytes(json.dumps(ready).encode())
+    games: dict[int, Any] = {}
     while True:
         request = json.loads(connection.recv_bytes())
-        tool, arguments = tools[request["name"]], request["arguments"]
-        result = _attempt(partial(tool, **arguments), request["most"])
+        function = tools[request["name"]]
+        plays = "method" in request
+        call = partial(_play, games, function, request) if plays else partial(function, **request["arguments"])
+        result = _attempt(call, request["most"])
         connection.send_bytes(json.dumps(result).encode())
 
 

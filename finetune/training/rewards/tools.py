@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.rendering import start_child
-from finetune.errors import ConfigError, RunFailedError
+from finetune.data.turns import ROLES, Turn, text_turn
+from finetune.data.values import quote
+from finetune.errors import ConfigError, DataError, RunFailedError
 from finetune.training.rewards.tool_process import error_text
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from subprocess import Popen
 
-    from finetune.config.schema import Config
+    from finetune.config.schema import Config, RolloutSection
 
 _START_SECONDS = 120.0
 """Seconds until the process must have imported the tools, on the busiest machine."""
 _ENDING_SECONDS = 5.0
 _CHARACTERS_PER_TOKEN = 16
 """A longer text than `max_result_tokens` times this is cut before it is tokenised."""
+_MOST_CHARACTERS = 1 << 20
+"""Of the turns that an environment returns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,8 @@ class Result:
     """Whether it is an error."""
     characters: int = 0
     """Characters of the whole result, of which `text` may be the beginning."""
+    role: str = "tool"
+    """The role of its turn: an environment's may be another one."""
     printed: str = ""
     """What the tool printed, at most 2,000 characters."""
     seconds: float = 0.0
@@ -84,9 +91,22 @@ class ToolProcess:
     _process: Popen[bytes] | None = None
     _connection: Connection[Any, Any]
 
-    def __init__(self, tools: Sequence[str], tools_from: Sequence[str], *, describes: bool = False) -> None:
-        self._asked: dict[str, Any] = {"tools": list(tools), "tools_from": list(tools_from), "describes": describes}
+    def __init__(
+        self,
+        tools: Sequence[str],
+        tools_from: Sequence[str],
+        *,
+        describes: bool = False,
+        asked_by: str = "rollout.tools",
+    ) -> None:
+        self._asked: dict[str, Any] = {"tools": list(tools), "tools_from": list(tools_from)}
+        self._asked |= {"describes": describes, "asked_by": asked_by}
         self.names = [name.rpartition(".")[2] for name in tools]
+
+    def check(self) -> None:
+        """Import the functions. Raises the errors of `call`."""
+        if self._process is None:
+            self._start()
 
     @property
     def schemas(self) -> str:
@@ -122,15 +142,17 @@ class ToolProcess:
         if not isinstance(arguments, dict):
             message = f"the arguments of {name} are no JSON object"
             return Result(name=name, arguments=arguments, text=error_text(message), failed=True)
-        if self._process is None:
-            self._start()
         started = time.monotonic()
         request = {"name": name, "arguments": arguments, "most": most_tokens * _CHARACTERS_PER_TOKEN}
-        answer = self._ask(request, seconds, f"{name} has not returned within {seconds:g} s and was ended")
+        answer = self.ask(request, seconds)
         return Result(name=name, arguments=arguments, seconds=time.monotonic() - started, **answer)
 
-    def _ask(self, request: Any, seconds: float, late: str) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Send a request, and return what the process answers, or an error if it does not."""
+        late = f"{request['name']} has not returned within {seconds:g} s and was ended"
         try:
+            if self._process is None:
+                self._start()
             self._connection.send_bytes(json.dumps(request).encode())
             if self._connection.poll(seconds):
                 answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
@@ -154,8 +176,9 @@ class ToolProcess:
         except (EOFError, OSError) as error:
             self.end()
             raise RunFailedError(
-                f"the process that imports {', '.join(self._asked['tools'])} (rollout.tools) has not started within "
-                f"{_START_SECONDS:g} s, or has ended. Look for an import in their files that waits or leaves Python."
+                f"the process that imports {', '.join(self._asked['tools'])} ({self._asked['asked_by']}) has not "
+                f"started within {_START_SECONDS:g} s, or has ended. Look for an import in their files that waits or "
+                "leaves Python."
             ) from error
         except BaseException:
             self.end()
@@ -164,3 +187,59 @@ class ToolProcess:
             self.end()
             raise ConfigError(ready["problem"])
         return ready
+
+
+class Environment:
+    """The environment of each conversation of a rollout, all in one process. If one fails, the run ends.
+
+    Raises:
+        ConfigError: several are named.
+    """
+
+    def __init__(self, section: RolloutSection) -> None:
+        if len(section.environment) > 1:
+            raise ConfigError(f"rollout.environment names {', '.join(section.environment)}. Name one class.")
+        self._name = section.environment[0].rpartition(".")[2]
+        self._seconds = section.tool_timeout_seconds
+        self._process = ToolProcess(section.environment, section.environment_from, asked_by="rollout.environment")
+
+    def check(self) -> None:
+        """Import the class, or raise a ConfigError."""
+        self._process.check()
+
+    def turns(self, place: int, method: str, given: object) -> list[Turn] | None:
+        """Call `reset` or `step` for the conversation at a place. Return the turns to add; None: there are none.
+
+        Raises:
+            DataError: the environment fails, is late, or returns no turns.
+        """
+        value = self._ask(place, method, given)
+        if value is None:
+            return None
+        listed = [text_turn("user", value)] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not listed or not all(map(_is_turn, listed)):
+            raise DataError(
+                f"the environment {self._name} returned {quote(value)} from {method}; expected None, a text, or a list "
+                "of turns with role and content."
+            )
+        return [text_turn(turn["role"], turn["content"]) for turn in listed]
+
+    def score(self, place: int) -> float:
+        """Return the score of the conversation at a place. Raises the errors of `turns`."""
+        value = self._ask(place, "score")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise DataError(f"the environment {self._name} returned {quote(value)} from score; expected a number.")
+        return float(value)
+
+    def _ask(self, place: int, method: str, *given: object) -> Any:
+        request = {"name": self._name, "method": method, "place": place, "given": given, "most": _MOST_CHARACTERS}
+        answer = self._process.ask(request, self._seconds)
+        if answer["failed"] or answer["characters"] > _MOST_CHARACTERS:
+            problem = answer["text"] if answer["failed"] else f"it returned {answer['characters']:,} characters"
+            raise DataError(f"the environment {self._name} failed in {method}: {problem}. Correct it.")
+        (value,) = json.loads(answer["text"])
+        return value
+
+
+def _is_turn(turn: object) -> bool:
+    return isinstance(turn, dict) and turn.get("role") in ROLES and isinstance(turn.get("content"), str)
