@@ -185,5 +185,40 @@ def test_files_cannot_name_tools_and_a_server_takes_none(inputs, tmp_path):
     given = [each for each in words(inputs, tmp_path / "run") if "rollout.tools" not in each]
     with pytest.raises(ConfigError, match="tools would run here, so only the command line may allow it"):
         train_from_overrides([str(file), *given])
-    with pytest.raises(ConfigError, match="generates its answers itself"):
+    with pytest.raises(ConfigError, match="the server generates only single answers"):
         train_from_overrides([*given, "rollout.tools=calculator", "rollout.server=http://localhost:1"])
+
+
+GAME = """
+class Order:
+    def reset(self, row):
+        self.answers = 0
+        return [{"role": "user", "content": "Look."}] if "train" in row["prompt"] else None
+
+    def step(self, answer):
+        self.answers += 1
+        return "crates?" if self.answers == 1 else None
+
+    def score(self):
+        return self.answers
+"""
+
+
+def test_an_environment_opens_a_conversation_and_answers_it_and_the_steps_replay(inputs, tmp_path):
+    (tmp_path / "order.py").write_text(GAME)
+    run, game = tmp_path / "run", f"rollout.environment={tmp_path / 'order.py'}:Order"
+    more = [game, "reward.functions=environment,length", "training.max_steps=2", "validation.validate_every=2"]
+    train_from_overrides(words(inputs, run, *more))
+    first = answers(run)
+    played = [answer for answer in first if "<|user|>crates?<|end|><|assistant|>" in answer["text"]]
+    assert played, [answer["text"] for answer in first]
+    for answer in first:
+        assert answer["rewards"]["environment"] in (0, 1, 2)
+        assert len(answer["sampled_nats"]) == sum(answer["parts"][::2])
+        if answer["advantage"]:
+            assert answer["sampled_nats"] == pytest.approx(answer["nats"], abs=1e-4), "its own prompt is computed"
+    group = rollout(run)["groups"][0]
+    assert len(group["answers"][0]["prompt"]) > len(group["prompt"])
+    (tmp_path / "order.py").unlink()
+    assert replay_losses(run, 2).mismatches == []
+    assert [each["what"] for each in record(run)["fallbacks"]] == ["rollout.environment"]
