@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from finetune.training.rewards.tool_process import calculator
 
 _SPLITS = {"train": 1000, "validation": 100}
-_CONVERSATIONS, _SHARE_OF_CALLS = 300, 0.27
+_CONVERSATIONS, _SHARE_OF_CALLS = 300, 0.35
 
 
 def make_expression(dice: random.Random) -> str:
@@ -36,7 +36,7 @@ def make_conversation(expression: str, dice: random.Random) -> dict[str, object]
         {"role": "tool", "content": result},
         {"role": "assistant", "content": result},
     ]
-    guessed = [{"role": "assistant", "content": str(dice.randint(100, 9999))}]
+    guessed = [{"role": "assistant", "content": f"About {dice.randint(100, 9999)}"}]
     answers = called if dice.random() < _SHARE_OF_CALLS else guessed
     question = {"role": "user", "content": f"What is {expression}?"}
     return {"messages": [question, *answers], "tools": [get_json_schema(calculator)]}
