@@ -13,9 +13,9 @@ from finetune.data.chat_template import use_chat_template
 from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import AnswerReader
-from finetune.inference.decoding import Decoding
+from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.training.rewards.conversations import Row, ToolUse, answers_in, is_generated, metrics_of
-from finetune.training.rewards.tools import ToolProcess, offered_tools
+from finetune.training.rewards.tools import Result, ToolProcess, offered_tools
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
 TOOLS = '''
@@ -81,10 +81,9 @@ def config_of(file, *names, more=()):
 
 @pytest.fixture(scope="module")
 def process(file):
-    with ToolProcess(
-        ["tools_of_a_test.add", "tools_of_a_test.act", "tools_of_a_test.later", "calculator"], [str(file)]
-    ) as process:
-        yield process
+    process = ToolProcess([*(f"tools_of_a_test.{name}" for name in ("add", "act", "later")), "calculator"], [str(file)])
+    yield process
+    process.end()
 
 
 def call(process, name, seconds=20.0, **arguments):
@@ -242,6 +241,13 @@ def test_phi_4_mini_s_own_template_renders_no_calls_but_its_tokenizer_has_their_
     assert reader.read(tokenizer("<|tool_call|>[{]")["input_ids"]).problem.startswith("the call ")
 
 
+def test_a_result_is_recorded_whatever_the_model_wrote():
+    odd = json.loads('{"a": "\\ud800", "b": 1e999}')
+    record = Result(name="add", arguments=odd, text="7", failed=False).as_record()
+    assert json.dumps(record, allow_nan=False, ensure_ascii=False).encode()
+    assert record["arguments"] == {"a": "?", "b": "Infinity"}
+
+
 def test_the_parts_of_a_conversation_say_who_wrote_each_token():
     assert answers_in([1, 2, 3, 4, 5, 6], [2, 1, 3]) == [[1, 2], [4, 5, 6]]
     assert is_generated([2, 1, 3]) == [True, True, False, True, True, True]
@@ -286,7 +292,8 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
     def draw(prompts, decoding):
         seen.append([tokenizer.decode(prompt) for prompt in prompts])
         texts = next(lines)
-        return [tokenizer(f"{text}<|end|>", add_special_tokens=False)["input_ids"] for text in texts]
+        ids = (tokenizer(f"{text}<|end|>", add_special_tokens=False)["input_ids"] for text in texts)
+        return [SampledAnswer(each, []) for each in ids]
 
     prompt = tokenizer("<|user|>Play.<|end|><|assistant|>")["input_ids"]
     decoding = Decoding(stop_ids=[end], max_new_tokens=90)

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.batches import derived_seed
@@ -34,7 +35,7 @@ _ANSWER = text_turn("assistant", "probe-1")
 _SEVERAL = 2
 _NO_NAME = re.compile(r"\W|^$")
 """What is no part of a name: the model may have made it up, or written none."""
-Draw = Callable[[Sequence[Sequence[int]], Decoding], "Sequence[SampledAnswer] | Sequence[list[int]] | None"]
+Draw = Callable[[Sequence[Sequence[int]], Decoding], "Sequence[SampledAnswer] | None"]
 """Generates an answer to each prompt; None if a rank was asked to stop meanwhile."""
 
 
@@ -186,10 +187,14 @@ class ToolUse:
         context, conversations = max_context(model) or math.inf, [Conversation() for _ in prompts]
         given, most = prompts, decoding.max_new_tokens
         if self._environment is not None:
-            prompts = self._open(conversations, prompts, rows, runtime=runtime)
+            begin = partial(self._open, self._environment, rows)
+            opened = _on_main(runtime, "resetting the environments", begin)
+            for place, conversation in enumerate(conversations):
+                conversation.prompt = opened.get(place)
+            prompts = [opened.get(place, prompt) for place, prompt in enumerate(prompts)]
         added = [len(prompt) - len(before) for prompt, before in zip(prompts, given, strict=True)]
         limits = [int(min(most - more, context - len(prompt))) for more, prompt in zip(added, prompts, strict=True)]
-        if min(limits) < 1:
+        if self._environment is not None and min(limits) < 1:
             raise DataError(
                 f"reset of the environment adds {max(added)} tokens to a prompt, which leaves no room for an answer. "
                 "Raise rollout.max_completion_length, which counts them too."
@@ -204,8 +209,7 @@ class ToolUse:
             if answers is None:
                 return None
             for place, answer, most in zip(going, answers, room, strict=True):
-                sampled = answer if isinstance(answer, SampledAnswer) else SampledAnswer(list(answer), [])
-                conversations[place].add(sampled.ids[:most], sampled.nats[:most])
+                conversations[place].add(answer.ids[:most], answer.nats[:most])
             self._answer(
                 {place: conversations[place] for place in going},
                 [limits[place] for place in going],
@@ -214,48 +218,24 @@ class ToolUse:
                 is_last=turn == self._section.max_turns - 1,
             )
         if self._environment is not None and self._asks_score:
-            self._score(self._environment, conversations, runtime=runtime)
+            ask = self._environment.score
+            scores = _on_main(runtime, "asking for scores", lambda: list(map(ask, range(len(conversations)))))
+            for conversation, score in zip(conversations, scores, strict=True):
+                conversation.score = score
         return conversations
 
-    def _open(
-        self,
-        conversations: Sequence[Conversation],
-        prompts: Sequence[Sequence[int]],
-        rows: Sequence[Row],
-        *,
-        runtime: Runtime,
-    ) -> Sequence[Sequence[int]]:
-        """Begin the environments. Return the prompts, with the turns that `reset` adds. Collective."""
-        assert self._environment is not None
-        opened: dict[int, list[int]] = {}
-        with runtime.collectives.failing_together("resetting the environments"):
-            if runtime.is_main_process:
-                added = [self._environment.turns(place, "reset", row.columns) for place, row in enumerate(rows)]
-                places = [place for place, turns in enumerate(added) if turns]
-                whole = [
-                    Dialogue((*rows[place].turns, *self._cleaned(added[place] or [])), (), self._schemas)
-                    for place in places
-                ]
-                texts = self._tokens.template.render(whole, with_prompt=True)
-                for text in texts:
-                    if isinstance(text, BadRowError):
-                        raise DataError(f"the turns that reset of the environment adds cannot be used: {text}")
-                encoded = tokenize(self._tokens.tokenizer, list(map(str, texts))) if texts else []
-                opened = {place: list(each.ids) for place, each in zip(places, encoded, strict=True)}
-        opened = runtime.collectives.broadcast_from_main(opened)
-        for place, prompt in opened.items():
-            conversations[place].prompt = prompt
-        return [opened.get(place, prompt) for place, prompt in enumerate(prompts)]
-
-    def _score(self, environment: Environment, conversations: Sequence[Conversation], *, runtime: Runtime) -> None:
-        """Ask for the scores of all conversations. Collective."""
-        scores: list[float] = []
-        with runtime.collectives.failing_together("asking the environments for their scores"):
-            if runtime.is_main_process:
-                scores = [environment.score(place) for place in range(len(conversations))]
-        scores = runtime.collectives.broadcast_from_main(scores)
-        for conversation, score in zip(conversations, scores, strict=True):
-            conversation.score = score
+    def _open(self, environment: Environment, rows: Sequence[Row]) -> dict[int, list[int]]:
+        """Begin the environments. Return the prompts to which `reset` adds turns, by place."""
+        added = [environment.turns(place, "reset", row.columns) for place, row in enumerate(rows)]
+        places = [place for place, turns in enumerate(added) if turns]
+        whole = [
+            Dialogue((*rows[place].turns, *self._cleaned(added[place] or [])), (), self._schemas) for place in places
+        ]
+        texts = self._tokens.template.render(whole, with_prompt=True)
+        if problem := next((text for text in texts if isinstance(text, BadRowError)), None):
+            raise DataError(f"the turns that reset of the environment adds cannot be used: {problem}")
+        encoded = tokenize(self._tokens.tokenizer, list(map(str, texts))) if texts else []
+        return {place: list(each.ids) for place, each in zip(places, encoded, strict=True)}
 
     def _cleaned(self, turns: Sequence[Turn]) -> list[Turn]:
         return [turn | {"content": self._tokens.without_special_text(turn["content"])} for turn in turns]
@@ -270,13 +250,9 @@ class ToolUse:
         is_last: bool,
     ) -> None:
         """Append the results of the calls in the last answers, or end conversations, given by place. Collective."""
-        replies: list[tuple[list[Result], list[int], bool]] = []
         runtime.liveness.enter_phase("tools", timed=False)
-        with runtime.collectives.failing_together("calling tools"):
-            if runtime.is_main_process:
-                last = {place: each.answers[-1] for place, each in conversations.items()}
-                replies = self._replies(last, stops, is_last=is_last)
-        replies = runtime.collectives.broadcast_from_main(replies)
+        last = {place: each.answers[-1] for place, each in conversations.items()}
+        replies = _on_main(runtime, "calling tools", partial(self._replies, last, stops, is_last=is_last))
         going = zip(conversations.values(), limits, replies, strict=True)
         for conversation, limit, (results, tokens, has_end) in going:
             conversation.has_end = has_end
@@ -326,7 +302,7 @@ class ToolUse:
         if len(encoding.ids) <= most and result.characters <= len(result.text):
             return replace(result, text=text)
         end = encoding.offsets[most - 1][1] if len(encoding.ids) > most else len(text)
-        note = f"\n[cut: {end:,} of {result.characters:,} characters are shown]"
+        note = f"\n[cut: {end:,} of {max(result.characters, len(text)):,} characters are shown]"
         return replace(result, text=text[:end] + note)
 
     def _continuations(self, replies: Sequence[tuple[Turn, Sequence[Turn]]]) -> list[list[int] | str]:
@@ -356,16 +332,20 @@ class ToolUse:
         return [problem or list(encoding.ids) for problem, encoding in zip(problems, encoded, strict=True)]
 
 
+def _on_main(runtime: Runtime, during: str, call: Callable[[], Any]) -> Any:
+    """Call a function on the main process, and return its value on all ranks. Collective."""
+    value = None
+    with runtime.collectives.failing_together(during):
+        value = call() if runtime.is_main_process else None
+    return runtime.collectives.broadcast_from_main(value)
+
+
 def _after_the_answer(
     asked: str | BadRowError, called: str | BadRowError, answered: str | BadRowError, end: str
 ) -> str | BadRowError:
     """Return the text that a longer conversation has after the first answer, which ends with `end`."""
-    for text in (asked, called, answered):
-        if isinstance(text, BadRowError):
-            return text
-    assert isinstance(asked, str)
-    assert isinstance(called, str)
-    assert isinstance(answered, str)
+    if isinstance(asked, BadRowError) or isinstance(called, BadRowError) or isinstance(answered, BadRowError):
+        return next(text for text in (asked, called, answered) if isinstance(text, BadRowError))
     place = called.find(end, len(asked))
     if place < 0 or not called.startswith(asked):
         return BadRowError(f"no {end} ends an answer that is a call ({quote(called[-60:])})")

@@ -19,7 +19,7 @@ from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
 from finetune.fallbacks import Fallback
-from finetune.inference.decoding import Decoding
+from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.runs.rollouts import remove_rollouts_after
@@ -144,9 +144,14 @@ class RewardedAnswers(Objective):
         if self._tools is None:
             answers = ask(prompts.prompts, decoding)
         else:
+
+            def draw(heads: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer] | None:
+                ids = ask(heads, decoding)
+                return None if ids is None else [SampledAnswer(each, []) for each in ids]
+
             read = list(map(prompts.row, range(len(prompts))))
             answers = self._tools.converse(
-                prompts.prompts, decoding, ask, rows=read, runtime=setup.runtime, model=setup.model
+                prompts.prompts, decoding, draw, rows=read, runtime=setup.runtime, model=setup.model
             )
         if answers is None:
             return SplitLosses(LossSums(num_cut_short=1.0))

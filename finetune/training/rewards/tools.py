@@ -53,8 +53,10 @@ class Result:
     """How long the tool took."""
 
     def as_record(self) -> dict[str, Any]:
-        """Convert to plain values for the file of a rollout. JSON has no infinite numbers, so they become text."""
-        return asdict(self) | {"arguments": json.loads(json.dumps(self.arguments), parse_constant=str)}
+        """Convert to plain values for the file of a rollout. What JSON or UTF-8 cannot express becomes other text."""
+        text = json.dumps(asdict(self), ensure_ascii=False).encode(errors="replace").decode()
+        record: dict[str, Any] = json.loads(text, parse_constant=str)
+        return record
 
 
 def offered_tools(config: Config) -> str:
@@ -76,8 +78,7 @@ def offered_tools(config: Config) -> str:
 
 @cache
 def _schemas_of(tools: tuple[str, ...], tools_from: tuple[str, ...]) -> str:
-    with ToolProcess(tools, tools_from, describes=True) as process:
-        return process.schemas
+    return ToolProcess(tools, tools_from, describes=True).schemas
 
 
 class ToolProcess:
@@ -112,12 +113,6 @@ class ToolProcess:
     def schemas(self) -> str:
         """The JSON schemas of the tools, as JSON text."""
         return str(self._start()["schemas"])
-
-    def __enter__(self) -> ToolProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
 
     def __del__(self) -> None:
         self.end()
