@@ -122,6 +122,12 @@ def test_a_run_records_who_wrote_each_token_and_what_was_called(run):
     assert steps[0]["turns"] == sum(len(answer["parts"][::2]) for answer in first) / 16 > 1
     assert steps[0]["truncated"] == sum(not answer["has_end"] for answer in first) / 16
     assert steps[0]["reward"] == steps[1]["reward"]
+    assert (steps[0]["ratio"], steps[0]["clipped_ratio"]) == pytest.approx((1, 1), abs=1e-6)
+    assert abs(steps[1]["clipped_ratio"] - 1) <= 0.2
+    assert steps[1]["ratio"] != steps[1]["clipped_ratio"]
+    for step in steps:
+        assert step["drawn_ratio"] == pytest.approx(1, abs=1e-4)
+        assert step["drawn_ratio"] <= step["largest_drawn_ratio"] == pytest.approx(1, abs=1e-3)
     several = [answer for answer in first if len(answer["parts"]) > 2]
     for answer in first:
         assert sum(answer["parts"]) == len(answer["ids"]) <= 160

@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 @dataclass
-class Conversation:
+class GeneratedConversation:
     """What follows a prompt: answers of the model, and between them results of tools."""
 
     ids: list[int] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Conversation:
         return {"parts": self.lengths, "calls": results, "has_end": self.has_end, **prompt}
 
     @classmethod
-    def from_record(cls, answer: Mapping[str, Any]) -> Conversation:
+    def from_record(cls, answer: Mapping[str, Any]) -> GeneratedConversation:
         """Read a conversation from an answer in the file of a rollout."""
         results = [[Result(**result) for result in each] for each in answer["calls"]]
         nats = answer.get("sampled_nats", [])
@@ -98,7 +98,7 @@ def answers_in(ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return [list(ids[start : start + lengths[place]]) for place, start in enumerate(starts) if place % 2 == 0]
 
 
-def metrics_of(conversations: Sequence[Conversation]) -> dict[str, float]:
+def metrics_of(conversations: Sequence[GeneratedConversation]) -> dict[str, float]:
     """Return the metrics of the calls in a rollout; nan where there is nothing to measure."""
     calls = [call for each in conversations for calls in each.results for call in calls if call.role == "tool"]
     return {
@@ -178,13 +178,13 @@ class ToolUse:
         rows: Sequence[Row],
         runtime: Runtime,
         model: Any,
-    ) -> list[Conversation] | None:
+    ) -> list[GeneratedConversation] | None:
         """Return what follows each prompt, the same on every rank; None if a rank was asked to stop. Collective.
 
         `decoding.max_new_tokens` limits the tokens of a whole conversation after the prompt of its row. `rows` are
         those of the prompts; only an environment reads them.
         """
-        context, conversations = max_context(model) or math.inf, [Conversation() for _ in prompts]
+        context, conversations = max_context(model) or math.inf, [GeneratedConversation() for _ in prompts]
         given, most = prompts, decoding.max_new_tokens
         if self._environment is not None:
             begin = partial(self._open, self._environment, rows)
@@ -242,7 +242,7 @@ class ToolUse:
 
     def _answer(
         self,
-        conversations: Mapping[int, Conversation],
+        conversations: Mapping[int, GeneratedConversation],
         limits: Sequence[int],
         stops: Sequence[int],
         *,

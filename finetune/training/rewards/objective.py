@@ -26,7 +26,7 @@ from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Objective
 from finetune.training.reporting.run_warnings import RunWarnings
-from finetune.training.rewards.conversations import Conversation, ToolUse
+from finetune.training.rewards.conversations import GeneratedConversation, ToolUse
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
@@ -140,7 +140,7 @@ class RewardedAnswers(Objective):
         prompts, section = self._prompts["validation"], self.config.rollout
         decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=section.max_completion_length, keeps_stop=True)
         ask = partial(answer_unless_stopped, setup.runtime, setup.model, batch_size=section.batch_size)
-        answers: Sequence[Sequence[int] | Conversation] | None
+        answers: Sequence[Sequence[int] | GeneratedConversation] | None
         if self._tools is None:
             answers = ask(prompts.prompts, decoding)
         else:

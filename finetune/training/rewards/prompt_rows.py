@@ -13,7 +13,7 @@ from finetune.data.turns import Turn, text_turn
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
 from finetune.logs import warnings_only
-from finetune.training.rewards.conversations import Conversation, Row, turns_of
+from finetune.training.rewards.conversations import GeneratedConversation, Row, turns_of
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class PromptRows:
         """Describe an answer to a row's prompt for reward functions."""
         return self._describe(row, ids, ids, stops)
 
-    def conversation(self, row: int, conversation: Conversation, stops: Sequence[int]) -> GeneratedAnswer:
+    def conversation(self, row: int, conversation: GeneratedConversation, stops: Sequence[int]) -> GeneratedAnswer:
         """Describe a conversation after a row's prompt for reward functions."""
         turns: list[Turn] = []
         for place, ids in enumerate(conversation.answers):

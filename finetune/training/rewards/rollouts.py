@@ -24,7 +24,7 @@ from finetune.inference.decoding import Decoding, SampledAnswer, Sampling, sampl
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
-from finetune.training.rewards.conversations import Conversation, ToolUse, is_generated, metrics_of
+from finetune.training.rewards.conversations import GeneratedConversation, ToolUse, is_generated, metrics_of
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import (
     GroupLoss,
@@ -40,6 +40,10 @@ from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.training.objective import Setup
+
+
+_MOST_NATS = 700.0
+"""Its exponential is a float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +68,7 @@ class Rollout:
     advantages: list[float]
     metrics: Mapping[str, float]
     old_nats: list[list[float]] | None = None
-    conversations: list[Conversation] | None = None
+    conversations: list[GeneratedConversation] | None = None
 
     def num_generated(self, n: int) -> int:
         """Return how many tokens of an answer the model generated."""
@@ -172,6 +176,7 @@ class RolloutLoader:
         rollout = self._compare(step, rows, answers, rewards, conversations)
         if self._config.grpo.num_iterations > 1 or self._server is not None:
             rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
+        rollout = self._with_drawn_ratios(rollout)
         if self._server is not None:
             # The server's are before temperature.
             nats = rollout.old_nats if section.temperature == 1 else self._nats(rollout, 1.0)
@@ -202,7 +207,7 @@ class RolloutLoader:
         rows: list[int],
         answers: list[SampledAnswer],
         rewards: list[list[float]],
-        conversations: list[Conversation] | None,
+        conversations: list[GeneratedConversation] | None,
     ) -> Rollout:
         """Compute advantages and the metrics of a rollout."""
         names = self._rewards.metrics
@@ -232,6 +237,17 @@ class RolloutLoader:
         }
         return replace(rollout, metrics={name: value for name, value in metrics.items() if not math.isnan(value)})
 
+    def _with_drawn_ratios(self, rollout: Rollout) -> Rollout:
+        """Add by how much the probabilities that training computes differ from those with which tokens were drawn."""
+        if rollout.old_nats is None or self._config.rollout.temperature != 1:  # the drawn ones are before temperature
+            return rollout
+        pairs = (zip(rollout.answers[n].nats, rollout.old_nats[n], strict=False) for n in self._in_loss(rollout))
+        ratios = [math.exp(min(_MOST_NATS, drawn - now)) for pair in pairs for drawn, now in pair]
+        if not ratios:
+            return rollout
+        measured = {"drawn_ratio": math.fsum(ratios) / len(ratios), "largest_drawn_ratio": max(ratios)}
+        return replace(rollout, metrics={**rollout.metrics, **measured})
+
     def _is_on_record(self, step: int) -> bool:
         """Return whether an earlier start, or the run that is replayed, generated the answers. Collective."""
         journal = self._setup.journal
@@ -251,10 +267,13 @@ class RolloutLoader:
             for answer in answers
         ]
         sampled = [SampledAnswer(answer["ids"], answer.get("sampled_nats", [])) for answer in answers]
-        conversations = None if self._tools is None else [Conversation.from_record(answer) for answer in answers]
+        conversations = (
+            None if self._tools is None else [GeneratedConversation.from_record(answer) for answer in answers]
+        )
         rollout = self._compare(step, rows, sampled, rewards, conversations)
         metrics = {**rollout.metrics, **record.get("server", {})}
-        return replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
+        rollout = replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
+        return self._with_drawn_ratios(rollout)
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
         names = self._rewards.names
@@ -397,7 +416,7 @@ def reward_on_main(
     rewards: Rewards,
     prompts: PromptRows,
     rows: Sequence[int],
-    answers: Sequence[Sequence[int] | Conversation],
+    answers: Sequence[Sequence[int] | GeneratedConversation],
 ) -> list[list[float]]:
     """Reward all answers or conversations on the main process, so that a function sees them together. Collective.
 
@@ -409,7 +428,7 @@ def reward_on_main(
             stops = stops_of(setup)
             given = [
                 prompts.conversation(row, each, stops)
-                if isinstance(each, Conversation)
+                if isinstance(each, GeneratedConversation)
                 else prompts.answer(row, each, stops)
                 for row, each in zip(rows, answers, strict=True)
             ]
