@@ -131,6 +131,7 @@ def test_a_run_records_who_wrote_each_token_and_what_was_called(run):
     several = [answer for answer in first if len(answer["parts"]) > 2]
     for answer in first:
         assert sum(answer["parts"]) == len(answer["ids"]) <= 160
+        assert len(answer["texts"]) == len(answer["parts"])
         assert len(answer["sampled_nats"]) == sum(answer["parts"][::2])
         if answer["advantage"]:
             assert answer["sampled_nats"] == pytest.approx(answer["nats"], abs=1e-4), "at temperature 1, in fp32"

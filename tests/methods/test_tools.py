@@ -14,7 +14,7 @@ from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.training.rewards.conversations import Row, ToolUse, answers_in, is_generated, metrics_of
+from finetune.training.rewards.conversations import Row, ToolUse, is_generated, metrics_of, parts_of
 from finetune.training.rewards.tools import Result, ToolProcess, offered_tools
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
@@ -249,7 +249,7 @@ def test_a_result_is_recorded_whatever_the_model_wrote():
 
 
 def test_the_parts_of_a_conversation_say_who_wrote_each_token():
-    assert answers_in([1, 2, 3, 4, 5, 6], [2, 1, 3]) == [[1, 2], [4, 5, 6]]
+    assert parts_of([1, 2, 3, 4, 5, 6], [2, 1, 3]) == [[1, 2], [3], [4, 5, 6]]
     assert is_generated([2, 1, 3]) == [True, True, False, True, True, True]
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.data.batches import derived_seed
@@ -72,11 +73,12 @@ class GeneratedConversation:
         self.nats += nats
         self.lengths.append(len(tokens))
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Convert to plain values for the file of a rollout, beside the tokens and the nats of an answer."""
+        texts = list(map(decode, parts_of(self.ids, self.lengths)))
         results = [[result.as_record() for result in each] for each in self.results]
         prompt = {} if self.prompt is None else {"prompt": self.prompt}
-        return {"parts": self.lengths, "calls": results, "has_end": self.has_end, **prompt}
+        return {"parts": self.lengths, "texts": texts, "calls": results, "has_end": self.has_end, **prompt}
 
     @classmethod
     def from_record(cls, answer: Mapping[str, Any]) -> GeneratedConversation:
@@ -89,13 +91,13 @@ class GeneratedConversation:
     @property
     def answers(self) -> list[list[int]]:
         """The tokens of each answer."""
-        return answers_in(self.ids, self.lengths)
+        return parts_of(self.ids, self.lengths)[::2]
 
 
-def answers_in(ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-    """Return the tokens of each answer in a conversation, given the lengths of its parts."""
-    starts = [sum(lengths[:place]) for place in range(len(lengths))]
-    return [list(ids[start : start + lengths[place]]) for place, start in enumerate(starts) if place % 2 == 0]
+def parts_of(ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+    """Return the tokens of each part of a conversation: an answer, what follows it, the second answer, and so on."""
+    tokens = iter(ids)
+    return [list(islice(tokens, length)) for length in lengths]
 
 
 def metrics_of(conversations: Sequence[GeneratedConversation]) -> dict[str, float]:

@@ -288,7 +288,7 @@ class RolloutLoader:
                 "advantage": advantage,
                 "sampled_nats": answer.nats,
                 **({"nats": nats} if nats else {}),
-                **({} if rollout.conversations is None else rollout.conversations[n].as_record()),
+                **({} if rollout.conversations is None else rollout.conversations[n].as_record(self._prompts.text)),
             }
             for n, (answer, each, advantage, nats) in enumerate(
                 zip(rollout.answers, rollout.rewards, rollout.advantages, old, strict=True)
