@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -24,17 +23,7 @@ from finetune.data.columns import (
     show_names,
     unread_columns,
 )
-from finetune.data.formats import (
-    FORMATS_OF,
-    LABELS,
-    OF_PROMPT,
-    Example,
-    Format,
-    Reads,
-    as_messages,
-    detect_format,
-    parse_row,
-)
+from finetune.data.formats import FORMATS_OF, LABELS, OF_PROMPT, Example, Format, Reads, detect_format, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.splits import digest_row
 from finetune.data.values import BadRowError
@@ -152,7 +141,7 @@ class Examples(_OfRows):
         read_as: a description of the format and the columns; empty until the rows are read.
         unread: columns that belong to the prompt but are not read; empty until the rows are read.
         num_dropped: rows that were left out because they cannot be used; 0 until the rows are read.
-        tools: the tools that the run offers in each row, as JSON text; empty if rows have only their own.
+        tools: the tools that `offer` adds to each row, as JSON text; empty if rows have only their own.
     """
 
     def __init__(
@@ -179,6 +168,7 @@ class Examples(_OfRows):
         self.unread: list[str] = []
         self.num_dropped = 0
         self.tools = ""
+        self.offer: Callable[[Example], Example]
 
     def with_choice(self, choose: Callable[[Sequence[str]], list[int]]) -> Examples:
         """Return a split with some of these rows. The source is read once for all its splits."""
@@ -392,7 +382,7 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
             if examples.reads == "prompts":
                 example = example._replace(columns=row.value)
             if examples.tools:
-                example = _offering(as_messages(example), examples.tools)
+                example = examples.offer(example)
             first = first or example
             if example.is_of_texts != first.is_of_texts:
                 raise BadRowError(
@@ -419,13 +409,6 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
         )
         examples.unread, examples.num_dropped = columns.unread(), problems.count
         _log.info("%s: %s", examples.label, examples.read_as)
-
-
-def _offering(example: Example, tools: str) -> Example:
-    """Return a row that offers the tools of the run."""
-    if example.tools and json.loads(example.tools) != json.loads(tools):
-        raise BadRowError("the row has other tools than rollout.tools; expected a row without tools")
-    return example._replace(tools=tools)
 
 
 class _Columns:

@@ -90,11 +90,6 @@ def check_objective(config: Config) -> None:
             f"rollout.server is {config.rollout.server} and training.method is {config.training.method}, but the "
             "server gets the step's weights as a LoRA adapter. Set training.method=lora, or remove rollout.server."
         )
-    if config.rollout.has_turns and config.rollout.server is not None:
-        raise ConfigError(
-            "rollout.server is set, and rollout.tools or rollout.environment too, but the server generates only single "
-            "answers. Remove rollout.server."
-        )
     if not config.has_reference:
         return
     without = " or grpo.beta=0" if objective.generates_answers else ""

@@ -155,7 +155,7 @@ class Hooks:
             "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
         }
         if any(allowed for _, allowed in sources.values()):
-            from finetune.inference.answers import fingerprint_functions
+            from finetune.config.own_functions import fingerprint_functions
 
             of_keys = {key: fingerprint_functions(*named) for key, named in sources.items()}
             of_script |= {key: value for key, value in of_keys.items() if value}

@@ -94,10 +94,6 @@ class Objective:
     def check(self, *, rewards_answers: bool) -> None:
         """Refuse settings before anything slow. With `rewards_answers=False`, no reward function will be called."""
 
-    def resolved(self) -> Config:
-        """Return the configuration with what the objective fills in, for the run's config.yaml."""
-        return self.config
-
     def check_rows(self, splits: Any) -> None:
         """Refuse rows that are encoded for another objective."""
         encoded = _ROWS_OF.get(getattr(splits.train, "row_type", ""), "answers")

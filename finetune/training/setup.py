@@ -136,8 +136,8 @@ def _check(
     hooks.refuse_no_sum(model, runtime.device)
     config = hooks.config(runtime.with_launcher_values(config), model)
     check_fp8(config, precision=runtime.precision, device=runtime.device)
-    config = objective_of(config).resolved()
     objective = objective_of(config)
+    config = objective.config  # with what it fills in
     objective.check_rows(rows)
     check_fit(config, model, rows)
     splits: EncodedSplits = _with_subsets(config, objective.prepare(model, tokenizer, rows))

@@ -1,6 +1,6 @@
 """Functions that reward generated answers: built-in ones and the user's own, with TRL's signature.
 
-Security: a function is code, so it is looked up like a metric (`finetune.inference.answers`): a module must be
+Security: a function is code, so it is looked up like a metric (`finetune.config.own_functions`): a module must be
 installed and allowed by the command line.
 """
 
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.own_functions import resolve_functions
 from finetune.data.rendering import match_patterns
 from finetune.data.turns import Turn, text_turn
 from finetune.data.values import quote
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answers import exact_match, json_equal, json_valid, resolve_functions, token_f1
+from finetune.inference.answers import exact_match, json_equal, json_valid, token_f1
 from finetune.limits import DeadlineExceededError, call_within
 
 if TYPE_CHECKING:

@@ -18,6 +18,7 @@ from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
+from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped
@@ -31,7 +32,7 @@ from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
-from finetune.training.rewards.tools import Environment, offered_tools
+from finetune.training.rewards.tools import Environment, offered_tools, with_tools
 from finetune.training.rewards.warnings import RewardWarnings
 from finetune.training.step import LossWithMetrics
 
@@ -59,6 +60,8 @@ class RewardedAnswers(Objective):
         super().__init__(config)
         self._prompts: dict[str, PromptRows] = {}
         self._tools: ToolUse | None = None
+        if schemas := offered_tools(config):  # a replay reads them instead of the code of the tools
+            self.config = config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")})
 
     @cached_property
     def rewards(self) -> Rewards:
@@ -71,19 +74,19 @@ class RewardedAnswers(Objective):
         examples = load_examples(self.config.data, self.facts.reads)
         for source in examples.wholes():
             source.tools = offered_tools(self.config)
+            source.offer = partial(with_tools, tools=source.tools)
         return encode_examples(examples, tokenizer, self.config.data, fallbacks=fallbacks, is_checked=is_checked)
-
-    def resolved(self) -> Config:
-        """Return the configuration with the descriptions of the tools, which a replay reads instead of their code."""
-        schemas = offered_tools(self.config)
-        return self.config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")}) if schemas else self.config
 
     def check(self, *, rewards_answers: bool) -> None:
         """Load the reward functions, and refuse those that cannot be called."""
-        rewards = self.rewards
+        rewards, rollout = self.rewards, self.config.rollout
+        if (rollout.tools or rollout.environment) and rollout.server is not None:
+            raise ConfigError(
+                "rollout.server is set, and rollout.tools or rollout.environment too, but the server generates only "
+                "single answers. Remove rollout.server."
+            )
         if rewards_answers:
             rewards.check()
-            offered_tools(self.config)
             if self.config.rollout.environment:
                 Environment(self.config.rollout).check()
 
@@ -98,7 +101,7 @@ class RewardedAnswers(Objective):
         for name, examples in answered.items():
             self._prompts[name] = PromptRows(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
-        if self.config.rollout.has_turns:
+        if self.config.rollout.tools or has_environment:
             self._tools = ToolUse(self.config, tokenizer, offered_tools(self.config))
             _log.info("test is off: it asks for single answers, and this run learns conversations")
             return replace(splits, test=None)

@@ -20,8 +20,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from finetune.config.own_functions import resolve_functions
 from finetune.errors import ConfigError
-from finetune.inference.answers import resolve_functions
 from finetune.signals import leave_signals_to_parent
 
 _MOST_PRINTED = 2000

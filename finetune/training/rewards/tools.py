@@ -10,9 +10,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from finetune.data.formats import Example, as_messages
 from finetune.data.rendering import start_child
 from finetune.data.turns import ROLES, Turn, text_turn
-from finetune.data.values import quote
+from finetune.data.values import BadRowError, quote
 from finetune.errors import ConfigError, DataError, RunFailedError
 from finetune.training.rewards.tool_process import error_text
 
@@ -74,6 +75,14 @@ def offered_tools(config: Config) -> str:
     if section.tool_schemas is not None and not section.tools_from:
         return section.tool_schemas  # a replay, which imports no code
     return _schemas_of(tuple(section.tools), tuple(section.tools_from))
+
+
+def with_tools(example: Example, tools: str) -> Example:
+    """Return a row, as turns, that offers the tools of the run."""
+    example = as_messages(example)
+    if example.tools and json.loads(example.tools) != json.loads(tools):
+        raise BadRowError("the row has other tools than rollout.tools; expected a row without tools")
+    return example._replace(tools=tools)
 
 
 @cache
