@@ -68,7 +68,8 @@ def evaluate(
         FinetuneError: see its subclasses in `finetune.errors`.
     """
     from finetune.config.compose import overrides_of
-    from finetune.inference.answers import METRICS, resolve_functions
+    from finetune.config.own_functions import resolve_functions
+    from finetune.inference.answers import METRICS
     from finetune.inference.finished_run import find_run
 
     log_as_this_rank()
@@ -123,8 +124,8 @@ def evaluate_command(
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate as the options say: print the measures, and write them to a file if one is named."""
-    from finetune.config.checks import split_functions_in_files
-    from finetune.inference.answers import METRICS, resolve_functions
+    from finetune.config.own_functions import resolve_functions, split_functions_in_files
+    from finetune.inference.answers import METRICS
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
 

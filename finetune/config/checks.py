@@ -19,7 +19,6 @@ from pydantic import ValidationError
 from finetune.config.config_files import (
     GROUPS,
     MADE_FOR,
-    absolute,
     is_address,
     list_model_families,
     other_models,
@@ -295,9 +294,11 @@ def _allow_files_of_functions(config: Config, needed_by: Collection[str], truste
     changes: dict[str, tuple[object, str]] = {}
     for key, mark in code_keys().items():
         naming = key.removesuffix("_from")
-        names = [] if naming == key else [name for name in given[naming] if is_function_in_file(name)]
+        names = [] if naming == key else [name for name in given[naming] if ":" in name or name.endswith(".py")]
         origin = config.origin(naming)
         if names and origin in (*OVERRIDES, trusted):
+            from finetune.config.own_functions import split_functions_in_files
+
             functions, files = split_functions_in_files(given[naming], naming)
             allowed = given[key] if config.origin(key) in (*OVERRIDES, trusted) else []
             changes |= {naming: (functions, origin), key: ([*allowed, *files], origin)}
@@ -311,35 +312,6 @@ def _code_in_file(key: str, text: str, origin: str, mark: RunsCode, needed_by: C
         f"{key} is {text} ({origin}): {mark.code} would run here, so only the command line may allow it. If you trust "
         f"it, add {'' if 'training' in needed_by else '--set '}{shlex.quote(f'{key}={text}')} to the command."
     )
-
-
-def is_function_in_file(name: str) -> bool:
-    """Return whether a name is meant as `FILE.py:function`."""
-    return ":" in name or name.endswith(".py")
-
-
-def split_functions_in_files(names: Iterable[str], asked_by: str) -> tuple[list[str], list[str]]:
-    """Return the names of functions, with `./scores.py:bleu` as `scores.bleu`, and the absolute paths of the files.
-
-    Raises:
-        ConfigError: there is no such file, a name has no function, or two files have the same name.
-    """
-    functions: list[str] = []
-    files: dict[str, str] = {}
-    for name in names:
-        if not is_function_in_file(name):
-            functions.append(name)
-            continue
-        path, _, function = name.rpartition(":") if ":" in name else (name, "", "")
-        file = Path(absolute(path))
-        if file.suffix != ".py" or not file.is_file():
-            raise ConfigError(f"{asked_by} is {name}, but there is no Python file {file}. Correct the path.")
-        if not function:
-            raise ConfigError(f"{asked_by} is {name}, which names no function of the file. Write {path}:FUNCTION.")
-        if (other := files.setdefault(file.stem, str(file))) != str(file):
-            raise ConfigError(f"{asked_by} names functions of {other} and of {file}. Give one file another name.")
-        functions.append(f"{file.stem}.{function}")
-    return functions, list(files.values())
 
 
 def bound_to_folder(config: Config, folder: Path) -> Config:

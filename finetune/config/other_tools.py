@@ -138,6 +138,8 @@ Set training.batch_size: it counts rows. `finetune plan` says how many rows a pa
     packing sample_packing neat_packing
 Set reward.functions and reward.weights: a run file does not import functions of other tools.
     reward_funcs reward_weights reward_model_name_or_path
+Set rollout.max_turns: the answers in a conversation, one more than the calls. rollout.tools names the functions.
+    max_tool_calling_iterations
 Set rollout.server to the address of a vLLM server. Without it, the run generates the answers itself.
     use_vllm vllm_mode vllm_server_host vllm_server_port
 Set data.max_length, which counts a prompt and its answer together.

@@ -686,7 +686,7 @@ class RolloutSection(Section):
     num_generations: UpdateKey[Annotated[int, Field(ge=2)]] = 8
     """Answers to each prompt, which are compared with each other."""
     max_completion_length: UpdateKey[PositiveInt] = 256
-    """Maximum number of tokens in an answer."""
+    """Maximum number of tokens in an answer; with tools in all that follows a prompt, results included."""
     temperature: UpdateKey[PositiveFloat] = 1.0
     """Logits are divided by it, for sampling and in the loss."""
     top_p: UpdateKey[Annotated[float, Field(gt=0, le=1)]] = 1.0
@@ -701,6 +701,22 @@ class RolloutSection(Section):
     """server: end the run if its log-probabilities differ from the run's own by more nats per token, on average."""
     server_timeout_minutes: Free[PositiveFloat] = 10.0
     """server: how long to wait if it is gone, and for each answer, before the run saves a checkpoint and ends."""
+    tools: UpdateKey[TextList] = Field(default_factory=list)
+    """Functions that the model may call: calculator, or your own: `./tools.py:lookup`. See docs/tasks/tools.md."""
+    tools_from: Free[Annotated[TextList, RunsCode("tools", "training")]] = Field(default_factory=list)
+    """Installed modules that `tools` may name. Only the command line may set it, because a tool is code."""
+    tool_schemas: Annotated[str | None, OnResume("always", "the prompts")] = None
+    """The tools as prompts describe them, as JSON. A run writes this into its config.yaml; do not set it."""
+    environment: UpdateKey[TextList] = Field(default_factory=list)
+    """A class of your own that answers the model: `./game.py:Game`. See docs/tasks/tools.md."""
+    environment_from: Free[Annotated[TextList, RunsCode("an environment", "training")]] = Field(default_factory=list)
+    """The installed module that `environment` may name. Only the command line may set it, because it is code."""
+    max_turns: UpdateKey[PositiveInt] = 8
+    """tools, environment: the most answers in a conversation. The last one may call no tool."""
+    tool_timeout_seconds: Free[PositiveFloat] = 10.0
+    """The longest that a call of a tool or an environment may take. Then its process is killed."""
+    max_result_tokens: UpdateKey[PositiveInt] = 256
+    """tools: the most tokens of a result. The rest is cut off, and the model reads a note that says so."""
 
     @field_validator("server")
     @classmethod
@@ -714,7 +730,7 @@ class RewardSection(Section):
     """What answers are rewarded for (`training.objective=grpo`); docs/tasks/rewards.md shows how to write functions."""
 
     functions: UpdateKey[TextList] = Field(default_factory=list)
-    """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, or your own: `./reward.py:solves`."""
+    """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, environment or `./reward.py:mine`."""
     functions_from: Free[Annotated[TextList, RunsCode("reward functions", "training")]] = Field(default_factory=list)
     """Installed modules that `functions` may name. Only the command line may set it, because a function is code."""
     weights: UpdateKey[list[float] | None] = None

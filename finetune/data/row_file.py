@@ -250,6 +250,7 @@ def encoding_key(examples: Examples, tokenizer_digest: str, section: DataSection
         "max_rows": examples.max_rows,
         "max_length": section.max_length,
         "tokenizer": tokenizer_digest,
+        **({"tools": examples.tools} if examples.tools else {}),
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 

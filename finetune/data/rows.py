@@ -141,6 +141,7 @@ class Examples(_OfRows):
         read_as: a description of the format and the columns; empty until the rows are read.
         unread: columns that belong to the prompt but are not read; empty until the rows are read.
         num_dropped: rows that were left out because they cannot be used; 0 until the rows are read.
+        tools: the tools that `offer` adds to each row, as JSON text; empty if rows have only their own.
     """
 
     def __init__(
@@ -166,6 +167,8 @@ class Examples(_OfRows):
         self.read_as = ""
         self.unread: list[str] = []
         self.num_dropped = 0
+        self.tools = ""
+        self.offer: Callable[[Example], Example]
 
     def with_choice(self, choose: Callable[[Sequence[str]], list[int]]) -> Examples:
         """Return a split with some of these rows. The source is read once for all its splits."""
@@ -378,6 +381,8 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
             example = example._replace(source=place, number=row.number, digest=digest_row(row.value))
             if examples.reads == "prompts":
                 example = example._replace(columns=row.value)
+            if examples.tools:
+                example = examples.offer(example)
             first = first or example
             if example.is_of_texts != first.is_of_texts:
                 raise BadRowError(

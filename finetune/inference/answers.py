@@ -3,34 +3,19 @@
 An answer has thinking, text and tool calls, between marks that the chat template puts around them. The marks are found
 by rendering an answer whose thinking, text and call are known. A template that renders no thinking may serve a model
 that writes it all the same, as Phi-4-reasoning does: then it ends at `</think>`.
-
-Security: a metric is code. A name is looked up in `METRICS`, or in a module that the command line allows with
-`--metrics-from`, never in one that only a configuration, a run's folder or a data set names. The module must be
-installed: a file in the current folder, which may have been downloaded, is not imported. The command line may also
-name a file by its path: `./scores.py:bleu`.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import os
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
-from runpy import run_path
-from traceback import extract_tb
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.keys import did_you_mean
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
-from finetune.data.values import BadRowError, refuse_constant, with_unique_keys
-from finetune.errors import ConfigError, DataError
+from finetune.data.values import BadRowError, quote, refuse_constant, with_unique_keys
+from finetune.errors import DataError
 from finetune.signals import Terminated
 
 if TYPE_CHECKING:
@@ -42,7 +27,6 @@ _QUESTION = text_turn("user", "a")
 _THINKING, _TEXT = "probe-1", "probe-2"
 Metric = Callable[[str, str], float]
 """(generated answer, expected answer) to a number. The score of a model is the mean over the rows."""
-Function = TypeVar("Function", bound=Callable[..., Any])
 SHARES = frozenset({"exact_match", "json_valid", "json_equal"})
 """Metrics that are shares of the rows, shown as percentages."""
 
@@ -57,6 +41,8 @@ class Answer(NamedTuple):
     """The text before the calls."""
     calls: tuple[dict[str, Any], ...] = ()
     """Each call with its name and its arguments."""
+    problem: str = ""
+    """Why a call that the answer begins cannot be read; empty if there is no problem."""
 
     def as_turn(self) -> Turn:
         """Return the turn of the assistant, for a template to render in the next prompt."""
@@ -71,6 +57,10 @@ class _Marks(NamedTuple):
 
     before: str
     after: str
+
+
+_MARKS_OF_CALLS = (_Marks("<|tool_call|>", "<|/tool_call|>"), _Marks("<tool_call>", "</tool_call>"))
+"""Of Phi-4-mini, and of Hermes and Qwen."""
 
 
 class AnswerReader:
@@ -89,18 +79,23 @@ class AnswerReader:
         if not end and not (opening and decoded.lstrip().startswith(opening)):
             thought, rest = "", decoded
         reasoning = self._plain(thought.strip().removeprefix(opening))
-        content, calls = self._split_calls(rest)
+        content, calls, problem = self._split_calls(rest)
         # Some tokenizers decode special tokens with white space around them, so text alone is decoded without them.
         if reasoning or end or calls:
             text = self._plain(rest)
         else:
             text = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
-        return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls))
+        return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls), problem)
 
-    def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]]]:
-        """Return the text before the first call, and the calls."""
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the form of calls is known."""
+        return self._call is not None
+
+    def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]], str]:
+        """Return the text before the first call, the calls, and why they cannot be read, if so."""
         if self._call is None:
-            return text, []
+            return text, [], ""
         mark = self._call.before
         content, separator, rest = text.partition(mark) if mark else ("", text.lstrip()[:1] in ("{", "["), text)
         calls: list[dict[str, Any]] = []
@@ -108,10 +103,10 @@ class AnswerReader:
             value, end = _leading_json(rest)
             for call in value if isinstance(value, list) else [value]:
                 if not isinstance(call, Mapping) or not isinstance(call.get("name"), str):
-                    return text, []
+                    return text, [], f"the call {quote(rest)} is not JSON with a name and arguments" if mark else ""
                 calls.append({"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))})
             _, separator, rest = rest[end:].partition(mark) if mark else ("", "", "")
-        return content, calls
+        return content, calls, ""
 
     def _plain(self, text: str) -> str:
         for mark in self._call or ():
@@ -133,7 +128,9 @@ class AnswerReader:
             if length and _TEXT in json.dumps(value):
                 end = str(self._tokens.tokenizer.convert_ids_to_tokens(self._tokens.end_id))
                 return _Marks(body[:start].strip(), body[start + length :].partition(end)[0].strip())
-        return None
+        # Phi-4-mini's own template renders no calls, but its tokenizer has their marks.
+        tokens = self._tokens.tokenizer.get_added_vocab()
+        return next((marks for marks in _MARKS_OF_CALLS if set(marks) <= tokens.keys()), None)
 
     def _render_answer(self, turn: Turn) -> str:
         """Render an answer without what stands before it; empty if the template refuses it."""
@@ -220,40 +217,6 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-def resolve_functions(
-    names: Sequence[str], known: Mapping[str, Function], allowed_modules: Sequence[str] = (), *, asked_by: str
-) -> dict[str, Function]:
-    """Look up functions by name. Imports a module only if it is allowed.
-
-    Args:
-        names: names in `known`, or dotted names like `my_package.scores.bleu`.
-        known: the built-in functions.
-        allowed_modules: the modules that dotted names may refer to, or the paths of their files; from the command line
-            only.
-        asked_by: the option or key that names the functions; `…s-from` or `…_from` allows modules.
-
-    Raises:
-        ConfigError: an unknown name, a module that is not allowed or not installed, or a name that is not a function.
-    """
-    allowed_by = "--metrics-from " if asked_by == "--metric" else f"{asked_by}_from="
-    return {name: _resolve(name, known, allowed_modules, asked_by, allowed_by) for name in dict.fromkeys(names)}
-
-
-def fingerprint_functions(names: Iterable[str], allowed_modules: Iterable[str]) -> str:
-    """Return the names and digests of the source files of functions; empty if all are built in.
-
-    For the arguments, see `resolve_functions`, which has imported the modules. Code that a file imports is not read.
-    """
-    modules = {name.rpartition(".")[0] for name in names}
-    files = []
-    for allowed in allowed_modules:
-        is_file = allowed.endswith(".py")
-        source = allowed if is_file else getattr(sys.modules.get(allowed), "__file__", None)
-        if source and (Path(allowed).stem if is_file else allowed) in modules and Path(source).is_file():
-            files.append(Path(source))
-    return ", ".join(f"{file.name} {hashlib.sha256(file.read_bytes()).hexdigest()[:12]}" for file in sorted(files))
-
-
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
     """Return the metric's value for an answer: `metric(answer, expected)` as a float.
 
@@ -269,72 +232,3 @@ def measure(name: str, metric: Metric, answer: str, expected: str) -> float:
     if not math.isfinite(value):
         raise DataError(f"the metric {name} gave {value} for the answer {answer[:60]!r}; expected a finite number.")
     return value
-
-
-def _resolve(
-    name: str, known: Mapping[str, Function], allowed_modules: Sequence[str], asked_by: str, allowed_by: str
-) -> Function:
-    if name in known:
-        return known[name]
-    module, _, attribute = name.rpartition(".")
-    if not module:
-        asking = asked_by + (" " if asked_by == "--metric" else "=")
-        close = did_you_mean(name, known)
-        raise ConfigError(
-            f"{asked_by} is {name}; expected one of {', '.join(known)}, or a function of your own: {asking}"
-            f"./my_file.py:{name}. {close}".rstrip()
-        )
-    file = next((path for path in allowed_modules if path.endswith(".py") and Path(path).stem == module), None)
-    if file is None and module not in allowed_modules:
-        raise ConfigError(
-            f"{asked_by} is {name}, but {module} is not allowed: a function is code that runs here. If you trust the "
-            f"package, allow it with {allowed_by}{module}."
-        )
-    source = _import_installed(module, allowed_by.rstrip(" =")) if file is None else _import_file(file)
-    function = getattr(source, attribute, None)
-    if not callable(function):
-        close = did_you_mean(attribute, [key for key, value in vars(source).items() if callable(value)])
-        raise ConfigError(f"{asked_by} is {name}, but {file or module} has no function {attribute}. {close}".rstrip())
-    return cast(Function, function)
-
-
-def _import_file(file: str) -> SimpleNamespace:
-    """Run a Python file as the module of its name, and return its globals. Nothing is cached."""
-    with _without_current_folder():
-        try:
-            return SimpleNamespace(**run_path(file, run_name=Path(file).stem))
-        except (Exception, SystemExit) as error:  # it is the user's own code
-            lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
-            lines += [error.lineno] if isinstance(error, SyntaxError) and error.filename == file else []
-            place = f"{file}:{lines[-1]}" if lines else file
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(f"{place}: the file fails when it is imported: {reason}. Correct it.") from error
-
-
-def _import_installed(module: str, allowed_by: str) -> object:
-    with _without_current_folder():
-        try:
-            return import_module(module)
-        except ModuleNotFoundError as error:
-            missing = error.name or module
-            raise ConfigError(
-                f"{allowed_by} is {module}, but {missing} is not installed. Install your package into this "
-                "environment (pip install -e FOLDER); a file in the current folder is imported only if "
-                "./FILE.py:FUNCTION names it."
-            ) from error
-        except Terminated:
-            raise
-        except (Exception, SystemExit) as error:  # it is the user's own code
-            raise ConfigError(f"{allowed_by} is {module}, which fails when it is imported: {error!r}.") from error
-
-
-@contextmanager
-def _without_current_folder() -> Iterator[None]:
-    """Import as `python -P` does, since `python -m` puts the current folder before all installed packages."""
-    before = list(sys.path)
-    if sys.path and not sys.flags.safe_path and sys.path[0] in ("", os.curdir, str(Path.cwd())):
-        del sys.path[0]
-    try:
-        yield
-    finally:
-        sys.path[:] = before

@@ -208,7 +208,9 @@ def _best_and_worst(group: Mapping[str, Any]) -> dict[str, Any]:
     for name, answer in ends.items():
         rewards = mapping(answer.get("rewards")).items()
         text = ", ".join(f"{reward} {'none' if value is None else value}" for reward, value in rewards)
-        shown.append({"name": name, "text": str(answer.get("text", "")), "rewards": text})
+        texts = answer.get("texts")  # of an answer with tools: what the model generated and what it read take turns
+        parts = list(map(str, texts)) if isinstance(texts, list) else [str(answer.get("text", ""))]
+        shown.append({"name": name, "parts": parts, "rewards": text})
     return {"prompt": str(group.get("text", "")), "answers": shown}
 
 

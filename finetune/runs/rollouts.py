@@ -19,7 +19,10 @@ Rollout = Mapping[str, Any]
 for each prompt `source`, the file and line of its row, `prompt`, its tokens, `text`, the same as text, and `answers`.
 Each answer has its tokens `ids`, its `text`, its `rewards` by function (null: none), its `advantage`, and -log p of
 each token: `sampled_nats` as the sampler rollout it, before temperature and filters, and where the loss needs it `nats`
-as training computes it."""
+as training computes it. With tools, `ids` also has what the model read: `parts` are the numbers of tokens of the first
+answer, of what follows it, of the second answer, and so on, and `texts` are their texts. Only tokens of answers have
+-log p. `calls` has the results after each answer that called something, and `has_end` says whether the last answer is
+whole and calls nothing. An answer has a `prompt` of its own if an environment added turns to the one of its row."""
 
 _MOST_BYTES = 1 << 30
 """A file from elsewhere may unpack to much more than it takes on the disk."""

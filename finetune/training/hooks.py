@@ -150,10 +150,12 @@ class Hooks:
         of_script = {name: _fingerprint(code) for name, code in functions.items() if code is not None}
         sources = {
             "reward.functions": (config.reward.functions, config.reward.functions_from),
+            "rollout.tools": (config.rollout.tools, config.rollout.tools_from),
+            "rollout.environment": (config.rollout.environment, config.rollout.environment_from),
             "validation.metrics": (config.validation.metrics, config.validation.metrics_from),
         }
-        if config.reward.functions_from or config.validation.metrics_from:
-            from finetune.inference.answers import fingerprint_functions
+        if any(allowed for _, allowed in sources.values()):
+            from finetune.config.own_functions import fingerprint_functions
 
             of_keys = {key: fingerprint_functions(*named) for key, named in sources.items()}
             of_script |= {key: value for key, value in of_keys.items() if value}

@@ -42,6 +42,8 @@ _CODE = {
 """A script's own code, by its name in the fingerprints. See `Hooks.fingerprints`."""
 _CODE_OF_KEYS = {
     "reward.functions": OnResume("always", "the rewards"),
+    "rollout.tools": OnResume("always", "the results of calls"),
+    "rollout.environment": OnResume("always", "the turns of conversations"),
     "validation.metrics": OnResume("always", "the metrics of validations: those before and after are not comparable"),
 }
 """Functions that a key names, in a file or an installed module."""

@@ -61,7 +61,7 @@ class CheckedConfig(NamedTuple):
     """A configuration that a run can have, as far as it can be told before its model and its rows are read."""
 
     config: Config
-    """With the values of the launcher, if `check_config` was given a runtime."""
+    """With what the objective fills in, and the values of the launcher if `check_config` was given a runtime."""
     objective: Objective
     metrics: Mapping[str, Metric]
     """`validation.metrics` and the script's own metrics, by name."""
@@ -106,7 +106,8 @@ def check_config(
         config = runtime.with_launcher_values(config)
     objective = objective_of(config)
     objective.check(rewards_answers=rewards_answers)
-    return CheckedConfig(config, objective, check_metrics(config, objective.metrics, given=hooks.metrics))
+    metrics = check_metrics(config, objective.metrics, given=hooks.metrics)
+    return CheckedConfig(objective.config, objective, metrics)
 
 
 def set_up(

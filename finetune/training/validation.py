@@ -140,7 +140,8 @@ def check_metrics(
         )
     metrics = dict(given)
     if names:
-        from finetune.inference.answers import METRICS, resolve_functions
+        from finetune.config.own_functions import resolve_functions
+        from finetune.inference.answers import METRICS
 
         named = resolve_functions(names, METRICS, config.validation.metrics_from, asked_by="validation.metrics")
         metrics = named | metrics

@@ -9,7 +9,7 @@ from finetune.config.config_files import list_model_families, other_models, ship
 from finetune.config.keys import fields
 
 SHIPPED = {
-    "run": ["grpo_quickstart", "quickstart", "train_ddp"],
+    "run": ["grpo_quickstart", "grpo_tools_quickstart", "quickstart", "train_ddp"],
     "model": [
         *("gemma2_2b", "gemma2_9b", "gemma3_1b", "gemma3_270m", "granite4_1b", "granite4_micro"),
         *("llama3_1_8b", "llama3_2_1b", "llama3_2_3b", "llama3_3_70b", "mistral_7b", "olmo3_7b"),
@@ -21,7 +21,7 @@ SHIPPED = {
         "qwen3_8b",
         *("smollm2_135m", "smollm2_1_7b", "smollm2_360m", "smollm3_3b"),
     ],
-    "data": ["orders", "phi4"],
+    "data": ["orders", "phi4", "sums"],
     "task": [
         *("continue_pretraining", "debug", "finetune_full", "finetune_grpo", "finetune_kto", "finetune_lora"),
         *("finetune_new_tokens", "finetune_orpo", "finetune_preferences", "finetune_qlora", "finetune_simpo"),
@@ -55,7 +55,8 @@ KEYS = {
     "grpo": "loss_type scale_rewards epsilon epsilon_high importance_sampling_level beta num_iterations "
     "mask_truncated_completions",
     "rollout": "num_generations max_completion_length temperature top_p top_k batch_size server max_difference "
-    "server_timeout_minutes",
+    "server_timeout_minutes tools tools_from tool_schemas environment environment_from "
+    "max_turns tool_timeout_seconds max_result_tokens",
     "reward": "functions functions_from weights pattern timeout_seconds",
     "validation": f"{LOADER_KEYS} validate_every by metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples general_prompts",

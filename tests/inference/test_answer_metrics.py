@@ -2,8 +2,9 @@ import sys
 
 import pytest
 
+from finetune.config.own_functions import resolve_functions
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answers import METRICS, measure, resolve_functions
+from finetune.inference.answers import METRICS, measure
 
 
 @pytest.mark.parametrize(

@@ -359,6 +359,7 @@ def test_rollouts_show_their_best_and_worst_answers(tmp_path):
             }
             for n in range(3)
         ]
+        answers[2] |= {"texts": [answers[2]["text"], f"result {HOSTILE}"]}
         write_rollout(RunFolder(run), {"step": step, "groups": [{"text": f"prompt of {step}", "answers": answers}]})
     RunFolder(run).rollout(9).write_bytes(b"torn")
     page = page_of(run)
@@ -367,6 +368,7 @@ def test_rollouts_show_their_best_and_worst_answers(tmp_path):
         *("prompt of 5", "answer 2 of 5", "answer 0 of 5"),
     ]
     assert "best: solves 2, other none" in page.text
+    assert [attributes.get("class") for tag, attributes in page.elements if tag == "bdi"].count("read") == 2
     RunFolder(run).rollout(9).write_bytes(gzip.compress(b"[1]"))
     assert page_of(run).text == page.text
     assert "img" not in {tag for tag, _ in page.elements}, "what the model wrote stays text"

@@ -1,6 +1,6 @@
 """Functions that reward generated answers: built-in ones and the user's own, with TRL's signature.
 
-Security: a function is code, so it is looked up like a metric (`finetune.inference.answers`): a module must be
+Security: a function is code, so it is looked up like a metric (`finetune.config.own_functions`): a module must be
 installed and allowed by the command line.
 """
 
@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.own_functions import resolve_functions
 from finetune.data.rendering import match_patterns
+from finetune.data.turns import Turn, text_turn
 from finetune.data.values import quote
 from finetune.errors import ConfigError, DataError
-from finetune.inference.answers import exact_match, json_equal, json_valid, resolve_functions, token_f1
+from finetune.inference.answers import exact_match, json_equal, json_valid, token_f1
 from finetune.limits import DeadlineExceededError, call_within
 
 if TYPE_CHECKING:
@@ -44,6 +46,11 @@ class GeneratedAnswer:
     """The whole answer with special tokens, because the marks of thinking may be some. The end token is left out."""
     ids: Sequence[int]
     """Its tokens, including the end token."""
+    turns: Sequence[Turn] | None = None
+    """With tools or an environment: all turns after the prompt. Then `ids` are those of all turns, and the texts those
+    of the last answer."""
+    score: float = math.nan
+    """The score of the environment."""
 
 
 Score = Callable[[GeneratedAnswer], float]
@@ -72,6 +79,7 @@ def built_in_functions(section: RewardSection, *, longest: int) -> dict[str, Sco
         "regex": regex,
         "format_think": lambda answer: float(_THINKS_FIRST.fullmatch(answer.marked) is not None),
         "length": lambda answer: 1 - len(answer.ids) / longest,
+        "environment": lambda answer: answer.score,
     }
 
 
@@ -113,6 +121,8 @@ class Rewards:
             )
         if len(set(section.functions)) < len(section.functions):
             raise ConfigError(f"reward.functions names one twice: {', '.join(section.functions)}. Name each once.")
+        if "environment" in section.functions and not config.rollout.environment:
+            raise ConfigError("reward.functions names environment, but rollout.environment is not set. Set it.")
         _refuse_bad_pattern(section)
         known = built_in_functions(section, longest=config.rollout.max_completion_length)
         return cls(
@@ -189,10 +199,7 @@ class Rewards:
         arguments = {column: [answer.columns.get(column) for answer in answers] for column in sorted(columns)}
         arguments |= {
             "prompts": [answer.prompt for answer in answers],
-            "completions": [
-                answer.whole if isinstance(answer.prompt, str) else [{"role": "assistant", "content": answer.whole}]
-                for answer in answers
-            ],
+            "completions": [_completion_of(answer) for answer in answers],
             "completion_ids": [list(answer.ids) for answer in answers],
             "expected": [answer.expected for answer in answers],
         }
@@ -217,6 +224,12 @@ class Rewards:
             raise DataError(self._late(name, answers)) from None
         except (Exception, SystemExit) as error:  # it is the user's own code, which may call sys.exit
             raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
+
+
+def _completion_of(answer: GeneratedAnswer) -> str | list[Turn]:
+    if answer.turns is not None:
+        return list(answer.turns)
+    return answer.whole if isinstance(answer.prompt, str) else [text_turn("assistant", answer.whole)]
 
 
 def _refuse_bad_pattern(section: RewardSection) -> None:

@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from finetune.config.schema import GrpoSection
 
 
-METRICS = ("entropy", "clipped", "kl")
+METRICS = ("entropy", "clipped", "kl", "ratio", "clipped_ratio")
 """Means over the tokens of a step. `entropy` is -log p of the sampled tokens, in nats, which estimates the entropy.
 `clipped` is the share of tokens with a clipped ratio. `kl` is the divergence from the reference, in nats, if the loss
-has one."""
+has one. `ratio` is the probability of a token now over the one when the answer was generated, and `clipped_ratio` the
+same after clipping; they are left out where both are the same by definition."""
 
 _SMALLEST_DEVIATION = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
@@ -66,7 +67,7 @@ class GroupLoss:
         return max(1, by_type.get(self.section.loss_type, num_tokens))
 
     def __call__(self, tokens: GroupNats) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over the tokens, with a gradient, and the sums of `METRICS`, shape (3,); all float64."""
+        """Return the sum over the tokens, with a gradient, and the sums of `METRICS`, shape (5,); all float64."""
         section, row = self.section, tokens.row
         advantages = tokens.advantages[row]
         log_ratio = (tokens.nats.detach() if tokens.old is None else tokens.old) - tokens.nats
@@ -87,6 +88,9 @@ class GroupLoss:
         if section.loss_type == "grpo":
             losses = losses / num_tokens[row]
         metrics = [tokens.nats.detach().sum(), is_clipped.double().sum(), divergence]
+        unknown = torch.full_like(divergence, math.nan)
+        ratios = (ratio.detach().sum(), ratio.detach().clamp(low, high).sum())
+        metrics += (unknown, unknown) if tokens.old is None else ratios
         return losses.sum(), torch.stack(metrics)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -10,22 +11,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.data.batches import EvaluationLoader
+from finetune.data.encode import encode_examples
 from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.examples import load_examples
 from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
-from finetune.inference.decoding import Decoding
+from finetune.errors import ConfigError
+from finetune.fallbacks import Fallback
+from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
 from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Objective
 from finetune.training.reporting.run_warnings import RunWarnings
+from finetune.training.rewards.conversations import GeneratedConversation, ToolUse
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
 from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
+from finetune.training.rewards.tools import Environment, offered_tools, with_tools
 from finetune.training.rewards.warnings import RewardWarnings
 from finetune.training.step import LossWithMetrics
 
@@ -52,6 +59,9 @@ class RewardedAnswers(Objective):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._prompts: dict[str, PromptRows] = {}
+        self._tools: ToolUse | None = None
+        if schemas := offered_tools(config):  # a replay reads them instead of the code of the tools
+            self.config = config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")})
 
     @cached_property
     def rewards(self) -> Rewards:
@@ -61,24 +71,40 @@ class RewardedAnswers(Objective):
     def encode(self, tokenizer: PreTrainedTokenizerBase, *, fallbacks: Fallbacks, is_checked: bool) -> AnySplits:
         """Read and encode the prompts, with the expected answers of rows that have one."""
         refuse_each_turn(self.config.data)
-        return super().encode(tokenizer, fallbacks=fallbacks, is_checked=is_checked)
+        examples = load_examples(self.config.data, self.facts.reads)
+        for source in examples.wholes():
+            source.tools = offered_tools(self.config)
+            source.offer = partial(with_tools, tools=source.tools)
+        return encode_examples(examples, tokenizer, self.config.data, fallbacks=fallbacks, is_checked=is_checked)
 
     def check(self, *, rewards_answers: bool) -> None:
         """Load the reward functions, and refuse those that cannot be called."""
-        rewards = self.rewards
+        rewards, rollout = self.rewards, self.config.rollout
+        if (rollout.tools or rollout.environment) and rollout.server is not None:
+            raise ConfigError(
+                "rollout.server is set, and rollout.tools or rollout.environment too, but the server generates only "
+                "single answers. Remove rollout.server."
+            )
         if rewards_answers:
             rewards.check()
+            if self.config.rollout.environment:
+                Environment(self.config.rollout).check()
 
     def prepare(self, model: Any, tokenizer: PreTrainedTokenizerBase, splits: EncodedSplits) -> EncodedSplits:
         """Read the prompts, and check that rows have what the reward functions compare with."""
         del model
-        rows = read_rows_by_source(self.config.data) if self.rewards.need_columns else None
+        has_environment = bool(self.config.rollout.environment)
+        rows = read_rows_by_source(self.config.data) if self.rewards.need_columns or has_environment else None
         answered = {"train": splits.train}
         if splits.validation is not None:
             answered["validation"] = _sample(self.config, splits.validation)
         for name, examples in answered.items():
             self._prompts[name] = PromptRows(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
+        if self.config.rollout.tools or has_environment:
+            self._tools = ToolUse(self.config, tokenizer, offered_tools(self.config))
+            _log.info("test is off: it asks for single answers, and this run learns conversations")
+            return replace(splits, test=None)
         return with_testable_rows(splits)
 
     def loss(self, choices: Choices) -> LossFunction:
@@ -98,7 +124,12 @@ class RewardedAnswers(Objective):
 
     def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
         """Generate the answers to learn from."""
-        return loaders._replace(train=RolloutLoader(setup, loaders.train.rule, self._prompts["train"], self.rewards))
+        if self._tools is not None and self._tools.why_rewritten:
+            wanted, used = "conversations as the chat template renders them", "conversations that keep all thinking"
+            why = f"after later turns, {self._tools.why_rewritten}, and no token is changed"
+            setup.runtime.fallbacks.take(Fallback(what="rollout.environment", wanted=wanted, used=used, why=why))
+        rule, prompts = loaders.train.rule, self._prompts["train"]
+        return loaders._replace(train=RolloutLoader(setup, rule, prompts, self.rewards, self._tools))
 
     def start(self, setup: Setup, train_loader: RolloutLoader, state: TrainerState) -> None:
         """Check the reward functions and the server. Remove recorded answers that the run will not learn from."""
@@ -111,9 +142,20 @@ class RewardedAnswers(Objective):
         del loader
         prompts, section = self._prompts["validation"], self.config.rollout
         decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=section.max_completion_length, keeps_stop=True)
-        answers = answer_unless_stopped(
-            setup.runtime, setup.model, prompts.prompts, decoding, batch_size=section.batch_size
-        )
+        ask = partial(answer_unless_stopped, setup.runtime, setup.model, batch_size=section.batch_size)
+        answers: Sequence[Sequence[int] | GeneratedConversation] | None
+        if self._tools is None:
+            answers = ask(prompts.prompts, decoding)
+        else:
+
+            def draw(heads: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer] | None:
+                ids = ask(heads, decoding)
+                return None if ids is None else [SampledAnswer(each, []) for each in ids]
+
+            read = list(map(prompts.row, range(len(prompts))))
+            answers = self._tools.converse(
+                prompts.prompts, decoding, draw, rows=read, runtime=setup.runtime, model=setup.model
+            )
         if answers is None:
             return SplitLosses(LossSums(num_cut_short=1.0))
         rewards = reward_on_main(setup, self.rewards, prompts, range(len(prompts.prompts)), answers)

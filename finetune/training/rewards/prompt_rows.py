@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
-from finetune.data.formats import Example
+from finetune.data.formats import Example, as_messages
+from finetune.data.turns import Turn, text_turn
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
 from finetune.logs import warnings_only
+from finetune.training.rewards.conversations import GeneratedConversation, Row, turns_of
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards
 
 if TYPE_CHECKING:
@@ -58,6 +61,25 @@ class PromptRows:
 
     def answer(self, row: int, ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
         """Describe an answer to a row's prompt for reward functions."""
+        return self._describe(row, ids, ids, stops)
+
+    def conversation(self, row: int, conversation: GeneratedConversation, stops: Sequence[int]) -> GeneratedAnswer:
+        """Describe a conversation after a row's prompt for reward functions."""
+        turns: list[Turn] = []
+        for place, ids in enumerate(conversation.answers):
+            turns.append(self._reader.read(ids[:-1] if ids and ids[-1] in stops else ids).as_turn())
+            turns += turns_of(conversation.results[place]) if place < len(conversation.results) else []
+        described = self._describe(row, conversation.ids, conversation.answers[-1], stops)
+        prompt = described.prompt
+        turns_of_prompt = [text_turn("user", prompt)] if isinstance(prompt, str) else prompt
+        return replace(described, turns=turns, prompt=turns_of_prompt, score=conversation.score)
+
+    def row(self, row: int) -> Row:
+        """Return what an environment gets of a row."""
+        read = None if self._rows is None else as_messages(self._rows[self.sources[row]])
+        return Row((), {}) if read is None else Row(read.messages[:-1], read.columns or {})
+
+    def _describe(self, row: int, all_ids: Sequence[int], ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
         without_stop = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)
         source = self.sources[row]
         read = None if self._rows is None else self._rows[source]
@@ -70,7 +92,7 @@ class PromptRows:
             text=self._reader.read(without_stop).text,
             whole=str(self._tokenizer.decode(without_stop, skip_special_tokens=True)),
             marked=self.text(without_stop),
-            ids=list(ids),
+            ids=list(all_ids),
         )
 
 

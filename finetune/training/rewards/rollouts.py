@@ -24,6 +24,7 @@ from finetune.inference.decoding import Decoding, SampledAnswer, Sampling, sampl
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
+from finetune.training.rewards.conversations import GeneratedConversation, ToolUse, is_generated, metrics_of
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import (
     GroupLoss,
@@ -41,6 +42,10 @@ if TYPE_CHECKING:
     from finetune.training.objective import Setup
 
 
+_MOST_NATS = 700.0
+"""Its exponential is a float64."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """The answers of a step, the same on all ranks. Answers follow each other prompt after prompt.
@@ -53,6 +58,7 @@ class Rollout:
         advantages: of each answer.
         metrics: of the step.
         old_nats: -log p of the tokens of each answer that is in the loss; None if they are those of the first step.
+        conversations: with tools: the parts of each answer, whose tokens are those of the whole conversation.
     """
 
     step: int
@@ -62,6 +68,17 @@ class Rollout:
     advantages: list[float]
     metrics: Mapping[str, float]
     old_nats: list[list[float]] | None = None
+    conversations: list[GeneratedConversation] | None = None
+
+    def num_generated(self, n: int) -> int:
+        """Return how many tokens of an answer the model generated."""
+        return len(self.answers[n].ids) if self.conversations is None else sum(self.conversations[n].lengths[::2])
+
+    def is_generated(self, n: int) -> list[bool]:
+        """Return for each token of an answer whether the model generated it."""
+        if self.conversations is None:
+            return [True] * len(self.answers[n].ids)
+        return is_generated(self.conversations[n].lengths)
 
 
 class RolloutLoader:
@@ -77,7 +94,9 @@ class RolloutLoader:
     recorded: RunFolder | None = None
     generates_rows = True
 
-    def __init__(self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards) -> None:
+    def __init__(
+        self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards, tools: ToolUse | None = None
+    ) -> None:
         config = setup.config
         self.rule = replace(rule, repeats=config.grpo.num_iterations)
         self._loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
@@ -86,6 +105,7 @@ class RolloutLoader:
         self._config = config
         self._prompts = prompts
         self._rewards = rewards
+        self._tools = tools
         self._stops = stops_of(setup)
         self._training = setup.memory.resolve(config).training
         self._max_tokens = self._training.max_tokens_per_microbatch
@@ -138,23 +158,25 @@ class RolloutLoader:
             sampling=sampling,
             keeps_stop=True,
         )
+        prompts, model, conversations = [self._prompts.prompts[row] for row in of_answers], self._setup.model, None
+        among = runtime if runtime.world_size > 1 else None
+        draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=among)
         if self._server is not None:
             answers = self._server.sample(step, [self._prompts.prompts[row] for row in rows], decoding)
+        elif self._tools is not None:
+            read = [self._prompts.row(row) for row in of_answers]
+            conversations = self._tools.converse(prompts, decoding, draw, rows=read, runtime=runtime, model=model)
+            assert conversations is not None, "sampling is not asked to stop"
+            answers = [SampledAnswer(each.ids, each.nats) for each in conversations]
         else:
-            answers = sample_answers(
-                self._setup.model,
-                [self._prompts.prompts[row] for row in of_answers],
-                decoding,
-                batch_size=section.batch_size,
-                runtime=runtime if runtime.world_size > 1 else None,
-            )
+            answers = draw(prompts, decoding)
         runtime.liveness.enter_phase("rewards", step)
-        rewards = reward_on_main(
-            self._setup, self._rewards, self._prompts, of_answers, [answer.ids for answer in answers]
-        )
-        rollout = self._compare(step, rows, answers, rewards)
+        rewarded = [answer.ids for answer in answers] if conversations is None else conversations
+        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, rewarded)
+        rollout = self._compare(step, rows, answers, rewards, conversations)
         if self._config.grpo.num_iterations > 1 or self._server is not None:
             rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
+        rollout = self._with_drawn_ratios(rollout)
         if self._server is not None:
             # The server's are before temperature.
             nats = rollout.old_nats if section.temperature == 1 else self._nats(rollout, 1.0)
@@ -179,7 +201,14 @@ class RolloutLoader:
         server_nats = [value for n in chosen for value in rollout.answers[n].nats]
         return self._server.compare(rollout.step, own_nats, server_nats)
 
-    def _compare(self, step: int, rows: list[int], answers: list[SampledAnswer], rewards: list[list[float]]) -> Rollout:
+    def _compare(
+        self,
+        step: int,
+        rows: list[int],
+        answers: list[SampledAnswer],
+        rewards: list[list[float]],
+        conversations: list[GeneratedConversation] | None,
+    ) -> Rollout:
         """Compute advantages and the metrics of a rollout."""
         names = self._rewards.metrics
         table = torch.tensor(rewards, dtype=torch.float64)
@@ -187,22 +216,37 @@ class RolloutLoader:
         group_advantages = advantages_of(
             table, self._rewards.weights, self._config.grpo.scale_rewards, num_generations=group
         )
-        metrics = {
-            "reward": float(group_advantages.rewards.nanmean()),
-            "reward_std": float(group_advantages.deviations.mean()),
-            **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
-            "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
-            "answer_length": math.fsum(len(answer.ids) for answer in answers) / len(answers),
-            "truncated": sum(self._is_truncated(answer.ids) for answer in answers) / len(answers),
-        }
-        return Rollout(
+        rollout = Rollout(
             step=step,
             rows=rows,
             answers=answers,
             rewards=rewards,
             advantages=group_advantages.values.flatten().tolist(),
-            metrics={name: value for name, value in metrics.items() if not math.isnan(value)},
+            metrics={},
+            conversations=conversations,
         )
+        every = range(len(answers))
+        metrics = {
+            "reward": float(group_advantages.rewards.nanmean()),
+            "reward_std": float(group_advantages.deviations.mean()),
+            **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
+            "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
+            "answer_length": math.fsum(map(rollout.num_generated, every)) / len(answers),
+            "truncated": sum(self._is_truncated(rollout, n) for n in every) / len(answers),
+            **({} if conversations is None else metrics_of(conversations)),
+        }
+        return replace(rollout, metrics={name: value for name, value in metrics.items() if not math.isnan(value)})
+
+    def _with_drawn_ratios(self, rollout: Rollout) -> Rollout:
+        """Add by how much the probabilities that training computes differ from those with which tokens were drawn."""
+        if rollout.old_nats is None or self._config.rollout.temperature != 1:  # the drawn ones are before temperature
+            return rollout
+        pairs = (zip(rollout.answers[n].nats, rollout.old_nats[n], strict=False) for n in self._in_loss(rollout))
+        ratios = [math.exp(min(_MOST_NATS, drawn - now)) for pair in pairs for drawn, now in pair]
+        if not ratios:
+            return rollout
+        measured = {"drawn_ratio": math.fsum(ratios) / len(ratios), "largest_drawn_ratio": max(ratios)}
+        return replace(rollout, metrics={**rollout.metrics, **measured})
 
     def _is_on_record(self, step: int) -> bool:
         """Return whether an earlier start, or the run that is replayed, generated the answers. Collective."""
@@ -223,9 +267,13 @@ class RolloutLoader:
             for answer in answers
         ]
         sampled = [SampledAnswer(answer["ids"], answer.get("sampled_nats", [])) for answer in answers]
-        rollout = self._compare(step, rows, sampled, rewards)
+        conversations = (
+            None if self._tools is None else [GeneratedConversation.from_record(answer) for answer in answers]
+        )
+        rollout = self._compare(step, rows, sampled, rewards, conversations)
         metrics = {**rollout.metrics, **record.get("server", {})}
-        return replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
+        rollout = replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
+        return self._with_drawn_ratios(rollout)
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
         names = self._rewards.names
@@ -240,9 +288,10 @@ class RolloutLoader:
                 "advantage": advantage,
                 "sampled_nats": answer.nats,
                 **({"nats": nats} if nats else {}),
+                **({} if rollout.conversations is None else rollout.conversations[n].as_record(self._prompts.text)),
             }
-            for answer, each, advantage, nats in zip(
-                rollout.answers, rollout.rewards, rollout.advantages, old, strict=True
+            for n, (answer, each, advantage, nats) in enumerate(
+                zip(rollout.answers, rollout.rewards, rollout.advantages, old, strict=True)
             )
         ]
         size = self._config.rollout.num_generations
@@ -261,24 +310,27 @@ class RolloutLoader:
             ],
         }
 
-    def _is_truncated(self, answer: Sequence[int]) -> bool:
+    def _is_truncated(self, rollout: Rollout, n: int) -> bool:
+        if rollout.conversations is not None:
+            return not rollout.conversations[n].has_end
+        answer = rollout.answers[n].ids
         return not answer or answer[-1] not in self._stops
 
-    def _counts(self, answer: Sequence[int]) -> bool:
+    def _counts(self, rollout: Rollout, n: int) -> bool:
         """Whether an answer's tokens count in the loss."""
-        return not (self._config.grpo.mask_truncated_completions and self._is_truncated(answer))
+        return not (self._config.grpo.mask_truncated_completions and self._is_truncated(rollout, n))
 
     def _in_loss(self, rollout: Rollout) -> list[int]:
         """Return the answers that have a gradient: with an advantage of 0 they have none, unless there is a KL term."""
         has_gradient = [bool(advantage) or self._config.grpo.beta > 0 for advantage in rollout.advantages]
-        return [n for n, answer in enumerate(rollout.answers) if has_gradient[n] and self._counts(answer.ids)]
+        return [n for n in range(len(rollout.answers)) if has_gradient[n] and self._counts(rollout, n)]
 
     def _microbatches(self, rollout: Rollout) -> list[tuple[int, GroupMicrobatch]]:
         """Cut the answers of a rollout into micro-batches, and return this rank's."""
         chosen = self._in_loss(rollout)
-        num_tokens = sum(len(answer.ids) for answer in rollout.answers if self._counts(answer.ids))
+        num_tokens = sum(rollout.num_generated(n) for n in range(len(rollout.answers)) if self._counts(rollout, n))
         denominator = self._loss.denominator(len(rollout.answers), num_tokens)
-        in_loss = sum(len(rollout.answers[n].ids) for n in chosen)
+        in_loss = sum(rollout.num_generated(n) for n in chosen)
         groups, own_groups = self._split(rollout, chosen)
         microbatches = [
             (
@@ -320,12 +372,13 @@ class RolloutLoader:
 
     def _prompt_and_answer(self, rollout: Rollout, n: int) -> list[int]:
         row = rollout.rows[n // self._config.rollout.num_generations]
-        return [*self._prompts.prompts[row], *rollout.answers[n].ids]
+        opened = None if rollout.conversations is None else rollout.conversations[n].prompt
+        return [*(opened or self._prompts.prompts[row]), *rollout.answers[n].ids]
 
     def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
         ids = torch.tensor(self._prompt_and_answer(rollout, n))
         is_target = torch.zeros(len(ids), dtype=torch.bool)
-        is_target[len(ids) - len(rollout.answers[n].ids) :] = True
+        is_target[len(ids) - len(rollout.answers[n].ids) :] = torch.tensor(rollout.is_generated(n), dtype=torch.bool)
         old = None if rollout.old_nats is None else rollout.old_nats[n]
         return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old)
 
@@ -338,7 +391,7 @@ class RolloutLoader:
             ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(own_groups)
         )
         compute = partial(nats_of_tokens, temperature=temperature)
-        answer_nats: list[list[float]] = [[0.0] * len(answer.ids) for answer in rollout.answers]
+        answer_nats = [[0.0] * rollout.num_generated(n) for n in range(len(rollout.answers))]
         with evaluation_mode(self._setup.model):
             for place in range(rounds):
                 if place >= len(own_groups):
@@ -348,7 +401,7 @@ class RolloutLoader:
                 rows = self._setup.collate([self._scored(rollout, n).row for n in answers])
                 nats = iter(runtime.placement.forward(compute, self._setup.model, rows).tolist())
                 for n in answers:
-                    answer_nats[n] = [next(nats) for _ in rollout.answers[n].ids]
+                    answer_nats[n] = [next(nats) for _ in answer_nats[n]]
         shared = iter(runtime.collectives.sum(value for answer in answer_nats for value in answer))
         return [[next(shared) for _ in answer] for answer in answer_nats]
 
@@ -359,9 +412,13 @@ def stops_of(setup: Setup) -> list[int]:
 
 
 def reward_on_main(
-    setup: Setup, rewards: Rewards, prompts: PromptRows, rows: Sequence[int], answers: Sequence[Sequence[int]]
+    setup: Setup,
+    rewards: Rewards,
+    prompts: PromptRows,
+    rows: Sequence[int],
+    answers: Sequence[Sequence[int] | GeneratedConversation],
 ) -> list[list[float]]:
-    """Reward all answers on the main process, so that a function sees them together. Collective.
+    """Reward all answers or conversations on the main process, so that a function sees them together. Collective.
 
     `rows` has the row of each answer. If a function fails, its DataError is raised on all ranks.
     """
@@ -369,7 +426,12 @@ def reward_on_main(
     with setup.runtime.collectives.failing_together("rewarding answers"):
         if setup.runtime.is_main_process:
             stops = stops_of(setup)
-            given = [prompts.answer(row, ids, stops) for row, ids in zip(rows, answers, strict=True)]
+            given = [
+                prompts.conversation(row, each, stops)
+                if isinstance(each, GeneratedConversation)
+                else prompts.answer(row, each, stops)
+                for row, each in zip(rows, answers, strict=True)
+            ]
             record = "" if setup.journal is None else str(setup.journal.folder.record_file)
             values = rewards(given, deadline=partial(setup.runtime.liveness.deadline, record=record))
     return setup.runtime.collectives.broadcast_from_main(values)
