@@ -78,10 +78,6 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
         )
         _refuse_missing_weights(where, info)
     prepare_base(model)
-    if config.model_type not in _RECORDED:
-        from finetune.model.unknown_family import learn_family  # only for types without a record
-
-        learn_family(model)
     # The commit that was read, for the adapter's config; transformers loses it here.
     model.config._commit_hash = getattr(config, "_commit_hash", None) or section.revision
     built: PreTrainedModel = model
@@ -89,12 +85,19 @@ def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel
 
 
 def prepare_base(model: Any) -> None:
-    """Give a model the settings that training needs: no cache, no padding index, and routing by score."""
+    """Give a model the settings that training needs: no cache, no padding index, and routing by score.
+
+    If the engine has no record of its type, it may learn one, see `learn_family`.
+    """
     model.config.use_cache = False
     # A padding index would stop the gradient of its row, which for Phi is a token that ends text.
     model.get_input_embeddings().padding_idx = None
     if route_by_score(model):
         _log.info("experts are chosen by score in training too: the curve does not depend on how batches are cut")
+    if model.config.model_type not in _RECORDED:
+        from finetune.model.unknown_family import learn_family  # only for types without a record
+
+        learn_family(model)
 
 
 def read_model_config(section: ModelSection) -> PretrainedConfig:

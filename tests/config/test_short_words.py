@@ -52,7 +52,7 @@ def test_neither_a_config_nor_a_path_is_told_how_to_write_both(write):
     problem = problem_of("data=chat.jsonl")
     assert problem.startswith("command line: data=chat.jsonl: there is no configs/data/chat.jsonl.yaml")
     assert f"no file or folder of this name (looked in {Path.cwd()})" in problem
-    assert "There is: orders, phi4. Did you mean chats.jsonl?" in problem
+    assert "There is: orders, phi4, sums. Did you mean chats.jsonl?" in problem
     assert "data=FILE, data=./FOLDER, data=ORG/NAME or data.path=HUB_ID" in problem
     assert "Did you mean phi4_mini? For a model of your own write model=./FOLDER" in problem_of("model=phi4_minni")
     assert "For rows write data=chats.jsonl, for a model model=chats.jsonl." in problem_of("run=chats.jsonl")
