@@ -57,10 +57,11 @@ def _prove(name: str, overrides: list[str], *, as_json: bool) -> int:
         )
     configure_logs(0, level=logging.ERROR)  # what matters is in the table
     with importing():
-        from finetune.diagnose.family import FamilyProof, find_family
+        from finetune.diagnose.family import FamilyProof, errors_of_transformers_only, find_family
 
     config, source = find_family(name)
-    with stop_signals_go_to(raise_at_once), TemporaryDirectory(prefix="finetune-doctor-") as folder:
+    folders = TemporaryDirectory(prefix="finetune-doctor-")
+    with stop_signals_go_to(raise_at_once), errors_of_transformers_only(), folders as folder:
         proof = FamilyProof(config, Path(folder), show=lambda result: None if as_json else _show(result))
         record = proof.as_record()
         if not as_json:

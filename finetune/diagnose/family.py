@@ -132,6 +132,19 @@ def _cached_folder(hub_id: str) -> str | None:
     return None
 
 
+@contextmanager
+def errors_of_transformers_only() -> Iterator[None]:
+    """Hide what transformers warns of in the block: kernels and keys that the model itself has."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+
+
 class FamilyProof:
     """The proof of one family, and the results so far.
 
@@ -139,10 +152,8 @@ class FamilyProof:
     """
 
     def __init__(self, config: Any, folder: Path, show: Callable[[StageResult], object]) -> None:
-        from transformers.utils import logging
 
         self._folder, self._show = folder, show
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # of kernels and keys that the model itself has
         try:
             self._config = shrunken_config(config, _VOCABULARY)
             self._model: Any = random_model(self._config)
