@@ -152,7 +152,6 @@ class FamilyProof:
     """
 
     def __init__(self, config: Any, folder: Path, show: Callable[[StageResult], object]) -> None:
-
         self._folder, self._show = folder, show
         try:
             self._config = shrunken_config(config, _VOCABULARY)

@@ -199,10 +199,12 @@ def _ways_to_generate(
     plan: Plan, generating: Generating, batch_key: str, length_key: str, config: Config
 ) -> Iterator[str]:
     """The keys limit how many answers are generated at once, and the tokens of an answer."""
-    constant = generating.held + generating.merged
-    room = plan.device.memory - plan.device.reserve - constant
-    fit = room * generating.answers // (generating.total - constant)
-    if 0 < fit < generating.answers:
+    room = plan.device.memory - plan.device.reserve - generating.held - generating.merged
+    # Prompts may begin alike, so fewer of them may take as much memory.
+    growing = max(generating.logits, generating.step)
+    shares = ((n, n / generating.answers) for n in range(generating.answers - 1, 0, -1))
+    fits = (n for n, part in shares if generating.cache * part + max(generating.prompts, growing * part) <= room)
+    if fit := next(fits, 0):
         yield f"a lower {batch_key}: {fit} answers at once fit"
     yield f"a lower {length_key} (it is {values(config)[length_key]})"
     if generating is plan.generating and config.training.method == "lora":

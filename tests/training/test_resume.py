@@ -39,7 +39,8 @@ REFUSED = {
     "training": "method objective max_steps num_epochs drop_last precision neftune_alpha",
     "grpo": "loss_type scale_rewards epsilon epsilon_high importance_sampling_level beta num_iterations "
     "mask_truncated_completions",
-    "rollout": "num_generations max_completion_length temperature top_p top_k batch_size",
+    "rollout": "num_generations max_completion_length temperature top_p top_k batch_size tools tool_schemas "
+    "environment max_turns max_result_tokens",
     "reward": "functions weights pattern",
     "preference": "beta gamma desirable_weight undesirable_weight",
     "validation": "drop_last by num_samples max_new_tokens",
