@@ -113,7 +113,7 @@ def find_family(name: str) -> tuple[Any, str]:
     config: Any = read_model_config(section)
     if hasattr(config, "text_config"):
         raise ModelError(
-            f"{name} is a {config.model_type} model, whose layers are those of several models: a proof needs one "
+            f"{name} is a {config.model_type} model, which consists of several models. A proof needs a single "
             f"stack of layers. Its text model has the type {config.text_config.model_type}: give a config.json with "
             "its keys, or this model type."
         )

@@ -57,7 +57,7 @@ class Linear(NamedTuple):
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weight is packed, of which no part can be taken."""
+        """Whether the weight is packed. No part of such a weight can be taken."""
         return self.weight.is_mkldnn
 
     @property

@@ -22,7 +22,7 @@ class Draws(Protocol):
         ...
 
     def choose(self, scores: torch.Tensor, levels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose a token of each row, and return -log p of it too."""
+        """Choose a token for each row. Return the tokens, and -log p of each."""
         ...
 
     def note(self, nats: torch.Tensor) -> None:

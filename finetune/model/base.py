@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _RECORDED = frozenset(FAMILIES)
-"""Types of models whose layers are known, whatever is learned later."""
+"""The model types that have a record from the start. Those that `learn_family` adds are not among them."""
 
 
 def build_base_model(section: ModelSection, **arguments: Any) -> PreTrainedModel:

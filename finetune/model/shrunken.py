@@ -104,7 +104,7 @@ def shrunken_config(config: PretrainedConfig, vocab_size: int = VOCABULARY) -> P
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
-    """Build a seeded random model in fp32 whose loss depends on each of its parts.
+    """Build a seeded random model in fp32 in which every part changes the loss.
 
     Matrices are larger than transformers initializes them. Norm weights differ from 1 and biases from 0.
     """

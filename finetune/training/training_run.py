@@ -258,7 +258,7 @@ class TrainingRun:
             _log.info("step %d overflows in fp16: computed again with loss scale %d", step, self.loss_scale.value)
 
     def _read_again(self, epoch: int, place: int) -> list[tuple[int, Microbatch]]:
-        """Read on from a step of an epoch, after the loader's micro-batches were halved. Return those of the step."""
+        """Read an epoch again from a step whose micro-batches were halved. Return the micro-batches of this step."""
         self._batches = self._train_loader.steps(epoch, place)
         return next(self._batches)
 

@@ -63,7 +63,7 @@ class GeneratedConversation:
     """Whether the last answer is whole and calls nothing."""
     goes_on: bool = True
     prompt: list[int] | None = None
-    """The tokens of the prompt, if the environment added turns to those of the row."""
+    """The tokens of the prompt, if the environment added turns to it; None: the prompt is that of the row."""
     score: float = math.nan
     """The score of the environment, if it is asked for."""
 

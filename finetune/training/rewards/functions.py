@@ -47,8 +47,8 @@ class GeneratedAnswer:
     ids: Sequence[int]
     """Its tokens, including the end token."""
     turns: Sequence[Turn] | None = None
-    """With tools or an environment: all turns after the prompt. Then `ids` are those of all turns, and the texts those
-    of the last answer."""
+    """All turns after the prompt, in a run with tools or an environment. There, `ids` has the tokens of all turns, and
+    the texts are from the last answer."""
     score: float = math.nan
     """The score of the environment."""
 

@@ -99,7 +99,7 @@ def error_text(message: str) -> str:
 
 
 def _describe(tools: Mapping[str, Callable[..., Any]]) -> str:
-    """Return the JSON schemas of tools, or raise a ConfigError for one that has none."""
+    """Return the JSON schemas of tools. If a tool cannot be described, raise a ConfigError."""
     from transformers.utils.chat_template_utils import get_json_schema
 
     schemas = []

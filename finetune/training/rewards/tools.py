@@ -45,7 +45,7 @@ class Result:
     failed: bool
     """Whether it is an error."""
     characters: int = 0
-    """Characters of the whole result, of which `text` may be the beginning."""
+    """The length of the whole result. `text` may be only its beginning."""
     role: str = "tool"
     """The role of its turn: an environment's may be another one."""
     printed: str = ""
