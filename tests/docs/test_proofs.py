@@ -57,8 +57,9 @@ def test_links_of_the_repositorys_own_pages_lead_somewhere(name):
     assert [target for target in targets if not (REPOSITORY / target).exists()] == []
 
 
-def test_the_pictures_are_small_and_ask_nobody():
+def test_the_readme_is_short_and_its_pictures_are_small_and_ask_nobody():
     text = README.read_text(encoding="utf-8")
+    assert len(text.split()) < 900
     shown = {"docs/assets/report-dark.png", "docs/assets/report-light.png"}
     assert set(re.findall(r"docs/assets/[\w.-]+\.(?:svg|png)", text)) == shown
     for drawn in DOCS.glob("assets/*.svg"):
