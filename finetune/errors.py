@@ -97,16 +97,12 @@ class RequirementError(FinetuneError):
     exit_code = 3
 
 
-class ServerError(RunFailedError):
-    """The server that answers prompts is gone, or its answer cannot be used. The loop saves a checkpoint first."""
+class NoRowsError(RunFailedError):
+    """The rows of the next step cannot be had, for a reason outside of the run. The loop saves a checkpoint first."""
 
     def __init__(self, message: str, *, is_preempted: bool = False) -> None:
         super().__init__(message)
         self.is_preempted = is_preempted
-
-
-class ServerLostError(ServerError):
-    """The server was gone for too long, or the run was asked to stop while it waited."""
 
 
 class PreemptedError(FinetuneError):

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.errors import ConfigError, RunFailedError, ServerLostError, last_line
+from finetune.errors import ConfigError, RunFailedError, last_line
 from finetune.export.compressed_folder import scheme_of
 from finetune.export.converters import python_with
 from finetune.export.served_comparison import Rendered, Turns
 from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
-from finetune.inference.vllm_server import ServerGoneError, ServerRefusalError, VllmServer
+from finetune.inference.vllm_server import ServerGoneError, ServerLostError, ServerRefusalError, VllmServer
 from finetune.model.targets import read_adapter_config
 
 PYTHON = "FINETUNE_VLLM"

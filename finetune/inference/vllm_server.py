@@ -22,7 +22,7 @@ from threading import Event
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from finetune.config.schema import split_server_address
-from finetune.errors import ConfigError, ServerError, ServerLostError
+from finetune.errors import ConfigError, NoRowsError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.vllm_answers import Choice, Limits, LoadedModel, read_choices, read_models, read_tokens
 from finetune.limits import DeadlineExceededError, StopRequestedError, call_within
@@ -350,6 +350,14 @@ def _error_message(answer: bytes, key: str) -> str:
     if key:
         text = text.replace(key, "…")  # a server may repeat the request
     return " ".join(text[: 2 * _MOST_SHOWN].split())[:_MOST_SHOWN]
+
+
+class ServerError(NoRowsError):
+    """The server that answers prompts is gone, or its answer cannot be used."""
+
+
+class ServerLostError(ServerError):
+    """The server was gone for too long, or the run was asked to stop while it waited."""
 
 
 class ServerGoneError(ServerError):

@@ -7,7 +7,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from finetune.errors import RunFailedError, ServerError
+from finetune.errors import NoRowsError, RunFailedError
 from finetune.runs.state import TrainerState
 from finetune.signals import end_steps
 from finetune.training.cadence import Cadence, StopRules
@@ -44,7 +44,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
     Collective: every rank, with equal arguments; every rank leaves at the same step.
 
     Raises:
-        ServerError: on every rank, after saving: the server that answers prompts is gone, or its answer is wrong.
+        NoRowsError: on every rank, after saving: the rows of the next step cannot be had.
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
@@ -71,7 +71,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                     state, end = _after_step(state, cadence, run, rules, is_preempted=result.num_preempted > 0)
                     if end is not None:
                         break
-        except ServerError as error:
+        except NoRowsError as error:
             if state.step > first_step and not cadence.saves_after(state.step):
                 run.save(state)
             if not error.is_preempted:

@@ -12,10 +12,10 @@ import torch
 
 from finetune import load_config
 from finetune.cli.overrides import train_from_overrides
-from finetune.errors import ConfigError, ServerError, ServerLostError
+from finetune.errors import ConfigError
 from finetune.export.vllm_served import ServedByVllm
 from finetune.inference.decoding import Decoding, Sampling
-from finetune.inference.vllm_server import VllmServer
+from finetune.inference.vllm_server import ServerError, ServerLostError, VllmServer
 from tests.in_process import run_finetune
 from tests.raw_server import drip, http, raw_server
 

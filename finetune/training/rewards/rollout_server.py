@@ -8,9 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import derived_seed
-from finetune.errors import PreemptedError, RunFailedError, ServerError
+from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.inference.vllm_server import VllmServer
+from finetune.inference.vllm_server import ServerError, VllmServer
 from finetune.runs.checkpoints import adapter_for_server
 from finetune.training.rewards.prompt_rows import PromptRows
 
