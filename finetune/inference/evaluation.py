@@ -131,6 +131,7 @@ def evaluate_model(
         rows={name: RowValues(*losses[name].tolist(), measured[name]) for name in names},
         num_left_out=loader.num_left_out,
         num_unended=unended,
+        num_answers=len(chosen),
     )
 
 

@@ -106,13 +106,15 @@ class Evaluation:
     forgetting: Forgetting | None = None
     num_unended: Mapping[ModelName, int] = field(default_factory=dict)
     """The answers of each model that the limit of tokens cut off. An empty mapping if nothing was answered."""
+    num_answers: int = 0
+    """The answers of each model. `answers` may hold only some of them, as examples."""
 
     @property
     def unended(self) -> str:
         """Say how many answers did not end; empty if all did."""
         names = {"base": self.other_name}
         counts = [
-            f"{number:,} of {counted(len(self.answers), 'answer')} of {names.get(name, name)}"
+            f"{number:,} of {counted(self.num_answers, 'answer')} of {names.get(name, name)}"
             for name, number in self.num_unended.items()
             if number
         ]

@@ -49,8 +49,8 @@ def test_the_table_shows_base_against_tuned_and_at_most_three_answers(render):
 def test_answers_that_did_not_end_are_counted_for_each_model(render):
     answers = [answered("p", "e", base="b", tuned="t")] * 3
     scores = {name: Scores(loss=0.25) for name in ("base", "tuned")}
-    text = render(scores, answers, num_unended={"base": 3, "tuned": 0})
-    assert "Did not end within testing.max_new_tokens: 3 of 3 answers of base." in text
+    text = render(scores, answers, num_unended={"base": 4, "tuned": 0}, num_answers=9)
+    assert "Did not end within testing.max_new_tokens: 4 of 9 answers of base." in text
     assert "Did not end" not in render(scores, answers, num_unended={"base": 0, "tuned": 0})
 
 
