@@ -561,6 +561,7 @@ def test_a_pattern_of_a_run_that_never_ends_is_stopped(untrusted, tmp_path, monk
         assert f"lora.{key} is {NEVER_ENDS}, which takes longer than 1 s to match" in done.errors
 
 
+@pytest.mark.slow
 def test_a_pattern_of_rewards_that_never_ends_is_stopped(monkeypatch):
     monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
     section = load_config(["model=phi_tiny", "data=orders", f"reward.pattern={NEVER_ENDS}"]).reward

@@ -77,6 +77,7 @@ def presets() -> dict[str, ModelSection]:
     return {name: compose([f"model={name}"], complete=False).model for name in names}
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_shipped_sizes_make_the_published_number_of_parameters(name):
     published = published_sizes(presets()[name])

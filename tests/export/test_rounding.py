@@ -71,6 +71,7 @@ def changed(model, part, factor):
     return other
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["phi3", "phi"])
 @pytest.mark.parametrize(("file_type", "scale"), [(F32, 1.05), (F16, 1.05), (BF16, 1.5), (Q8_0, 1.5)])
 def test_rounded_weights_are_within_the_bound_and_other_weights_are_not(kind, file_type, scale):

@@ -139,6 +139,7 @@ def edits_of(rows):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", ["none", "another order", "a test row less", "a row more"])
 def test_rows_that_the_run_was_trained_on_are_left_out(measured, figures, held_out_run, edit, caplog):
     run, file, by_split = held_out_run

@@ -82,5 +82,6 @@ def test_every_weight_trains_and_the_model_loads_in_plain_transformers(inputs, t
         assert {event["model"] for event in events(run, "test")} == {"tuned"}
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(inputs, trained, tmp_path):
     refuse_to_differ_after_a_break(words_of(inputs, tmp_path, "biased"), trained["biased"][0], tmp_path / "broken")

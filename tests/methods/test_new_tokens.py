@@ -92,6 +92,7 @@ def test_the_tokenizer_beside_the_adapter_knows_them(trained, inputs):
     assert shown == "<order>yes</order>", "an answer must show them"
 
 
+@pytest.mark.few(1)
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(trained, inputs, tmp_path):
     words = [*words_for(inputs[0], tmp_path), *WORDS]
     refuse_to_differ_after_a_break(words, trained[1], tmp_path / "broken")

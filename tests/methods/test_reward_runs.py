@@ -229,6 +229,7 @@ def refuse_to_differ(one, other):
         assert theirs["loss"] == mine["loss"]
 
 
+@pytest.mark.slow
 def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(inputs, tmp_path, monkeypatch):
     (tmp_path / "rewards_of_a_test.py").write_text(
         "def solves(prompts, completions, completion_ids, limit, expected, **columns):\n"
@@ -249,6 +250,7 @@ def test_a_function_of_ones_own_gets_columns_and_is_not_called_by_a_replay(input
     assert "rewards_of_a_test" not in sys.modules
 
 
+@pytest.mark.slow
 def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_afterwards(inputs, tmp_path, monkeypatch):
     file, run = tmp_path / "mine.py", tmp_path / "run"
     file.write_text("def sums(completion_ids, **columns): return [float(sum(ids) % 7) for ids in completion_ids]\n")
@@ -293,6 +295,7 @@ def test_a_function_that_holds_the_interpreters_lock_is_ended_in_time(inputs, tm
     assert record(tmp_path / "run")["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_run_that_made_no_update_over_all_its_starts_is_no_success(inputs, tmp_path, monkeypatch):
     run, equal = tmp_path / "run", ["reward.pattern=never", "checkpoint.save_every=2"]
     nothing = (
@@ -318,6 +321,7 @@ def test_a_run_that_made_no_update_over_all_its_starts_is_no_success(inputs, tmp
     assert record(run)["status"] == "completed", "later steps have made an update"
 
 
+@pytest.mark.slow
 def test_a_learning_rate_of_0_asks_for_no_update_and_strict_refuses_a_step_without_one(inputs, tmp_path):
     more = ["reward.pattern=never", "training.max_steps=1"]
     train_from_overrides(words(inputs, tmp_path / "run", *more, "optim.learning_rate=0"))

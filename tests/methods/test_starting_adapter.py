@@ -64,6 +64,7 @@ def test_a_run_goes_on_from_the_adapter_of_another(first, second):
     assert all(not torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(second, tmp_path):
     refuse_to_differ_after_a_break(second[2], second[0], tmp_path / "broken")
 

@@ -104,6 +104,7 @@ def test_a_matrix_that_no_update_changes_ends_the_run_unless_the_learning_rate_i
     assert record(tmp_path / "none")["status"] == "completed"
 
 
+@pytest.mark.slow
 def test_steps_count_from_the_start_of_the_run_and_not_from_a_resume(change, inputs, tmp_path):
     change(bypass)
     with pytest.MonkeyPatch.context() as patch:
