@@ -310,6 +310,7 @@ WRONG = {
     "fingerprints": [[1], "text", {"base": 1}],
     "result": ["text", [1], 3],
     "memory": ["text", [1]],
+    "parameters": ["text", [1]],
     "global_batch": [7, [1]],
     "resolved_paths": ["text", {"model.path": 1}],
     "starts": ["text", [1], 7],

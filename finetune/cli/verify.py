@@ -61,6 +61,9 @@ def verify(
     replay: Annotated[
         int, typer.Option(metavar="N", help="Compute N recorded steps of a run again, and compare their losses.", min=0)
     ] = 0,
+    receipt: Annotated[
+        bool, typer.Option("--receipt", help="Only check the run's receipt.json against its folder.")
+    ] = False,
     runtime: Annotated[
         str | None, typer.Option(help="vllm: compare in vLLM, which is started for it. See also --server.")
     ] = None,
@@ -85,6 +88,12 @@ def verify(
     """Verify a folder as the options say. Print each comparison, and write the certificate."""
     refuse_several_processes("verify")
     configure_logs(rank=0)
+    if receipt:
+        from finetune.report.receipt import check_receipt
+        from finetune.runs.recorded_run import open_run
+
+        say(f"The receipt fits its run: {check_receipt(open_run(source))} facts are equal.")
+        return
     is_run = (source.expanduser() / "config.yaml").exists()  # find_run says what else than a file it is
     run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
     rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})

@@ -40,6 +40,8 @@ class Published(NamedTuple):
     """The address of its config.json."""
     sizes: dict[str, Any]
     """Keys of config.json, and `rope_type`."""
+    pretraining_tokens: float | None = None
+    """The tokens of its training, as its model card says."""
 
     def as_config(self) -> dict[str, Any]:
         """Return the sizes as `model.config`."""
@@ -255,4 +257,7 @@ def _files_in(index: Path) -> list[str]:
 @cache
 def _all_published() -> dict[str, Published]:
     models = yaml.safe_load(_PUBLISHED.read_text(encoding="utf-8"))
-    return {name: Published(facts["source"], facts["config"]) for name, facts in models.items()}
+    return {
+        name: Published(facts["source"], facts["config"], facts.get("pretraining_tokens"))
+        for name, facts in models.items()
+    }

@@ -63,11 +63,6 @@ def require_libraries() -> None:
 
 def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> str:
     """Build the page about one run, or about several to compare, as HTML. The previews of their data may be empty."""
-    jinja2 = import_module("jinja2")
-    folder = jinja2.FileSystemLoader(_FOLDER)
-    options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
-    environment = jinja2.Environment(loader=folder, finalize=_visible_unless_markup, **options)
-    environment.filters |= {"number": sentences.format_number, "percent": sentences.percent, "size": _size}
     charts, best = [*parallel_charts(runs), *build_charts(runs)], sentences.best_run(runs)
     records = [chart.as_record() for chart in charts]
     vega = compile_charts(records)
@@ -75,12 +70,10 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
         charts, records = [], []
         _log.error(_NOT_DRAWN)
     scripts = [vega or "", (_FOLDER / "page.js").read_text(encoding="utf-8")]
-    template = environment.get_template("page.html.j2")
     return str(
-        template.render(
+        page_template("page.html.j2").render(
             mark=_markup(MARK),
             policy=_policy(scripts),
-            style=_markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
             scripts=[_markup(script) for script in scripts],
             payload=_markup(script_data(records)),
             title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
@@ -94,6 +87,17 @@ def build_page(runs: Sequence[RecordedRun], data: Sequence[PreviewedData]) -> st
             data=data,
         )
     )
+
+
+def page_template(name: str) -> Any:
+    """Return a template of this folder, which has the style sheet as `style`. It escapes and makes visible all text."""
+    jinja2 = import_module("jinja2")
+    folder = jinja2.FileSystemLoader(_FOLDER)
+    options = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = jinja2.Environment(loader=folder, finalize=_visible_unless_markup, **options)
+    environment.filters |= {"number": sentences.format_number, "percent": sentences.percent, "size": _size}
+    environment.globals["style"] = _markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
+    return environment.get_template(name)
 
 
 def script_data(value: object) -> str:

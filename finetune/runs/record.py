@@ -119,6 +119,7 @@ class RunRecord:
             "git_commit": read_git_commit(Path.cwd()),
             "starts": [*(earlier.get("starts") or []), now],
             "num_steps": None,
+            "parameters": None,
             "memory": earlier.get("memory"),
             "low_precision": None,
             "script": None,
@@ -167,7 +168,7 @@ class _Opening(BaseModel, strict=True):
 
 _TYPES: dict[str, Any] = {
     **get_type_hints(RunStart),
-    **dict.fromkeys(("memory", "low_precision", "script", "profile", "result"), Mapping[str, Any]),
+    **dict.fromkeys(("memory", "low_precision", "parameters", "script", "profile", "result"), Mapping[str, Any]),
     **dict.fromkeys(("status", "git_commit", "finished"), str),
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
 }

@@ -18,7 +18,7 @@ from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE
 from finetune.errors import ConfigError, DataError
 from finetune.inference.losses import LossSums, SplitLosses
-from finetune.model.base import longrope_boundary
+from finetune.model.base import count_parameters, longrope_boundary
 from finetune.runs.checkpoints import load_checkpoint
 from finetune.runs.model_files import LoadedRun, load_model
 from finetune.runs.state import TrainerState
@@ -306,4 +306,6 @@ class Trainer:
             opening = read_opening(self.config.data, reads) if is_all_here(self.config.data) else None
         if opening is not None:
             journal.record(opening=opening._asdict())
+        trained, total = count_parameters(self.model)
+        journal.record(parameters={"trained": trained, "all": total})
         journal.start_training(state, cadence.num_steps)

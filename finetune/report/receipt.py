@@ -1,0 +1,177 @@
+"""The receipt of a finished run: its rows, base, computation, time, versions and results, from its files alone."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import CheckpointError, ConfigError, RequirementError
+from finetune.limits import read_regular
+from finetune.model.from_hub import published_sizes
+from finetune.report.page import page_template
+from finetune.runs.durable import describe_os_error, replace_file
+from finetune.runs.metrics import number_in
+from finetune.runs.recorded_run import RecordedRun, mapping
+from finetune.runs.row_record import read_row_record
+
+NOT_KNOWN = "not known"
+JSON_NAME, PAGE_NAME = "receipt.json", "receipt.html"
+_CERTIFICATE = "certificate.json"
+
+
+def build_receipt(run: RecordedRun) -> dict[str, Any]:
+    """Build the receipt. What the files do not tell is `NOT_KNOWN`.
+
+    Raises:
+        CheckpointError: the run has no published weights, or they are damaged.
+        ConfigError: the run is not complete.
+    """
+    weights = run.find_weights()
+    if run.state != "completed" or run.config is None:
+        why = run.why_no_config or f"its state is {run.state}"
+        raise ConfigError(f"{run.name} has no receipt: {why}. A receipt is of a completed run: go on with resume=auto.")
+    prints, config, verdicts = run.part("fingerprints"), run.config, mapping(run.result.get("verdict"))
+    return {
+        "receipt": 1,
+        "rows": _rows(run),
+        "base": {"name": config.model.path or NOT_KNOWN, "sha256": prints.get("base", NOT_KNOWN)},
+        "weights": {"manifest_sha256": hashlib.sha256(read_regular(weights / "manifest.json")).hexdigest()},
+        "training": {
+            "objective": config.training.objective,
+            "method": config.training.method,
+            "config_sha256": prints.get("config", NOT_KNOWN),
+            **_computation(run),
+        },
+        "time": {
+            "starts": run.entries("starts"),
+            "finished": run.finished or NOT_KNOWN,
+            "device": run.record.get("device") or NOT_KNOWN,
+            "device_seconds_of_steps": _device_seconds(run),
+        },
+        "energy": NOT_KNOWN,
+        "versions": run.part("versions"),
+        "git_commit": run.record.get("git_commit") or NOT_KNOWN,
+        "fallbacks": [
+            f"{fact['what']}: {fact['used']} instead of {fact['wanted']}, because {fact['why']}"
+            for fact in map(mapping, run.entries("fallbacks"))
+            if {"what", "used", "wanted", "why"} <= fact.keys()
+        ],
+        "certificate": _certificate(weights),
+        "verdict": {name: mapping(part).get("sentence") for name, part in verdicts.items()} or NOT_KNOWN,
+    }
+
+
+def _rows(run: RecordedRun) -> dict[str, Any]:
+    """Describe the training rows. Their root is the SHA-256 of the sorted digests of their contents."""
+    recorded = read_row_record(run.folder)
+    if recorded is None or "train" not in recorded.splits:
+        return {"distinct": NOT_KNOWN, "root_sha256": NOT_KNOWN}
+    digests = sorted(recorded.splits["train"])
+    root = hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
+    return {"distinct": len(digests), "root_sha256": root}
+
+
+def _computation(run: RecordedRun) -> dict[str, Any]:
+    """Count the operations of all steps, and compare them with the pretraining of a published base.
+
+    A token costs two operations for each parameter in the forward pass, two for the gradients of activations, and two
+    for the gradient of each trained parameter (Kaplan et al. 2020, arXiv:2001.08361, section 2.1). Pretraining costs
+    six for each parameter and token.
+    """
+    steps = run.of("step")
+    tokens = sum(number_in(step, "num_tokens") or 0 for step in steps)
+    computed = sum(number_in(step, "num_computed") or number_in(step, "num_tokens") or 0 for step in steps)
+    counts = run.part("parameters")
+    operations, trained, total = None, counts.get("trained"), counts.get("all")
+    if isinstance(trained, int) and isinstance(total, int):
+        operations = (4 * total + 2 * trained) * computed
+    published = published_sizes(run.config.model) if run.config is not None else None
+    pretraining = None
+    if published is not None and published.pretraining_tokens is not None and isinstance(total, int):
+        base = total - trained if run.config and run.config.training.method == "lora" else total
+        pretraining = 6 * base * published.pretraining_tokens
+    return {
+        "steps": len(steps),
+        "tokens": int(tokens),
+        "tokens_computed": int(computed),
+        "parameters": counts or NOT_KNOWN,
+        "operations": operations if operations is not None else NOT_KNOWN,
+        "operations_of_pretraining": pretraining if pretraining is not None else NOT_KNOWN,
+        "share_of_pretraining": operations / pretraining if operations is not None and pretraining else NOT_KNOWN,
+    }
+
+
+def _device_seconds(run: RecordedRun) -> float | str:
+    """Return the seconds of all recorded steps, times the number of processes."""
+    seconds = 0.0
+    for step in run.of("step"):
+        tokens, rate = number_in(step, "num_tokens"), number_in(step, "tokens_per_second")
+        if not tokens or not rate:
+            return NOT_KNOWN
+        seconds += tokens / rate
+    return round(seconds * (run.record.get("world_size") or 1), 1)
+
+
+def _certificate(weights: Path) -> Any:
+    """Return runtime and verdict of the certificate beside the weights."""
+    try:
+        content = dict(json.loads(read_regular(weights / _CERTIFICATE)))
+    except (OSError, ValueError, TypeError):
+        return NOT_KNOWN
+    return {name: content.get(name, NOT_KNOWN) for name in ("runtime", "verdict")}
+
+
+def write_receipt(run: RecordedRun) -> tuple[Path, Path]:
+    """Write both files into the run's folder, and return their paths. A receipt of the run is replaced.
+
+    Raises:
+        CheckpointError, ConfigError: see `build_receipt`; or a file cannot be written.
+    """
+    receipt = build_receipt(run)
+    sections: dict[str, list[tuple[str, Any]]] = {}
+    for (title, *names), value in _leaves(receipt):
+        sections.setdefault(title.replace("_", " "), []).append((" ".join(names).replace("_", " "), value))
+    page = page_template("receipt.html.j2").render(sections=sections, name=run.folder.path.resolve().name)
+    files = {JSON_NAME: json.dumps(receipt, indent=2, allow_nan=False) + "\n", PAGE_NAME: page}
+    for name, text in files.items():
+        try:
+            replace_file(run.folder.path / name, text.encode())
+        except OSError as error:
+            raise ConfigError(f"{run.folder.path / name} cannot be written: {describe_os_error(error)}.") from error
+    return run.folder.path / JSON_NAME, run.folder.path / PAGE_NAME
+
+
+def check_receipt(run: RecordedRun) -> int:
+    """Compare receipt.json with a receipt that is built anew, and return the number of facts.
+
+    Raises:
+        CheckpointError: there is no receipt, or it cannot be read.
+        RequirementError: a fact differs.
+    """
+    file = run.folder.path / JSON_NAME
+    try:
+        written = dict(json.loads(read_regular(file)))
+    except (OSError, ValueError, TypeError) as error:
+        why = describe_os_error(error) if isinstance(error, OSError) else "it is not JSON"
+        raise CheckpointError(f"{file} cannot be read: {why}. Write it with `finetune receipt {run.name}`.") from None
+    before, now = (dict(_leaves(receipt)) for receipt in (written, json.loads(json.dumps(build_receipt(run)))))
+    differences = [
+        f"{'.'.join(path)} is {now.get(path, 'missing')} in the run, and {before.get(path, 'missing')} in the receipt"
+        for path in sorted({*before, *now})
+        if before.get(path) != now.get(path)
+    ]
+    if differences:
+        raise RequirementError(f"{file} does not fit its run: {'; '.join(differences)}.")
+    return len(now)
+
+
+def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each fact with the names that lead to it."""
+    if isinstance(value, Mapping) and value:
+        for name, part in value.items():
+            yield from _leaves(part, (*path, str(name)))
+    else:
+        yield path, value
