@@ -126,6 +126,7 @@ ONLY_READ = {
     "diff": ["diff", "{run}", "{run}/../run"],
     "runs": ["runs", "{run}"],
     "checkpoints": ["checkpoints", "{run}"],
+    "receipt": ["receipt", "{run}"],
     "push": ["push", "{run}", "somebody/some-model", "--dry-run"],
     "show": ["config", "show", "{run}/config.yaml"],
 }
@@ -407,6 +408,7 @@ IRREGULAR = ("FIFO", "device", "socket", "folder")
 QUICK = {
     **{name: ONLY_READ[name] for name in ("diff", "runs", "checkpoints", "push", "show")},
     "report": ["report", "{run}", "--no-data", "--output", "{out}.html"],
+    "receipt": ["receipt", "{run}"],
     "watch": ["watch", "{run}", "--once"],
     "lists": ["runs", "{run}/.."],
 }
