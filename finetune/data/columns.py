@@ -289,32 +289,3 @@ def _repeats(value: Any, part: str, texts: Sequence[str]) -> bool:
         return bool(contents) and all(str(content).strip() in texts for content in contents)
     text = str(value).strip()
     return part in (PROMPT, ANSWER, CHOSEN, SYSTEM) and any(text in read or (read and read in text) for read in texts)
-
-
-def propose_columns(
-    row: Mapping[str, Any], needs: Collection[str], may_have: Collection[str], renamed: Mapping[str, str]
-) -> dict[str, str] | None:
-    """Return settings of `data.columns` for the columns that a format needs, and for those that it may have.
-
-    None if a column that the format needs has no name, or several that are equally likely.
-    """
-    lower = {name: name.strip().lower() for name in map(str, row) if holds_something(row[name])}
-    if not {"target", "targets"} & {*lower.values()}:
-        lower = {name: word for name, word in lower.items() if word != "source"}  # elsewhere it is an origin
-    settings: dict[str, str] = {}
-    for column in (*needs, *may_have):
-        found = find_columns(row, {**renamed, **settings})
-        if column in found:
-            continue
-        meaning = MEANINGS[column]
-        taken = {*settings.values(), *(found[need] for need in needs if need in found)}
-        free = {name: word for name, word in lower.items() if name not in taken}
-        alike = [our for our, of in MEANINGS.items() if of.part == meaning.part]  # prompt and instruction
-        usual = (*alike, *meaning.also, *meaning.means)
-        names = [name for name, word in free.items() if word in usual]
-        names = names or [name for may in meaning.may_mean for name, word in free.items() if word == may][:1]
-        if len(names) == 1:
-            settings[column] = names[0]
-        elif column in needs:
-            return None
-    return settings

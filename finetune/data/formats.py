@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -24,6 +24,7 @@ from finetune.data.columns import (
     is_beside_text,
     may_be_prompt,
     show_names,
+    unread_columns,
 )
 from finetune.data.turns import Dialogue, Turn, dialogue_of, is_transcript, parse_tools, parse_turns, text_turn
 from finetune.data.values import BadRowError, list_in_cell, parse_text, quote, refuse_blank, refuse_python
@@ -507,3 +508,27 @@ FORMATS_OF: Mapping[Reads, Mapping[str, Format]] = {
     },
 }
 """The formats that each objective reads."""
+
+
+def find_unread(
+    row: Mapping[str, Any],
+    example: Example,
+    known: Format,
+    renamed: Mapping[str, str],
+    reads: Reads,
+    format: str = "auto",
+) -> Iterator[str]:
+    """Yield the names of the columns that hold a part of a row and are not read. `format` is `data.format`."""
+    if reads == "rejected":  # the chosen side has named them
+        return
+    decided = [*renamed]
+    if reads == "prompts":  # reward functions get all columns
+        decided += ["messages", "prompt", "completion", "chosen", "rejected", "mask"]
+    if format != "auto":
+        decided += ["messages"]
+    if known.name == "text":
+        decided += ["messages", "input", "system", "tools", "chat_template_kwargs"]
+        decided += ["prompt", "completion", "history"] if "text" in (format, *renamed) else []
+    columns = find_columns(row, renamed)
+    read = [columns[column] for column in known.columns if column in columns]
+    yield from unread_columns(row, read, decided, lambda: example.contents)

@@ -7,23 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
-from typing import Any
 
-from finetune.config.schema import ROW_COLUMNS
-from finetune.data.columns import (
-    MEANINGS,
-    column_overrides,
-    find_columns,
-    holds_something,
-    leave_out,
-    may_be_prompt,
-    may_be_unread,
-    meaning_of,
-    propose_columns,
-    show_names,
-    unread_columns,
-)
-from finetune.data.formats import FORMATS_OF, LABELS, OF_PROMPT, Example, Format, Reads, detect_format, parse_row
+from finetune.data.columns import MEANINGS, find_columns, may_be_unread, show_names
+from finetune.data.formats import FORMATS_OF, LABELS, Example, Format, Reads, detect_format, find_unread, parse_row
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.splits import digest_row
 from finetune.data.values import BadRowError
@@ -43,8 +29,6 @@ ROW_TYPE_NAMES = {
 """The row types, and their names in messages."""
 _MAX_SHOWN = 5
 _MAX_PLACES = 3
-_OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labelled": "kto", "prompts": "grpo"}
-"""The objective that a message proposes for rows of each type."""
 _MARKS = (("true", "false"), ("good", "bad"), ("thumbs_up", "thumbs_down"))
 """Pairs of texts that are labels, and never the classes of a classification set."""
 
@@ -248,7 +232,9 @@ def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[Raw
             known = detect_format(row.value, examples.columns, examples.reads)
             if known is not None:
                 return known, leading
-            raise DataError(_unknown_columns(row, examples))
+            from finetune.data.column_advice import describe_unknown_columns
+
+            raise DataError(describe_unknown_columns(row, examples))
     first = next(iter(FORMATS_OF[examples.reads].values()))
     return first, leading  # no row could be read: each is reported with its own problem
 
@@ -258,110 +244,16 @@ def _refuse_pair(row: RawRow, examples: Examples) -> None:
     if examples.reads != "answers" or not isinstance(row.value, Mapping):
         return
     columns = find_columns(row.value, examples.columns)
-    if "rejected" not in columns or not ("chosen" in columns or columns["rejected"] in MEANINGS["rejected"].also):
-        return
-    names = " and ".join(columns[side] for side in ("chosen", "rejected") if side in columns)
-    proposal = _propose(row, examples, "chosen") or "training.objective=dpo"
-    chosen = {"completion": columns.get("chosen", ""), "rejected": "none"}
-    learns_chosen = f"; or set {column_overrides(chosen)} to learn the chosen answers"
-    raise DataError(
-        f"{examples.source.place(row.number)} has {names}: a pair of answers to compare, which supervised training "
-        f"does not read. Set {proposal} (or orpo, simpo) to learn from both"
-        f"{learns_chosen if _is_accounted_for(row, examples, chosen) else ''}."
-    )
+    if "rejected" in columns and ("chosen" in columns or columns["rejected"] in MEANINGS["rejected"].also):
+        from finetune.data.column_advice import describe_pair
 
-
-def _unknown_columns(row: RawRow, examples: Examples) -> str:
-    """Describe a row that has the columns of no format, and what can be set to read it."""
-    place, reads = examples.source.place(row.number), examples.reads
-    columns = find_columns(row.value, examples.columns)
-    if reads == "chosen" and {"chosen", "rejected"} <= columns.keys():
-        texts = [name for name, value in row.value.items() if isinstance(value, str) and may_be_prompt(name)]
-        others = [] if any(map(meaning_of, texts)) else ["none"]
-        settings = [{"prompt": name} for name in (*texts, *others)]
-        proposals = [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
-        return (
-            f"{place} has a chosen and a rejected answer, and {show_names(texts)} may be their prompt. Set "
-            f"{' or '.join(proposals) or 'data.columns.prompt'}{' if the answers begin with it' if others else ''}."
-        )
-    if {"role", "content"} <= row.value.keys() or {"role", "text"} <= row.value.keys():
-        return (
-            f"{place} has the columns {show_names(row.value)}: it is one turn. Put the turns of a conversation into "
-            "one row, as a list in a column messages."
-        )
-    expected = "; ".join(
-        f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[reads].items() if known.needs
-    )
-    readings: list[Reads] = [reads, "answers", "chosen", "labelled"]
-    readings += [] if _has_other_texts(row, columns) else ["prompts"]
-    proposals = [proposal for other in readings if (proposal := _propose(row, examples, other))][:1]
-    example = f", for example {proposals[0]}" if proposals and proposals[0].startswith("data.columns") else ""
-    instead = f", or set {proposals[0]}" if proposals and not example else ""
-    if reads == "answers" and "text" in columns:
-        instead += ", or set data.format=text to learn the texts as they are"
-    return (
-        f"{place} has the columns {show_names(row.value)}. Expected those of one format "
-        f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
-    )
-
-
-def _has_other_texts(row: RawRow, columns: Mapping[str, str]) -> bool:
-    """Return whether a row has more than a prompt: columns that are not known and hold texts, not numbers."""
-    values = [value for name, value in row.value.items() if name not in columns.values() and may_be_prompt(name)]
-    texts = [value for value in values if holds_something(value) and not isinstance(value, (int, float))]
-    return len(texts) > ("prompt" not in columns)
+        raise DataError(describe_pair(row, examples, columns))
 
 
 def _propose(row: RawRow, examples: Examples, reads: Reads) -> str:
-    """Return overrides with which a row is read and every column is accounted for; "" if none are known."""
-    objective = "" if reads == examples.reads else f"training.objective={_OBJECTIVE_OF[reads]}"
-    if not isinstance(row.value, Mapping):
-        return ""
-    if objective and _is_accounted_for(row, examples, {}, reads):
-        return objective
-    for known in FORMATS_OF[reads].values():
-        may_have = [column for column in known.may_have if column in OF_PROMPT]
-        settings = propose_columns(row.value, known.needs or ("prompt",), may_have, examples.columns)
-        if settings and _is_accounted_for(row, examples, settings, reads):
-            return f"{objective} {column_overrides(settings)}".strip()
-    return ""
+    from finetune.data.column_advice import propose_settings  # only a refused run needs it
 
-
-def _is_accounted_for(row: RawRow, examples: Examples, settings: Mapping[str, str], reads: Reads | None = None) -> bool:
-    """Return whether a row can be read with more settings of `data.columns`, and all its columns are accounted for."""
-    renamed, reads = {**examples.columns, **settings}, reads or examples.reads
-    known = detect_format(row.value, renamed, reads)
-    if known is None or any(name != "none" and column not in known.columns for column, name in settings.items()):
-        return False
-    try:
-        example = parse_row(row.value, known, renamed, is_table=row.is_table)
-    except BadRowError:
-        return False
-    return not any(_unread(row.value, example, known, renamed, reads))
-
-
-def _unread(
-    row: Mapping[str, Any],
-    example: Example,
-    known: Format,
-    renamed: Mapping[str, str],
-    reads: Reads,
-    format: str = "auto",
-) -> Iterator[str]:
-    """Yield the names of the columns that hold a part of a row and are not read. `format` is `data.format`."""
-    if reads == "rejected":  # the chosen side has named them
-        return
-    decided = [*renamed]
-    if reads == "prompts":  # reward functions get all columns
-        decided += ["messages", "prompt", "completion", "chosen", "rejected", "mask"]
-    if format != "auto":
-        decided += ["messages"]
-    if known.name == "text":
-        decided += ["messages", "input", "system", "tools", "chat_template_kwargs"]
-        decided += ["prompt", "completion", "history"] if "text" in (format, *renamed) else []
-    columns = find_columns(row, renamed)
-    read = [columns[column] for column in known.columns if column in columns]
-    yield from unread_columns(row, read, decided, lambda: example.contents)
+    return propose_settings(row, examples, reads)
 
 
 def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> Iterator[Example]:
@@ -433,7 +325,7 @@ class _Columns:
             if name not in self._names.values() and self._marks.get(name) != "" and value not in (None, ""):
                 word = str(value).strip().lower()
                 self._marks[name] = self._marks.get(name, word) if word in chain(*_MARKS) else ""
-        for name in _unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
+        for name in find_unread(row.value, example, self._known, examples.columns, self._reads, examples.format):
             self._unread.setdefault(name, row)
         if "label" in columns and "label" not in self._known.columns and self._reads not in ("prompts", "rejected"):
             name = columns["label"]
@@ -444,22 +336,12 @@ class _Columns:
         note = "".join(labels.check(self._examples, num_rows) for labels in self._labels.values())
         for name, row in self._unread.items():
             if not may_be_unread(name):
-                raise DataError(self._refuse_unread(name, row))
-        return note
+                from finetune.data.column_advice import describe_unread_column
 
-    def _refuse_unread(self, name: str, row: RawRow) -> str:
-        examples, part = self._examples, MEANINGS[meaning_of(name) or name].part
-        reads = []
-        for column in (column for column in ROW_COLUMNS if MEANINGS[column].part == part):
-            others = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
-            settings = [{column: name}, {column: name, **others}]
-            reads += [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
-        advice = f"Set {reads[0]} to read it, or " if reads else "Correct the rows, or set "
-        return (
-            f"{examples.label}: by its name, the column {show_names([name])} is {part}, but rows of this format "
-            f"({self._known.name}) do not read it; the first is {examples.source.place(row.number)}. {advice}"
-            f"{leave_out([name], self._names)} if it is not meant to be read."
-        )
+                format, label = self._known.name, self._examples.label
+                text = describe_unread_column(row, self._examples, name, label=label, format=format, names=self._names)
+                raise DataError(text)
+        return note
 
     def unread(self) -> list[str]:
         """Return the columns that may hold a part of a prompt, or numbers that may be labels, and are not read."""

@@ -1,0 +1,172 @@
+"""Say what to set so that rows are read whose columns a run does not understand. Only a refused run imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+from finetune.config.schema import ROW_COLUMNS
+from finetune.data.columns import (
+    MEANINGS,
+    column_overrides,
+    find_columns,
+    holds_something,
+    leave_out,
+    may_be_prompt,
+    meaning_of,
+    show_names,
+)
+from finetune.data.formats import FORMATS_OF, OF_PROMPT, Reads, detect_format, find_unread, parse_row
+from finetune.data.readers import RawRow, RowSource
+from finetune.data.values import BadRowError
+
+_OBJECTIVE_OF: Mapping[Reads, str] = {"answers": "sft", "chosen": "dpo", "labelled": "kto", "prompts": "grpo"}
+"""The objective that a message proposes for rows of each type."""
+
+
+class ReadRows(Protocol):
+    """How the rows of a source are read: `Examples`."""
+
+    @property
+    def source(self) -> RowSource:
+        """The rows as they are stored."""
+
+    @property
+    def reads(self) -> Reads:
+        """What the objective reads of a row."""
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The settings of `data.columns`."""
+
+
+def describe_pair(row: RawRow, examples: ReadRows, columns: Mapping[str, str]) -> str:
+    """Describe a row of two answers, given the names of its columns by ours."""
+    names = " and ".join(columns[side] for side in ("chosen", "rejected") if side in columns)
+    proposal = propose_settings(row, examples, "chosen") or "training.objective=dpo"
+    chosen = {"completion": columns.get("chosen", ""), "rejected": "none"}
+    learns_chosen = f"; or set {column_overrides(chosen)} to learn the chosen answers"
+    return (
+        f"{examples.source.place(row.number)} has {names}: a pair of answers to compare, which supervised training "
+        f"does not read. Set {proposal} (or orpo, simpo) to learn from both"
+        f"{learns_chosen if _is_accounted_for(row, examples, chosen) else ''}."
+    )
+
+
+def describe_unknown_columns(row: RawRow, examples: ReadRows) -> str:
+    """Describe a row that has the columns of no format, and what can be set to read it."""
+    place, reads = examples.source.place(row.number), examples.reads
+    columns = find_columns(row.value, examples.columns)
+    if reads == "chosen" and {"chosen", "rejected"} <= columns.keys():
+        texts = [name for name, value in row.value.items() if isinstance(value, str) and may_be_prompt(name)]
+        others = [] if any(map(meaning_of, texts)) else ["none"]
+        settings = [{"prompt": name} for name in (*texts, *others)]
+        proposals = [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+        return (
+            f"{place} has a chosen and a rejected answer, and {show_names(texts)} may be their prompt. Set "
+            f"{' or '.join(proposals) or 'data.columns.prompt'}{' if the answers begin with it' if others else ''}."
+        )
+    if {"role", "content"} <= row.value.keys() or {"role", "text"} <= row.value.keys():
+        return (
+            f"{place} has the columns {show_names(row.value)}: it is one turn. Put the turns of a conversation into "
+            "one row, as a list in a column messages."
+        )
+    expected = "; ".join(
+        f"{name}: {' and '.join(known.needs)}" for name, known in FORMATS_OF[reads].items() if known.needs
+    )
+    readings: list[Reads] = [reads, "answers", "chosen", "labelled"]
+    readings += [] if _has_other_texts(row, columns) else ["prompts"]
+    proposals = [proposal for other in readings if (proposal := propose_settings(row, examples, other))][:1]
+    example = f", for example {proposals[0]}" if proposals and proposals[0].startswith("data.columns") else ""
+    instead = f", or set {proposals[0]}" if proposals and not example else ""
+    if reads == "answers" and "text" in columns:
+        instead += ", or set data.format=text to learn the texts as they are"
+    return (
+        f"{place} has the columns {show_names(row.value)}. Expected those of one format "
+        f"({expected or 'prompt or messages'}). Rename the columns, or name them in data.columns{example}{instead}."
+    )
+
+
+def _has_other_texts(row: RawRow, columns: Mapping[str, str]) -> bool:
+    """Return whether a row has more than a prompt: columns that are not known and hold texts, not numbers."""
+    values = [value for name, value in row.value.items() if name not in columns.values() and may_be_prompt(name)]
+    texts = [value for value in values if holds_something(value) and not isinstance(value, (int, float))]
+    return len(texts) > ("prompt" not in columns)
+
+
+def propose_settings(row: RawRow, examples: ReadRows, reads: Reads) -> str:
+    """Return overrides with which a row is read and every column is accounted for; "" if none are known."""
+    objective = "" if reads == examples.reads else f"training.objective={_OBJECTIVE_OF[reads]}"
+    if not isinstance(row.value, Mapping):
+        return ""
+    if objective and _is_accounted_for(row, examples, {}, reads):
+        return objective
+    for known in FORMATS_OF[reads].values():
+        may_have = [column for column in known.may_have if column in OF_PROMPT]
+        settings = propose_columns(row.value, known.needs or ("prompt",), may_have, examples.columns)
+        if settings and _is_accounted_for(row, examples, settings, reads):
+            return f"{objective} {column_overrides(settings)}".strip()
+    return ""
+
+
+def _is_accounted_for(row: RawRow, examples: ReadRows, settings: Mapping[str, str], reads: Reads | None = None) -> bool:
+    """Return whether a row can be read with more settings of `data.columns`, and all its columns are accounted for."""
+    renamed, reads = {**examples.columns, **settings}, reads or examples.reads
+    known = detect_format(row.value, renamed, reads)
+    if known is None or any(name != "none" and column not in known.columns for column, name in settings.items()):
+        return False
+    try:
+        example = parse_row(row.value, known, renamed, is_table=row.is_table)
+    except BadRowError:
+        return False
+    return not any(find_unread(row.value, example, known, renamed, reads))
+
+
+def describe_unread_column(
+    row: RawRow, examples: ReadRows, name: str, *, label: str, format: str, names: Mapping[str, str]
+) -> str:
+    """Describe a column with a part of the rows that their format does not read, and how to read it.
+
+    `label` names the rows, and `names` has the names of the columns that are read, by ours.
+    """
+    part = MEANINGS[meaning_of(name) or name].part
+    reads = []
+    for column in (column for column in ROW_COLUMNS if MEANINGS[column].part == part):
+        others = propose_columns(row.value, (), OF_PROMPT, {**examples.columns, column: name}) or {}
+        settings = [{column: name}, {column: name, **others}]
+        reads += [column_overrides(each) for each in settings if _is_accounted_for(row, examples, each)]
+    advice = f"Set {reads[0]} to read it, or " if reads else "Correct the rows, or set "
+    return (
+        f"{label}: by its name, the column {show_names([name])} is {part}, but rows of this format ({format}) do not "
+        f"read it; the first is {examples.source.place(row.number)}. {advice}{leave_out([name], names)} if it is not "
+        "meant to be read."
+    )
+
+
+def propose_columns(
+    row: Mapping[str, Any], needs: Collection[str], may_have: Collection[str], renamed: Mapping[str, str]
+) -> dict[str, str] | None:
+    """Return settings of `data.columns` for the columns that a format needs, and for those that it may have.
+
+    None if a column that the format needs has no name, or several that are equally likely.
+    """
+    lower = {name: name.strip().lower() for name in map(str, row) if holds_something(row[name])}
+    if not {"target", "targets"} & {*lower.values()}:
+        lower = {name: word for name, word in lower.items() if word != "source"}  # elsewhere it is an origin
+    settings: dict[str, str] = {}
+    for column in (*needs, *may_have):
+        found = find_columns(row, {**renamed, **settings})
+        if column in found:
+            continue
+        meaning = MEANINGS[column]
+        taken = {*settings.values(), *(found[need] for need in needs if need in found)}
+        free = {name: word for name, word in lower.items() if name not in taken}
+        alike = [our for our, of in MEANINGS.items() if of.part == meaning.part]  # prompt and instruction
+        usual = (*alike, *meaning.also, *meaning.means)
+        names = [name for name, word in free.items() if word in usual]
+        names = names or [name for may in meaning.may_mean for name, word in free.items() if word == may][:1]
+        if len(names) == 1:
+            settings[column] = names[0]
+        elif column in needs:
+            return None
+    return settings
