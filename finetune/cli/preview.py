@@ -37,6 +37,7 @@ MOST_TOKENS = 1500
 """The middle of a longer row is left out, unless it is shown with `--row`."""
 _TOKENS_AT_THE_END = 300
 _WIDEST_BAR = 40
+_MOST_FILES = 10
 _WIDTH_OF_A_PIPE = 100_000
 
 _LOSS, _NO_LOSS = "bold green", ""
@@ -97,6 +98,7 @@ def _console() -> Console:
 
 def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_table: bool) -> None:
     """Print a preview. On a console without colours, a margin marks the tokens that carry loss."""
+    from finetune.data.row_checks import describe_counts
 
     def say(line: Table | Text | str = "", *, indent: str = "  ", style: str = "") -> None:
         if isinstance(line, str):
@@ -108,6 +110,12 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
         say(line)
     say()
     say(_split_table(preview))
+    say()
+    for name, split in preview.splits.items():
+        for counts in split.files[:_MOST_FILES]:
+            say(f"{name}, {on_one_line(describe_counts(counts))}")
+        if len(split.files) > _MOST_FILES:
+            say(f"{name}: {len(split.files) - _MOST_FILES:,} more files (--json has all of them)")
     say()
     for line in _bars(preview):
         say(line)

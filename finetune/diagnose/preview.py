@@ -198,6 +198,7 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
             *_judge_template(splits, tokenizer),
             *_judge_fit(splits, model, tokenizer),
             *_judge_duplicates(summaries),
+            *([] if are_prompts else _judge_targets(summaries)),
         ],
         raw_digests=[digest for of_split in splits.values() for digest in of_split.sides[0].raw_digests()],
     )
@@ -321,6 +322,14 @@ def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenize
         message = f"the chat template has no generation prompt: {shown} carries loss, and no prompt will end with it"
         fix = "give a template that renders it if add_generation_prompt is true (data.chat_template)"
         yield problem("Data", message, fix)
+
+
+def _judge_targets(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
+    """Find files of which the chat template trains nothing, or everything."""
+    for name, split in splits.items():
+        for counts in split.files:
+            if text := row_checks.learns_nothing_or_everything(counts):
+                yield warning("Data", f"{name}: {on_one_line(text)}", "set another template (data.chat_template)")
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:

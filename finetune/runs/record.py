@@ -120,6 +120,7 @@ class RunRecord:
             "starts": [*(earlier.get("starts") or []), now],
             "num_steps": None,
             "memory": earlier.get("memory"),
+            "row_counts": None,
             "low_precision": None,
             "script": None,
             "opening": earlier.get("opening"),
@@ -169,6 +170,7 @@ _TYPES: dict[str, Any] = {
     **get_type_hints(RunStart),
     **dict.fromkeys(("memory", "low_precision", "script", "profile", "result"), Mapping[str, Any]),
     **dict.fromkeys(("status", "git_commit", "finished"), str),
+    **{"row_counts": Mapping[str, Sequence[Mapping[str, Any]]]},
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
 }
 _ReadRecord = create_model(  # type: ignore[call-overload]

@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.compose import resolved_yaml
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
+from finetune.data.row_checks import (
+    count_by_file,
+    describe_counts,
+    keys_of_rows,
+    learns_nothing_or_everything,
+    repeated_rows,
+)
 from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
@@ -361,8 +368,24 @@ def _open_journal(
     runtime.liveness.on_close(journal.close)
     if script_parts := hooks.as_record(config, model):
         journal.record(script=script_parts)
-    tokens = (digest.hex() for side in splits.train.sides for digest in side.digests(with_targets=False))
-    write_row_record(journal.folder, raw_digests(splits), tokens)
+    _record_rows(journal, config, splits)
     if _saves_base(config):
         save_base(journal.folder, without_adapter(model), tokenizer)
     return journal
+
+
+def _record_rows(journal: Journal, config: Config, splits: EncodedSplits) -> None:
+    """Count the rows of each file in run.json, log those that train, and write a digest of each row."""
+    counts = {}
+    for name, split in named_splits(splits).items():
+        digests = [side.digest_rows() for side in split.sides]
+        repeated = repeated_rows(split, keys_of_rows(digests))
+        counts[name] = count_by_file(split, repeated, are_prompts=config.objective.generates_answers)
+        if name == "train":
+            tokens = (digest.tobytes().hex() for side in digests for digest in side[:, 0])
+            write_row_record(journal.folder, raw_digests(splits), tokens)
+    journal.record(row_counts=counts)
+    for of_file in counts["train"]:
+        _log.info("train: %s", describe_counts(of_file))
+        if not config.objective.generates_answers and (finding := learns_nothing_or_everything(of_file)):
+            _log.warning("train: %s. `finetune preview` shows rows; data.chat_template sets another template.", finding)

@@ -91,6 +91,8 @@ def test_what_is_wrong_with_rows_is_told_with_their_place(words):
     seen = preview(words, num_rows=99)
     train = seen.splits["train"]
     assert (train.rows, train.longest, train.truncated.count, train.duplicates.count) == (4, 64, 1, 1)
+    [counts] = train.files
+    assert (counts["rows"], counts["truncated"], counts["without_end_of_turn"], counts["repeated"]) == (4, 1, 1, 1)
     # The empty line of the file is no row, and counts in no place but the file's own.
     assert [(place.row, place.source.rpartition("/")[2]) for place in train.duplicates.first] == [(3, "train.jsonl:4")]
     assert [row.notes for row in seen.rows] == [[], [], [], ["cut at data.max_length from 208 tokens"]]
