@@ -310,23 +310,21 @@ class EncodedExamples(Dataset[EncodedExample]):
             _add_to(digest, torch.int64, len(tensor), [tensor])
         return digest.hexdigest()
 
-    def files(self) -> tuple[list[str], torch.Tensor]:
-        """Return the names of the files, and the index of the file of each row: int64, shape (rows,)."""
+    def files(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        """Return the names of the files, and for each row the index of its file there and its line: int64, (rows,)."""
         numbers, place = torch.unique(self.numbers, return_inverse=True)
         names, firsts, first = list[str](), list[int](), 0
 
-        def is_of_another(index: int) -> bool:
-            return self.name_file(int(numbers[index])) != names[-1]
+        def file_of(index: int) -> str:
+            return _NUMBER_OF_ROW.sub("", self.name_row(int(numbers[index])))
 
         while first < len(numbers):  # the rows of a file follow each other
-            names.append(self.name_file(int(numbers[first])))
+            names.append(file_of(first))
             firsts.append(first)
-            first = bisect_right(range(len(numbers)), False, first, key=is_of_another)
-        return names, torch.bucketize(place, torch.tensor(firsts), right=True) - 1
-
-    def name_file(self, number: int) -> str:
-        """Name the file, or other source, of a row, given its number in the source."""
-        return _NUMBER_OF_ROW.sub("", self.name_row(number))
+            first = bisect_right(range(len(numbers)), False, first, key=lambda index: file_of(index) != names[-1])
+        files = torch.bucketize(place, torch.tensor(firsts), right=True) - 1
+        before = [n - int(re.split("[: ]", self.name_row(n))[-1]) for n in numbers[firsts].tolist()]
+        return names, files, self.numbers - torch.tensor(before)[files]
 
     def source(self, index: int) -> str:
         """Name the origin of a row: `orders/train.jsonl:17`."""

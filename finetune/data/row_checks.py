@@ -33,6 +33,12 @@ _MAX_NAMED = 3
 _FEW_DROPPED = 0.01
 _FEW_TARGETS, _MOST_TARGETS = 0.01, 0.99
 _MOST_FILES = 100
+_ODD_ROWS = {
+    "without_end_of_turn": "whose end of turn carries no loss or was cut",
+    "few_targets": "with loss on less than 1 % of their tokens",
+    "most_targets": "with loss on more than 99 % of them",
+    "repeated": "that repeat an earlier one",
+}
 _RAISE_LENGTH = "Raise data.max_length (the longest has {longest:,} tokens)"
 
 
@@ -154,7 +160,7 @@ def count_by_file(rows: Any, repeated: Sequence[int], *, are_prompts: bool = Fal
     The files from the hundredth on are one entry. No token of a prompt carries loss. docs/watching.md lists the keys.
     """
     sides = rows.sides
-    names, file_of = sides[0].files()
+    names, file_of, _ = sides[0].files()
     names = names if len(names) <= _MOST_FILES else [*names[: _MOST_FILES - 1], f"{len(names) - _MOST_FILES + 1} more"]
     tokens, targets = (sum(getattr(side, name) for side in sides) for name in ("lengths", "num_targets"))
     targets = targets * (not are_prompts)
@@ -178,16 +184,18 @@ def count_by_file(rows: Any, repeated: Sequence[int], *, are_prompts: bool = Fal
     return [{"file": name, **dict(zip(columns, of, strict=True))} for name, *of in zip(names, *counts, strict=True)]
 
 
+def describe_rows(rows: Any, keys: NDArray[np.uint64]) -> tuple[list[Any], list[str]]:
+    """Return an array for each field of a row in rows.safetensors, and the names of the files."""
+    names, file_of, line = rows.sides[0].files()
+    sums = [sum(getattr(side, name) for side in rows.sides).numpy() for name in ("lengths", "num_targets")]
+    raw = np.ascontiguousarray(rows.sides[0].raw_digest[:, :4].numpy()).view(np.uint32)[:, 0]
+    return [file_of.numpy(), line.numpy(), *sums, keys, raw], names
+
+
 def describe_counts(counts: Mapping[str, Any]) -> str:
     """Describe the counts of a file on one line, and what may be a mistake in it."""
     kinds = [f"{name.replace('_', ' ')} {counts[name]:,}" for name in ("answer", *LOSS_KINDS) if counts[name]]
-    odd = {
-        "without_end_of_turn": "whose end of turn carries no loss or was cut",
-        "few_targets": "with loss on less than 1 % of their tokens",
-        "most_targets": "with loss on more than 99 % of their tokens",
-        "repeated": "that repeat an earlier one",
-    }
-    found = [f"rows {what}: {counts[key]:,}" for key, what in odd.items() if counts[key]]
+    found = [f"rows {what}: {counts[key]:,}" for key, what in _ODD_ROWS.items() if counts[key]]
     text = f"{counts['file']}: {counted(counts['rows'], 'row')}, {counts['tokens']:,} tokens"
     text += f", {counts['target_tokens']:,} with loss"
     return "; ".join([f"{text} ({', '.join(kinds)})" if kinds else text, *found])

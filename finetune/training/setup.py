@@ -10,15 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import resolved_yaml
+from finetune.data import row_checks
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
-from finetune.data.row_checks import (
-    count_by_file,
-    describe_counts,
-    keys_of_rows,
-    learns_nothing_or_everything,
-    repeated_rows,
-)
 from finetune.distributed.device import DTYPES, convert_weights
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import is_fused
@@ -379,13 +373,14 @@ def _record_rows(journal: Journal, config: Config, splits: EncodedSplits) -> Non
     counts = {}
     for name, split in named_splits(splits).items():
         digests = [side.digest_rows() for side in split.sides]
-        repeated = repeated_rows(split, keys_of_rows(digests))
-        counts[name] = count_by_file(split, repeated, are_prompts=config.objective.generates_answers)
+        keys = row_checks.keys_of_rows(digests)
+        are_prompts = config.objective.generates_answers
+        counts[name] = row_checks.count_by_file(split, row_checks.repeated_rows(split, keys), are_prompts=are_prompts)
         if name == "train":
             tokens = (digest.tobytes().hex() for side in digests for digest in side[:, 0])
-            write_row_record(journal.folder, raw_digests(splits), tokens)
+            write_row_record(journal.folder, raw_digests(splits), tokens, *row_checks.describe_rows(split, keys))
     journal.record(row_counts=counts)
     for of_file in counts["train"]:
-        _log.info("train: %s", describe_counts(of_file))
-        if not config.objective.generates_answers and (finding := learns_nothing_or_everything(of_file)):
+        _log.info("train: %s", row_checks.describe_counts(of_file))
+        if not config.objective.generates_answers and (finding := row_checks.learns_nothing_or_everything(of_file)):
             _log.warning("train: %s. `finetune preview` shows rows; data.chat_template sets another template.", finding)

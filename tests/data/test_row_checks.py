@@ -13,6 +13,7 @@ from finetune.data.examples import load_examples
 from finetune.data.row_checks import (
     count_by_file,
     describe_counts,
+    describe_rows,
     keys_of_rows,
     learns_nothing_or_everything,
     repeated_rows,
@@ -169,9 +170,12 @@ def test_tokens_with_loss_are_counted_by_file_and_by_what_they_are(make_section,
     assert of_odd["file"] == paths[1]
     assert describe_counts(of_odd).endswith(
         "; rows whose end of turn carries no loss or was cut: 1; rows with loss on less than 1 % of their tokens: 1; "
-        "rows with loss on more than 99 % of their tokens: 1; rows that repeat an earlier one: 2"
+        "rows with loss on more than 99 % of them: 1; rows that repeat an earlier one: 2"
     )
     assert learns_nothing_or_everything(of_odd) == "", "some of its rows are usual"
+    [files, lines, tokens, *_], names = describe_rows(splits.train, _keys(splits.train))
+    assert (names, files.tolist(), lines.tolist()) == (paths, [0] * 5 + [1] * 5, [1, 2, 3, 4, 5] * 2)
+    assert tokens.tolist() == splits.train.lengths.tolist()
     only = encode(make_section(path=write_jsonl(odd[3:4]), **keys, on_untrained_end="warn")).train
     [counts] = count_by_file(only, [])
     assert "more than 99 % of the tokens of every row carry loss" in learns_nothing_or_everything(counts)
