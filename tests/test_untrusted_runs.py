@@ -319,6 +319,7 @@ WRONG = {
     "fallbacks": [7, ["text"]],
     "threads": [[1]],
     "rows_read_as": [[1], {"train": 1}],
+    "row_counts": [[1], {"train": 1}, {"train": [1]}],
     "num_steps": ["text", 1.5, True],
     "world_size": ["two", [2]],
     "device": [1],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,15 +19,16 @@ from finetune.cli.run_options import (
     find_run_folder,
     refuse_several_processes,
 )
-from finetune.errors import RunFailedError
+from finetune.errors import FinetuneError, RunFailedError
 from finetune.logs import configure_logs, importing, waiting
-from finetune.terminal import print_json, print_table, say
+from finetune.terminal import print_json, print_table, say, visible
 from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.export.upgrade import Upgrade
     from finetune.replay.bisect import Bisection
     from finetune.runs.comparison import Difference
+    from finetune.runs.recorded_run import RecordedRun
 
 
 def bisect(
@@ -99,21 +101,47 @@ def diff(
     """Print what differs between two runs, and exit with 1 if anything does."""
     from finetune.runs.comparison import compare_runs
     from finetune.runs.recorded_run import open_run
+    from finetune.runs.row_comparison import compare_renderings
 
     configure_logs(0, level=logging.ERROR)
     runs = [open_run(path, detail="recent") for path in (first, second)]
     facts = compare_runs(runs)
+    is_same = not any((fact.part, fact.name) == ("data", "data.train") for fact in facts)
+    rendering = None if is_same else compare_renderings(runs[0].folder, runs[1].folder)
+    tokens = "" if rendering is None else _differing_tokens(runs)
     unread = [str(run.folder.config_file) for run in runs if run.config is None]
     if as_json:
         a, b = (str(run.folder.path) for run in runs)
-        print_json({"a": a, "b": b, "differences": [fact.as_record() for fact in facts], "not_compared": unread})
+        row = None if rendering is None else {**asdict(rendering), "text": tokens}
+        differences = [fact.as_record() for fact in facts]
+        print_json({"a": a, "b": b, "differences": differences, "first_row": row, "not_compared": unread})
     elif facts:
         show_differences(facts, (str(first), str(second)))
+        if rendering is not None:
+            say(f"First row that differs: {visible(str(rendering))}.")
+        if tokens:
+            say(f"Rendered again: {tokens}.")
     else:
         say(f"{first} and {second}: no differences except their folders and times")
     for file in [] if as_json else unread:
         say(f"{file} is missing or cannot be read: the configurations were not compared")
     raise typer.Exit(1 if facts else 0)
+
+
+def _differing_tokens(runs: Sequence[RecordedRun]) -> str:
+    """Describe the tokens from which the first row differs; nothing if the rows cannot be rendered again."""
+    from finetune.config.compose import load_run_config
+    from finetune.replay.causes import first_differing_row, load_rows
+
+    rows = []
+    for run in runs:
+        try:
+            config = load_run_config(run.folder.path, loads_model=False)
+        except FinetuneError:
+            return ""
+        rows.append(load_rows(run.name, config, run.part("fingerprints")["data.train"]))
+    first, second = rows
+    return "" if first is None or second is None else first_differing_row(first, second)[1]
 
 
 def show_differences(facts: Sequence[Difference], titles: Sequence[str]) -> None:

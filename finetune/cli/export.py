@@ -8,6 +8,8 @@ import shlex
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -86,6 +88,7 @@ def merge(
     dtype: Literal["base", "float32", "bfloat16", "float16"] = "base",
     max_difference: float | None = None,
     add_system: bool = False,
+    into: Literal["base", "nf4-dequantized"] = "base",
     base: str | None = None,
     checkpoint: str | None = None,
     overrides: Sequence[str] | Mapping[str, object] = (),
@@ -98,6 +101,7 @@ def merge(
         dtype: the type to store weights in. This and the arguments after it are options of the command.
         max_difference: of logits, relative.
         add_system: to conversations without a system turn.
+        into: the base as it is on disk, or the 4-bit weights that a QLoRA run trained on.
         base: another place of the base.
         checkpoint: a step or `latest`.
         overrides: keys of the run's configuration.
@@ -107,8 +111,10 @@ def merge(
     """
     from finetune.config.compose import overrides_of
 
-    folder, options = find_run_folder(Path(run)), {"most_difference": max_difference, "adds_system": add_system}
+    folder = find_run_folder(Path(run))
+    options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system}
     target = _beside(folder, "merged") if out is None else Path(out)
+    options["into"] = into
     return _merge(folder, target, overrides_of(overrides), dtype, base=base, checkpoint=checkpoint, **options)[1]
 
 
@@ -120,6 +126,7 @@ def _merge(
     *,
     base: str | None,
     checkpoint: str | None,
+    into: str,
     **options: Any,
 ) -> tuple[FinishedRun, Merged]:
     from finetune.export.out_folder import refuse_taken
@@ -134,10 +141,18 @@ def _merge(
         import torch
 
         from finetune.export.merge import write_merged
+        from finetune.export.merge_effect import is_trained_in_4_bits, load_on_dequantized_base, measure_merge
 
-    stored_as = None if dtype == "base" else getattr(torch, dtype)
+    stored_as, load = None if dtype == "base" else getattr(torch, dtype), None
+    if into != "base":
+        load, options["note"] = load_on_dequantized_base, "merged into the dequantized 4-bit weights of the base"
     with waiting("merging, and comparing the merged model with the run"):
-        return run, write_merged(run, out, dtype=stored_as, **options)
+        merged = write_merged(run, out, dtype=stored_as, load=load, **options)
+    if is_trained_in_4_bits(run):
+        with waiting("measuring what merging changes"):
+            effect = measure_merge(run, stored_as, load=load and partial(load, run))
+        merged = replace(merged, effect=tuple(effect.sentences()))
+    return run, merged
 
 
 def merge_command(
@@ -158,13 +173,19 @@ def merge_command(
             help="Let the chat template add the training rows' system turn to conversations without one.",
         ),
     ] = False,
+    into: Annotated[
+        Literal["base", "nf4-dequantized"],
+        typer.Option(
+            help="The weights to merge into. `nf4-dequantized`: the 4-bit weights that a QLoRA run trained on."
+        ),
+    ] = "base",
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
     settings: SetOption = None,
 ) -> None:
     """Merge as the options say, and print how the merged model differs from the run."""
     out = out or _beside(run_folder, "merged")
-    options = {"most_difference": max_difference, "adds_system": add_system}
+    options: dict[str, Any] = {"most_difference": max_difference, "adds_system": add_system, "into": into}
     run, merged = _merge(run_folder, out, settings or [], dtype, base=base, checkpoint=checkpoint, **options)
     embeddings = "embeddings tied" if merged.is_tied else "embeddings not tied"
     say(
@@ -173,6 +194,8 @@ def merge_command(
     )
     against = "the run" if run.is_full else "base and adapter"
     say(f"Reloaded by transformers alone, against {against}: {merged.difference}")
+    for sentence in merged.effect:
+        say(f"{sentence[0].upper()}{sentence[1:]}.")
     say(f"Test vectors: {out}/test_vectors.json, SHA-256 {merged.vectors_sha256}")
     _say_system(out)
     say(f"Next: finetune verify {out}, finetune export gguf {out} GGUF_FOLDER, or finetune push {out} OWNER/NAME")

@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -19,7 +20,7 @@ from rich.text import Text
 
 from finetune.cli.commands import Overrides
 from finetune.cli.overrides import config_from_overrides
-from finetune.cli.run_options import JsonOption
+from finetune.cli.run_options import JsonOption, refuse_missing_folder
 from finetune.config.objectives import OBJECTIVES
 from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.diagnose.preview_splits import MOST_TOKENS_OF_A_CHARACTER, Piece, on_one_line, visible_token
@@ -28,6 +29,7 @@ from finetune.findings import count, exit_code
 from finetune.findings import print_findings as show_findings
 from finetune.logs import configure_logs, importing
 from finetune.terminal import fold
+from finetune.terminal import say as say_to_terminal
 from finetune.units import ceil_div, counted
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ MOST_TOKENS = 1500
 """The middle of a longer row is left out, unless it is shown with `--row`."""
 _TOKENS_AT_THE_END = 300
 _WIDEST_BAR = 40
+_MOST_FILES = 10
 _WIDTH_OF_A_PIPE = 100_000
 
 _LOSS, _NO_LOSS = "bold green", ""
@@ -53,12 +56,21 @@ def preview_from_overrides(
         list[int] | None, typer.Option("--row", help="Show this row in full, counted from 1. Repeatable.", min=1)
     ] = None,
     tokens: Annotated[bool, typer.Option("--tokens", help="Print a line for each token.")] = False,
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Write all rows of the split to this new file: .parquet or .csv, with ids and loss mask.",
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Show the rows of a run as its model will see them, and return the exit code. A table has a line for each token.
 
     Under a launcher, only the first process prints.
     """
+    if table is not None:
+        refuse_missing_folder("--table", table)
     config = config_from_overrides(overrides or [], command="preview")
     if not is_first_process(os.environ):
         return 0
@@ -67,13 +79,15 @@ def preview_from_overrides(
     with importing():
         from finetune.diagnose.preview import preview_data
 
-    preview = preview_data(config, split=split, num_rows=num_rows, rows=rows or [])
+    preview = preview_data(config, split=split, num_rows=num_rows, rows=rows or [], table=table)
     try:
         if as_json:
             text = json.dumps(preview.as_record(strict=config.strict))
             sys.stdout.write(text.replace("\x7f", "\\u007f") + "\n")  # the only control character that JSON leaves
         else:
             show_preview(preview, _console(), whole_rows=bool(rows), as_table=tokens)
+            if table is not None:
+                say_to_terminal(f"Written: {table}")
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -97,6 +111,7 @@ def _console() -> Console:
 
 def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_table: bool) -> None:
     """Print a preview. On a console without colours, a margin marks the tokens that carry loss."""
+    from finetune.data.row_checks import describe_counts
 
     def say(line: Table | Text | str = "", *, indent: str = "  ", style: str = "") -> None:
         if isinstance(line, str):
@@ -108,6 +123,12 @@ def show_preview(preview: Preview, console: Console, *, whole_rows: bool, as_tab
         say(line)
     say()
     say(_split_table(preview))
+    say()
+    for name, split in preview.splits.items():
+        for counts in split.files[:_MOST_FILES]:
+            say(f"{name}, {on_one_line(describe_counts(counts))}")
+        if len(split.files) > _MOST_FILES:
+            say(f"{name}: {len(split.files) - _MOST_FILES:,} more files (--json has all of them)")
     say()
     for line in _bars(preview):
         say(line)

@@ -143,6 +143,16 @@ def describe_unread_column(
     )
 
 
+def advise_on_labels(row: RawRow, examples: ReadRows, column: str, bad: str) -> str:
+    """Say what to do with rows whose answers are marked as good or bad."""
+    kto = propose_settings(row, examples, "labelled")
+    return (
+        f"Supervised training and preference pairs do not use labels: answers marked {bad} would be learned like the "
+        f"others. {f'Set {kto} to learn from both, remove' if kto else 'Remove'} these rows and the column {column}, "
+        "or set data.columns.label=none to use every row whatever its label."
+    )
+
+
 def propose_columns(
     row: Mapping[str, Any], needs: Collection[str], may_have: Collection[str], renamed: Mapping[str, str]
 ) -> dict[str, str] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,9 @@ from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from finetune.data.row_file import EncodedRows, RowFacts, RowWriter, rows_in_memory
@@ -25,9 +28,11 @@ RowsT = TypeVar("RowsT")
 _FILLER_TOKEN = 1
 _OF_EACH_ROW = (
     *("starts", "lengths", "numbers", "full_lengths", "num_targets"),
-    *("is_good", "raw_digest", "example_of", "subset"),
+    *("loss_kinds", "is_good", "raw_digest", "example_of", "subset"),
 )
 """The fields of `EncodedExamples` that have an entry for each row."""
+_NUMBER_OF_ROW = re.compile(r"(:| row |^row )[0-9]+$")
+"""The end of a row's name."""
 _PIECE = 1 << 24
 """Tokens that are looked at together."""
 
@@ -79,6 +84,8 @@ class EncodedExamples(Dataset[EncodedExample]):
     """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
     num_targets: torch.Tensor
     """int64, shape (rows,): target tokens of each row."""
+    loss_kinds: torch.Tensor
+    """int32, shape (rows, 3): target tokens of each row of each of `LOSS_KINDS`."""
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
     raw_digest: torch.Tensor
@@ -103,6 +110,7 @@ class EncodedExamples(Dataset[EncodedExample]):
             numbers=source.numbers,
             full_lengths=source.full_lengths,
             num_targets=source.num_targets,
+            loss_kinds=source.loss_kinds,
             is_good=source.is_good,
             raw_digest=source.raw_digests,
             example_of=_example_of(source.numbers.diff() != 0),
@@ -117,7 +125,8 @@ class EncodedExamples(Dataset[EncodedExample]):
 
         def encode(writer: RowWriter) -> RowFacts:
             for number, (ids, is_target) in enumerate(rows, start=1):
-                writer.add(number, TokenisedRow(list(ids), bytearray(is_target)), max_length=len(ids))
+                ends = [(at, at + 1, 2) for at, token_id in enumerate(ids) if token_id == end_id]
+                writer.add(number, TokenisedRow(list(ids), bytearray(is_target), ends), max_length=len(ids))
             return RowFacts(row_type)
 
         return cls.of(rows_in_memory(encode), end_id)
@@ -207,12 +216,18 @@ class EncodedExamples(Dataset[EncodedExample]):
 
     def digests(self, *, with_targets: bool) -> Iterator[bytes]:
         """Yield a digest of each row: of its tokens, and of which of them are targets if wanted."""
+        return (digest.tobytes() for digest in self.digest_rows()[:, int(with_targets)])
+
+    def digest_rows(self) -> NDArray[np.uint8]:
+        """Return two digests of each row, shape (rows, 2, 16): of its tokens, and of its tokens and targets."""
+        digests = bytearray()
         for row in range(len(self)):
             source, start, end = self._place(row)
             digest = blake2b(source.token_ids[start:end].numpy().data, digest_size=16)
-            if with_targets:
-                digest.update(source.is_target[start:end].numpy().data)
-            yield digest.digest()
+            digests += digest.digest()
+            digest.update(source.is_target[start:end].numpy().data)
+            digests += digest.digest()
+        return np.frombuffer(digests, np.uint8).reshape(-1, 2, 16)
 
     def raw_digests(self) -> list[str]:
         """Return the `digest_row` of each row."""
@@ -294,6 +309,22 @@ class EncodedExamples(Dataset[EncodedExample]):
         for tensor in [offsets, self.example_of] if self.has_branches else [offsets]:
             _add_to(digest, torch.int64, len(tensor), [tensor])
         return digest.hexdigest()
+
+    def files(self) -> tuple[list[str], torch.Tensor, torch.Tensor]:
+        """Return the names of the files, and for each row the index of its file there and its line: int64, (rows,)."""
+        numbers, place = torch.unique(self.numbers, return_inverse=True)
+        names, firsts, first = list[str](), list[int](), 0
+
+        def file_of(index: int) -> str:
+            return _NUMBER_OF_ROW.sub("", self.name_row(int(numbers[index])))
+
+        while first < len(numbers):  # the rows of a file follow each other
+            names.append(file_of(first))
+            firsts.append(first)
+            first = bisect_right(range(len(numbers)), False, first, key=lambda index: file_of(index) != names[-1])
+        files = torch.bucketize(place, torch.tensor(firsts), right=True) - 1
+        before = [n - int(re.split("[: ]", self.name_row(n))[-1]) for n in numbers[firsts].tolist()]
+        return names, files, self.numbers - torch.tensor(before)[files]
 
     def source(self, index: int) -> str:
         """Name the origin of a row: `orders/train.jsonl:17`."""

@@ -23,7 +23,6 @@ from finetune.data.readers import (
     JoinedRows,
     RowFile,
     RowSource,
-    quiet_datasets,
     stem_of,
     suffix_of,
 )
@@ -495,6 +494,8 @@ def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], R
 
 def _saved_datasets(folder: Path, label: str) -> _Splits:
     import datasets
+
+    from finetune.data.tables import quiet_datasets
 
     try:
         with quiet_datasets():

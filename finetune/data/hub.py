@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from finetune.config.hub import HubFault, Repository, cache_only, explain_hub_fault, fault_of, find_fault
 from finetune.config.schema import DataSection
-from finetune.data.readers import DatasetRows, FileRows, quiet_datasets
+from finetune.data.readers import DatasetRows, FileRows
 from finetune.data.remote import in_cache
+from finetune.data.tables import quiet_datasets
 from finetune.errors import DataError
 from finetune.runs.durable import replace_file
 

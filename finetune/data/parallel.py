@@ -134,7 +134,7 @@ def _encode_until_it_ends(connection: Connection[Any, Any]) -> None:
             try:
                 rows: Any = [
                     # An array takes a quarter of the bytes of a list.
-                    row if isinstance(row, BadRowError) else TokenisedRow(array("i", row.token_ids), row.is_target)
+                    row if isinstance(row, BadRowError) else row._replace(token_ids=array("i", row.token_ids))
                     for row in encode_batch(batch, tokens, train_on)
                 ]
             except DataError as error:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import hashlib
 import importlib
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from io import BufferedReader, RawIOBase, TextIOWrapper
-from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import IO, Any, AnyStr, Protocol, TypeAlias
 
 from finetune.data.values import DuplicateKeyError, refuse_constant, with_unique_keys
 from finetune.errors import DataError, extra_command
-from finetune.logs import hear_libraries
 from finetune.runs.durable import describe_os_error
 from finetune.units import format_bytes
 
@@ -34,10 +31,6 @@ _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb
 JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 """The suffixes of files that can be read."""
-_ROWS_AT_ONCE = 16
-"""Rows of a Parquet file. Each of them may be large."""
-_BLANKS = " \t\n\r\xa0\u200b\u200c\u200d\u2060\ufeff"
-"""White space and invisible characters. At the ends of the name of a column, they are no part of it."""
 _MOST_OF_A_LINE = 128 << 20
 """The longest line of a file, in bytes, and the longest cell of a table, in characters."""
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
@@ -408,84 +401,20 @@ def _line_of_bad_row(text: str, position: int) -> int:
 
 def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]:
     """Read a table of text. Every cell stays the text it is: `007` and `null` too."""
-    csv.field_size_limit(_MOST_OF_A_LINE)  # by default, long texts are refused
-    suffix = suffix_of(path)
-    delimiter = "\t" if separator == "tab" or (separator is None and suffix == ".tsv") else separator or ","
+    from finetune.data.tables import csv_rows  # few runs read a table
+
     with opened(path, label) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        cells = csv.reader(_lines(text, label), delimiter=delimiter, strict=True)
-        try:
-            header = next(cells, [])
-            if header and header[0].lower().startswith("sep="):  # Excel names its separator on a first line
-                separator = header[0][4:] or delimiter
-                cells = csv.reader(_lines(text, label), delimiter=separator, strict=True)
-                header = next(cells, [])
-            name = header[0] if separator is None and len(header) == 1 else ""
-            other_separator = next((character for character in ";\t|," if character in name), None)
-            if other_separator is not None:
-                shown = "tab" if other_separator == "\t" else f"'{other_separator}'"
-                raise DataError(f"{label} has one column, {header[0]!r}. If it is several, set data.separator={shown}.")
-            names = (name.strip(_BLANKS) for name in header)
-            columns = [name or f"(unnamed column {number})" for number, name in enumerate(names, start=1)]
-            twice = [name for name, count in Counter(columns).items() if count > 1]
-            if twice:
-                raise DataError(f"{label} has the column {twice[0]} twice. Rename or remove one of the two.")
-            for number, row in enumerate(filter(None, cells), start=1):
-                if any(row[len(columns) :]):
-                    yield RawRow(number, None, f"{len(row)} cells, but the header has {len(columns)} columns")
-                else:
-                    yield RawRow(number, dict(zip_longest(columns, row[: len(columns)])), is_table=True)
-        except (UnicodeDecodeError, csv.Error) as error:
-            where = f" (line {cells.line_num})" if isinstance(error, csv.Error) else ""
-            problem = f"{label} cannot be read as {suffix[1:]}{where}: {error}"
-            raise DataError(f"{problem}. Correct the file, and save it as UTF-8.") from None
+        rows = csv_rows(partial(_lines, text, label), label, suffix_of(path), separator, most=_MOST_OF_A_LINE)
+        for number, (row, problem) in enumerate(rows, start=1):
+            yield RawRow(number, row, problem, is_table=problem is None)
 
 
 def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:
     """Read a Parquet file a few rows at a time. A dictionary may repeat a value, so the unpacked rows are counted."""
-    from datasets import Features
-    from pyarrow import RecordBatch
-    from pyarrow.parquet import ParquetFile
-    from pyarrow.types import is_dictionary
+    from finetune.data.tables import parquet_rows
 
     if is_compressed(path):
         raise DataError(f"{label} is compressed, but a Parquet file is compressed inside. Decompress it.")
-    most, number, unpacked = max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size), 0, 0
+    most = max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size)
     too_much = f"it unpacks to more than {format_bytes(most)}, over {_MOST_RATIO} times its size"
-    try:
-        with ParquetFile(path) as file:
-            schema, parts = file.schema_arrow, file.metadata
-            if twice := [name for name, count in Counter(schema.names).items() if count > 1]:
-                raise ValueError(f"it has the column {twice[0]} twice")
-            if sum(parts.row_group(n).total_byte_size for n in range(parts.num_row_groups)) > most:
-                raise ValueError(too_much)
-            # A file that `datasets` wrote says which of its columns hold encoded values.
-            is_from_datasets = b"huggingface" in (schema.metadata or {})
-            decode = Features.from_arrow_schema(schema).decode_example if is_from_datasets else dict
-            for batch in file.iter_batches(_ROWS_AT_ONCE):
-                columns = [each.dictionary_decode() if is_dictionary(each.type) else each for each in batch.columns]
-                plain = RecordBatch.from_arrays(columns, schema.names)
-                unpacked += plain.nbytes
-                if unpacked > most:
-                    raise ValueError(too_much)
-                for number, row in enumerate(plain.to_pylist(), start=number + 1):  # noqa: B020
-                    yield RawRow(number, decode(row))
-    except Exception as error:  # pyarrow and datasets raise many types
-        cause = error.__cause__ or error
-        raise DataError(f"{label} cannot be read as parquet: {type(cause).__name__}: {cause}") from error
-
-
-@contextlib.contextmanager
-def quiet_datasets() -> Iterator[None]:
-    """Turn off the progress bars of `datasets`, and those of huggingface_hub for good: they disturb our output."""
-    import datasets
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    disable_progress_bars()
-    hear_libraries()
-    was_on = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if was_on:
-            datasets.enable_progress_bars()
+    yield from (RawRow(*row) for row in enumerate(parquet_rows(path, label, most, too_much), start=1))

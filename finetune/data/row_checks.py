@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from finetune.data.encoded import Part
 from finetune.data.examples import holds_out_by_default
+from finetune.data.templates import LOSS_KINDS
 from finetune.errors import DataError
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.config.schema import DataSection
@@ -27,6 +31,14 @@ _log = logging.getLogger(__name__)
 
 _MAX_NAMED = 3
 _FEW_DROPPED = 0.01
+_FEW_TARGETS, _MOST_TARGETS = 0.01, 0.99
+_MOST_FILES = 100
+_ODD_ROWS = {
+    "without_end_of_turn": "whose end of turn carries no loss or was cut",
+    "few_targets": "with loss on less than 1 % of their tokens",
+    "most_targets": "with loss on more than 99 % of them",
+    "repeated": "that repeat an earlier one",
+}
 _RAISE_LENGTH = "Raise data.max_length (the longest has {longest:,} tokens)"
 
 
@@ -122,6 +134,79 @@ def check_rows(
     if refused:
         raise DataError(refused[0])
     return passed
+
+
+def keys_of_rows(digests: Sequence[NDArray[np.uint8]]) -> NDArray[np.uint64]:
+    """Return 64 bits for each row, shape (rows,), given the `digest_rows` of all sides of a split."""
+    keys = [np.ascontiguousarray(side[:, 1, :8]).view(np.uint64)[:, 0] for side in digests]
+    return sum(key * np.uint64(2 * place + 1) for place, key in enumerate(keys))  # type: ignore[return-value]
+
+
+def repeated_rows(rows: Any, keys: NDArray[np.uint64]) -> list[int]:
+    """Return the rows that have the tokens and the loss of an earlier row, but are another row of their file.
+
+    `keys` is the result of `keys_of_rows`.
+    """
+    numbers = rows.sides[0].numbers.numpy()
+    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
+    others = (numbers != numbers[first[group]]).nonzero()[0]
+    _, once = np.unique(np.stack([group, numbers])[:, others], axis=1, return_index=True)
+    return sorted(others[once].tolist())
+
+
+def count_by_file(rows: Any, repeated: Sequence[int], *, are_prompts: bool = False) -> list[dict[str, Any]]:
+    """Count the rows and tokens of each file of a split, the targets by what they are, and rows that may be mistakes.
+
+    The files from the hundredth on are one entry. No token of a prompt carries loss. docs/watching.md lists the keys.
+    """
+    sides = rows.sides
+    names, file_of, _ = sides[0].files()
+    names = names if len(names) <= _MOST_FILES else [*names[: _MOST_FILES - 1], f"{len(names) - _MOST_FILES + 1} more"]
+    tokens, targets = (sum(getattr(side, name) for side in sides) for name in ("lengths", "num_targets"))
+    targets = targets * (not are_prompts)
+    kinds = sum(side.loss_kinds for side in sides) * (not are_prompts)
+    has_no_end = [(side.loss_kinds[:, 2] == 0) & (side.num_targets > 0) | is_answer_truncated(side) for side in sides]
+    has_answers = torch.stack([side.has_answer for side in sides]).any(0) & (targets > 0)
+    columns = {
+        "rows": torch.ones_like(tokens),
+        "tokens": tokens,
+        "target_tokens": targets,
+        "answer": targets - kinds.sum(1),
+        **{kind: kinds[:, index] for index, kind in enumerate(LOSS_KINDS)},
+        "without_end_of_turn": torch.stack(has_no_end).any(0) * (not are_prompts),
+        "truncated": torch.stack([side.is_truncated for side in sides]).any(0),
+        "few_targets": (targets < _FEW_TARGETS * tokens) * (not are_prompts),
+        "most_targets": has_answers & (targets > _MOST_TARGETS * tokens),
+        "repeated": torch.zeros_like(tokens).index_fill(0, torch.tensor(repeated, dtype=torch.int64), 1),
+    }
+    of_file = file_of.clamp(max=_MOST_FILES - 1)
+    counts = [of_file.bincount(column.double(), len(names)).long().tolist() for column in columns.values()]
+    return [{"file": name, **dict(zip(columns, of, strict=True))} for name, *of in zip(names, *counts, strict=True)]
+
+
+def describe_rows(rows: Any, keys: NDArray[np.uint64]) -> tuple[list[Any], list[str]]:
+    """Return an array for each field of a row in rows.safetensors, and the names of the files."""
+    names, file_of, line = rows.sides[0].files()
+    sums = [sum(getattr(side, name) for side in rows.sides).numpy() for name in ("lengths", "num_targets")]
+    raw = np.ascontiguousarray(rows.sides[0].raw_digest[:, :4].numpy()).view(np.uint32)[:, 0]
+    return [file_of.numpy(), line.numpy(), *sums, keys, raw], names
+
+
+def describe_counts(counts: Mapping[str, Any]) -> str:
+    """Describe the counts of a file on one line, and what may be a mistake in it."""
+    kinds = [f"{name.replace('_', ' ')} {counts[name]:,}" for name in ("answer", *LOSS_KINDS) if counts[name]]
+    found = [f"rows {what}: {counts[key]:,}" for key, what in _ODD_ROWS.items() if counts[key]]
+    text = f"{counts['file']}: {counted(counts['rows'], 'row')}, {counts['tokens']:,} tokens"
+    text += f", {counts['target_tokens']:,} with loss"
+    return "; ".join([f"{text} ({', '.join(kinds)})" if kinds else text, *found])
+
+
+def learns_nothing_or_everything(counts: Mapping[str, Any]) -> str:
+    """Return a sentence if a file's rows have no token with loss, or almost no other; else nothing."""
+    if counts["target_tokens"] and counts["most_targets"] < counts["rows"]:
+        return ""
+    what = "more than 99 % of the tokens of every row carry" if counts["target_tokens"] else "no token carries"
+    return f"{counts['file']}: {what} loss; the chat template marks other tokens than the answers"
 
 
 def warn_of_date(template: str) -> None:

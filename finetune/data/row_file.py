@@ -27,7 +27,7 @@ import torch
 
 from finetune.data.rows import ROW_TYPE_NAMES
 from finetune.data.splits import digest_row
-from finetune.data.templates import TokenisedRow
+from finetune.data.templates import LOSS_KINDS, TokenisedRow
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.limits import is_own_file, open_regular
 from finetune.runs.durable import describe_os_error, replacing
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _METADATA_KEY = "finetune"
 _log = logging.getLogger(__name__)
-ENCODING_VERSION = 12
+ENCODING_VERSION = 13
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 
@@ -76,6 +76,8 @@ class EncodedRows(NamedTuple):
     """int64, shape (rows,): tokens of the row before it was cut at data.max_length."""
     num_targets: torch.Tensor
     """int64, shape (rows,): target tokens of the row."""
+    loss_kinds: torch.Tensor
+    """int32, shape (rows, 3): target tokens of the row of each of `LOSS_KINDS`."""
     is_good: torch.Tensor
     """bool, shape (rows,): false for an answer that is labelled as bad."""
     raw_digests: torch.Tensor
@@ -96,7 +98,7 @@ class RowWriter:
             stream.seek(0)
             stream.truncate()
         self._offsets, self._numbers = array("q", [0]), array("q")
-        self.full_lengths, self.num_targets = array("q"), array("q")
+        self.full_lengths, self.num_targets, self._loss_kinds = array("q"), array("q"), array("i")
         self._is_good, self._raw_digests = bytearray(), bytearray()
 
     def add(
@@ -113,6 +115,10 @@ class RowWriter:
         self._numbers.append(number)
         self.full_lengths.append(len(row.token_ids))
         self.num_targets.append(is_target.count(1))
+        counts = [0] * len(LOSS_KINDS)
+        for first, end, kind in row.kinds:
+            counts[kind] += is_target.count(1, first, end)  # none beyond the cut
+        self._loss_kinds.extend(counts)
         self._is_good.append(is_good)
         self._raw_digests += bytes.fromhex(digest or digest_row(ids.tolist()))
 
@@ -126,6 +132,7 @@ class RowWriter:
             numbers=_as_tensor(self._numbers, torch.int64),
             full_lengths=_as_tensor(self.full_lengths, torch.int64),
             num_targets=_as_tensor(self.num_targets, torch.int64),
+            loss_kinds=_as_tensor(self._loss_kinds, torch.int32).view(-1, len(LOSS_KINDS)),
             is_good=_as_tensor(self._is_good, torch.bool),
             raw_digests=_as_tensor(self._raw_digests, torch.uint8).view(-1, 16),
             facts=facts,
@@ -203,6 +210,7 @@ def _check_shapes(rows: EncodedRows) -> None:
         "numbers": (torch.int64, (num_rows,)),
         "full_lengths": (torch.int64, (num_rows,)),
         "num_targets": (torch.int64, (num_rows,)),
+        "loss_kinds": (torch.int32, (num_rows, len(LOSS_KINDS))),
         "is_good": (torch.bool, (num_rows,)),
         "raw_digests": (torch.uint8, (num_rows, 16)),
     }

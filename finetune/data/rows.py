@@ -250,12 +250,6 @@ def _refuse_pair(row: RawRow, examples: Examples) -> None:
         raise DataError(describe_pair(row, examples, columns))
 
 
-def _propose(row: RawRow, examples: Examples, reads: Reads) -> str:
-    from finetune.data.column_advice import propose_settings  # only a refused run needs it
-
-    return propose_settings(row, examples, reads)
-
-
 def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> Iterator[Example]:
     source = examples.source
     columns = _Columns(known, examples)
@@ -290,7 +284,11 @@ def _read_examples(raw: Iterable[RawRow], known: Format, examples: Examples) -> 
         columns.has_turns |= example.row_type == "messages"
         yield example
     broken.raise_if_any(source.label, count + problems.count + broken.count)
-    grpo = _propose(first_bad, examples, "prompts") if first_bad is not None and examples.reads == "answers" else ""
+    grpo = ""
+    if first_bad is not None and examples.reads == "answers":
+        from finetune.data.column_advice import propose_settings
+
+        grpo = propose_settings(first_bad, examples, "prompts")
     problems.raise_if_any(source.label, count + problems.count, grpo and f"{grpo} to learn from rewards")
     assert first is not None  # there is a row, and not all have a problem
     note = columns.check(count)
@@ -416,13 +414,11 @@ class _Labels:
         good, bad = next((pair for pair in _MARKS if self._counts.keys() & {*pair}), _MARKS[0])
         first = bad if bad in self._first else good
         place, row = self._first[first]
-        kto = _propose(row, examples, "labelled")
+        from finetune.data.column_advice import advise_on_labels
+
         raise DataError(
-            f"{examples.label}: the column {column} is {good} in {self._counts[good]:,} of {num_rows:,} rows and "
-            f"{bad} in {self._counts[bad]:,}; the first {first} is {place}. Supervised "
-            f"training and preference pairs do not use labels: answers marked {bad} would be learned like the "
-            f"others. {f'Set {kto} to learn from both, remove' if kto else 'Remove'} these rows and the column "
-            f"{column}, or set data.columns.label=none to use every row whatever its label."
+            f"{examples.label}: the column {column} is {good} in {self._counts[good]:,} of {num_rows:,} rows and {bad} "
+            f"in {self._counts[bad]:,}; the first {first} is {place}. {advise_on_labels(row, examples, column, bad)}"
         )
 
 

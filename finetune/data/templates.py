@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.data.chat_template import WITHOUT_TEMPLATE, ChatTemplate, describe_key
@@ -29,8 +30,16 @@ TrainOn = Literal["all", "last"]
 
 _PROBE = dialogue_of([text_turn("user", "a"), text_turn("assistant", "b")])
 
+_THINK = ("<think>", "</think>")
+"""What reasoning stands between if it is a part of the answer's text."""
+_END_OF_THINKING = re.compile(r"\s*</think>\s*")
+_NO_BORDERS = (-1, -1)
 _MARKER = re.compile(r"<\|?\w+\|?>")
 """What looks like a special token."""
+
+
+LOSS_KINDS = ("reasoning", "tool_call", "end_of_turn")
+"""What targets are counted as, in the order of the columns of `EncodedRows.loss_kinds`. All others are the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +49,8 @@ class RenderedRow:
     text: str
     answer_starts: tuple[int, ...]
     """The character at which each answer starts. Empty for plain text: all tokens except the first are targets."""
+    borders: tuple[tuple[int, int], ...] = ()
+    """For each answer, the characters at which its reasoning ends and its tool calls begin. -1: it has none."""
 
 
 class TokenisedRow(NamedTuple):
@@ -47,6 +58,8 @@ class TokenisedRow(NamedTuple):
 
     token_ids: Sequence[int]
     is_target: bytearray
+    kinds: Sequence[tuple[int, int, int]] = ()
+    """Spans of targets that are not the answer itself: first token, end, and index in `LOSS_KINDS`."""
 
 
 class AnswerTokens:
@@ -211,17 +224,24 @@ def mark_targets(row: RenderedRow, encoding: Encoding, tokens: AnswerTokens) -> 
     """Mark the tokens of a row that carry loss. The first never does: nothing precedes it."""
     ids = encoding.ids
     if not row.answer_starts:
-        return TokenisedRow(ids, bytearray(min(1, len(ids))) + b"\x01" * (len(ids) - 1))
-    is_target = bytearray(len(ids))
-    for start in row.answer_starts:
+        ends = [(len(ids) - 1, len(ids), 2)] if ids and ids[-1] == tokens.tokenizer.eos_token_id else []
+        return TokenisedRow(ids, bytearray(min(1, len(ids))) + b"\x01" * (len(ids) - 1), ends)
+    is_target, kinds = bytearray(len(ids)), list[tuple[int, int, int]]()
+    for start, (reasoned, calls) in zip(row.answer_starts, row.borders or repeat(_NO_BORDERS), strict=False):
         try:
             first = _first_token_of(encoding, ids, start, len(row.text), tokens.special_ids)
             last = ids.index(tokens.end_id, first)
+            if reasoned >= 0:
+                end = _first_token_of(encoding, ids, reasoned, len(row.text), tokens.special_ids)
+                kinds.append((first, min(end, last), 0))
+            if calls >= 0:
+                kinds.append((_first_token_of(encoding, ids, calls, len(row.text), tokens.special_ids), last, 1))
+            kinds.append((last, last + 1, 2))
         except ValueError:
             return BadRowError(f"no end of turn (id {tokens.end_id}) follows the answer {quote(row.text[start:])}")
         is_target[first : last + 1] = b"\x01" * (last + 1 - first)
     is_target[0] = 0
-    return TokenisedRow(ids, is_target)
+    return TokenisedRow(ids, is_target, kinds)
 
 
 def _first_token_of(encoding: Encoding, ids: list[int], start: int, end: int, special_ids: frozenset[int]) -> int:
@@ -261,7 +281,25 @@ def _place_answers(
                 "data.train_on=each_turn (or last) where only earlier answers are rendered differently"
             )
         starts.append(len(prefix))
-    return RenderedRow(rendered, tuple(starts))
+    answers = zip(starts, dialogue.learnt, strict=True)
+    borders = tuple(_find_borders(rendered, start, dialogue.turns[answer]) for start, answer in answers)
+    return RenderedRow(rendered, tuple(starts), borders)
+
+
+def _find_borders(text: str, start: int, turn: Turn) -> tuple[int, int]:
+    """Find where the reasoning of a rendered answer ends, and where its tool calls begin; -1 for what it has not."""
+    content, thinking = turn["content"].strip(), turn.get(REASONING_KEYS[0], "").strip()
+    if content.startswith(_THINK[0]) and not thinking:
+        thinking, end, content = content.partition(_THINK[1])
+        thinking, content = (thinking + end, content.strip()) if end else ("", thinking)
+    if not thinking and not turn.get("tool_calls"):
+        return _NO_BORDERS
+    found = text.find(thinking, start) if thinking else -1
+    after = start if found < 0 else found + len(thinking)
+    if closing := _END_OF_THINKING.match(text, after):
+        after = closing.end()
+    answer = max(after, text.find(content, after))
+    return (answer if found >= 0 else -1), (answer + len(content) if turn.get("tool_calls") else -1)
 
 
 def _find_missing(template: ChatTemplate, dialogue: Dialogue, rendered: str) -> BadRowError | None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,6 +35,7 @@ from finetune.fallbacks import Fallbacks
 from finetune.findings import Finding, exit_code, problem, warning, what_and_fix
 from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
+from finetune.runs.durable import disk_failures_end_the_run, replacing
 from finetune.training.checks import check_inputs
 from finetune.training.objective import encode_for_objective
 
@@ -50,6 +53,7 @@ SplitName = Literal["train", "validation", "test"]
 Side = Literal["chosen", "rejected"]
 
 _MOST_NAMED = 3
+_ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,17 +153,27 @@ class Preview:
         }
 
 
-def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 3, rows: Sequence[int] = ()) -> Preview:
+def preview_data(
+    config: Config,
+    *,
+    split: SplitName = "train",
+    num_rows: int = 3,
+    rows: Sequence[int] = (),
+    table: Path | None = None,
+) -> Preview:
     """Encode the rows of a run as training does, and examine them.
 
     No weights are read, and nothing is written but the data cache. The configuration must be complete. The preview
-    shows the first rows of a split, or the given ones, which are counted from 1.
+    shows the first rows of a split, or the given ones, which are counted from 1. All rows of the split are written to
+    the file `table`, see `write_table`.
 
     Raises:
         ConfigError: there is no such split or row.
         DataError: the rows cannot be used; training gives the same message.
         ModelError: the tokenizer or the model does not exist.
     """
+    if table is not None:
+        refuse_table(table)
     check_inputs(config, needs_weights=False)
     tokenizer = build_run_tokenizer(config)
     encoded, refusals = _encode(config, tokenizer)
@@ -175,6 +189,8 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
             "without empty lines; the file and line of a row are shown with it."
         )
     are_prompts = config.objective.generates_answers
+    if table is not None:
+        write_table(table, shown, tokenizer, are_prompts=are_prompts)
     summaries = {name: summarize_split(of_split, are_prompts=are_prompts) for name, of_split in splits.items()}
     indices = [row - 1 for row in rows] or range(min(num_rows, len(shown)))
     tokens = AnswerTokens(tokenizer)
@@ -198,9 +214,53 @@ def preview_data(config: Config, *, split: SplitName = "train", num_rows: int = 
             *_judge_template(splits, tokenizer),
             *_judge_fit(splits, model, tokenizer),
             *_judge_duplicates(summaries),
+            *([] if are_prompts else _judge_targets(summaries)),
         ],
         raw_digests=[digest for of_split in splits.values() for digest in of_split.sides[0].raw_digests()],
     )
+
+
+def refuse_table(table: Path) -> None:
+    """Raise ConfigError for a file that exists already, or whose ending is neither .parquet nor .csv."""
+    if table.suffix not in (".parquet", ".csv"):
+        raise ConfigError(f"--table is {table}, which ends in neither .parquet nor .csv. Choose one of them.")
+    if table.exists() or table.is_symlink():
+        raise ConfigError(f"--table is {table}, which exists already. Choose another name: nothing is overwritten.")
+
+
+def write_table(table: Path, rows: Rows, tokenizer: PreTrainedTokenizerBase, *, are_prompts: bool) -> None:
+    """Write the rows of a split as Parquet or CSV, by the ending. A pair of answers is two lines, one for each side.
+
+    Raises:
+        ConfigError: see `refuse_table`.
+        RunFailedError: the disk refused.
+    """
+    import pyarrow
+    from pyarrow.csv import CSVWriter
+    from pyarrow.parquet import ParquetWriter
+
+    is_csv = table.suffix == ".csv"
+    as_cell = json.dumps if is_csv else list
+    names, file_of, line = rows.sides[0].files()
+
+    def read(index: int) -> Iterator[dict[str, Any]]:
+        sides = ("chosen", "rejected") if isinstance(rows, EncodedPairs) else (None,)
+        for side, examples in zip(sides, rows.sides, strict=True):
+            ids, is_target = examples[index]
+            loss = (is_target & (not are_prompts)).int().tolist()
+            row = {"source": names[int(file_of[index])], "line": int(line[index])}
+            row |= {} if side is None else {"side": side}
+            row |= {"is_good": bool(rows.is_good[index])} if isinstance(rows, EncodedLabelled) else {}
+            text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            yield {**row, "input_ids": as_cell(ids.tolist()), "loss_mask": as_cell(loss), "text": text}
+
+    refuse_table(table)  # another program may have written it meanwhile
+    with disk_failures_end_the_run("Writing", table, then="run the command again"), replacing(table) as file:
+        schema = pyarrow.Table.from_pylist([*read(0)]).schema
+        with (CSVWriter if is_csv else ParquetWriter)(file, schema) as writer:
+            for first in range(0, len(rows), _ROWS_AT_ONCE):
+                block = [row for index in range(first, min(len(rows), first + _ROWS_AT_ONCE)) for row in read(index)]
+                writer.write(pyarrow.Table.from_pylist(block, schema))
 
 
 def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySplits, list[Finding]]:
@@ -321,6 +381,14 @@ def _judge_template(splits: dict[SplitName, Rows], tokenizer: PreTrainedTokenize
         message = f"the chat template has no generation prompt: {shown} carries loss, and no prompt will end with it"
         fix = "give a template that renders it if add_generation_prompt is true (data.chat_template)"
         yield problem("Data", message, fix)
+
+
+def _judge_targets(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
+    """Find files of which the chat template trains nothing, or everything."""
+    for name, split in splits.items():
+        for counts in split.files:
+            if text := row_checks.learns_nothing_or_everything(counts):
+                yield warning("Data", f"{name}: {on_one_line(text)}", "set another template (data.chat_template)")
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:

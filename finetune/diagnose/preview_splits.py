@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import groupby
 from operator import or_
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from finetune import terminal
 
@@ -86,6 +86,8 @@ class SplitSummary:
     """Rows that data.max_length cuts."""
     duplicates: NamedRows
     """Rows that repeat an earlier row of the split, token for token. A row that a mixture repeats does not count."""
+    files: list[dict[str, Any]]
+    """The result of `count_by_file`."""
 
 
 def summarize_split(rows: Rows, *, are_prompts: bool = False) -> SplitSummary:
@@ -93,6 +95,13 @@ def summarize_split(rows: Rows, *, are_prompts: bool = False) -> SplitSummary:
     ordered = rows.lengths.sort().values
     num_tokens = sum(int(side.lengths.sum()) for side in rows.sides)
     num_targets = 0 if are_prompts else sum(int(side.num_targets.sum()) for side in rows.sides)
+    from finetune.data.row_checks import (
+        count_by_file,
+        keys_of_rows,
+        repeated_rows,
+    )  # torch, after the configuration is checked
+
+    repeated = repeated_rows(rows, keys_of_rows([side.digest_rows() for side in rows.sides]))
     is_truncated = reduce(or_, (side.is_truncated for side in rows.sides))
     return SplitSummary(
         kind=rows.row_type,
@@ -106,21 +115,9 @@ def summarize_split(rows: Rows, *, are_prompts: bool = False) -> SplitSummary:
         longest=int(ordered[-1]),
         histogram=histogram(rows.lengths),
         truncated=NamedRows.of(rows, is_truncated.nonzero()[:, 0].tolist()),
-        duplicates=NamedRows.of(rows, _duplicates(rows)),
+        duplicates=NamedRows.of(rows, repeated),
+        files=count_by_file(rows, repeated, are_prompts=are_prompts),
     )
-
-
-def _duplicates(rows: Rows) -> list[int]:
-    """Return the rows that have the tokens and the loss of an earlier row, but are another row of their file."""
-    numbers_of: dict[tuple[bytes, ...], set[int]] = {}
-    duplicates = []
-    digests = zip(*(side.digests(with_targets=True) for side in rows.sides), strict=True)
-    for row, (digest, number) in enumerate(zip(digests, rows.sides[0].numbers.tolist(), strict=True)):
-        numbers = numbers_of.setdefault(digest, set())
-        if numbers and number not in numbers:
-            duplicates.append(row)
-        numbers.add(number)
-    return duplicates
 
 
 def location(rows: Rows, row: int) -> RowLocation:

@@ -20,6 +20,7 @@ from finetune.runs.durable import MANIFEST, describe_os_error, disk_failures_end
 from finetune.runs.metrics import as_json
 
 if TYPE_CHECKING:
+    from finetune.export.merge_effect import MergeEffect
     from finetune.replay.steps import Replay
 
 CERTIFICATE_HEAD = "## Certificate\n\nCompared by `finetune verify` with the run as it was trained.\n"
@@ -39,6 +40,8 @@ class Verified:
     notes: tuple[str, ...] = ()
     """What could not be compared, and why, one sentence each without a full stop."""
     replay: Replay | None = None
+    merge_effect: MergeEffect | None = None
+    """What merging changes, for a run on a base in 4 bits."""
 
     @property
     def mismatches(self) -> list[str]:
@@ -58,6 +61,7 @@ class Verified:
             "mismatches": self.mismatches,
             "notes": [*self.notes, *self.comparison.notes, *replay_notes],
             "replay": self.replay.as_record() if self.replay else None,
+            "merge_effect": self.merge_effect and [model.as_record() for model in self.merge_effect.models],
         }
         return {name: as_json(value) for name, value in record.items()}
 

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -63,6 +63,8 @@ def write_merged(
     dtype: torch.dtype | None = None,
     most_difference: float | None = None,
     adds_system: bool = False,
+    load: Callable[[FinishedRun], Any] | None = None,
+    note: str = "",
 ) -> Merged:
     """Write a run's model for transformers alone, then load and compare it. If anything fails, `out` stays as it was.
 
@@ -72,6 +74,8 @@ def write_merged(
         dtype: the type to store weights in; None takes the base's.
         most_difference: the largest relative difference of logits; None: what fits the type of the weights.
         adds_system: let the chat template add the system turn of the training rows to conversations without one.
+        load: loads base and adapter; None: `load_tuned_model`.
+        note: a sentence about the weights for later certificates, without a full stop.
 
     Raises:
         CheckpointError: the folder is taken.
@@ -82,7 +86,7 @@ def write_merged(
     tokenizer, system = build_run_tokenizer(run.config), usual_system(run.config)
     if adds_system:
         tokenizer.chat_template = with_default_system(tokenizer.chat_template, system)
-    model = load_tuned_model(run)
+    model = (load or load_tuned_model)(run)
     _refuse_foreign_code(model)
     target = _type_to_store(model, dtype)
     unanswered = prompts_to_ask(tokenizer, model, system)
@@ -117,6 +121,7 @@ def write_merged(
             written=digest_weight_files(writer.path),
             files=digest_files(writer.path),
             system=None if adds_system else system,
+            note=note,
         )
         merged = Merged(
             folder=out.expanduser().absolute(),

@@ -51,6 +51,8 @@ class Merged:
     """The most frequent system turn of the training rows; None if they have none or cannot be read."""
     adds_system: bool = False
     """Whether the chat template adds it to conversations without a system turn."""
+    effect: tuple[str, ...] = ()
+    """What merging a run on a base in 4 bits changed, one sentence for each model without a full stop."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from finetune.model.tokens import build_run_tokenizer
 from finetune.replay.trace import FIELDS, Trace
 from finetune.runs.comparison import differing, format_value, loss_difference, recorded_facts
 from finetune.runs.recorded_run import RecordedRun
+from finetune.runs.row_comparison import compare_renderings
 from finetune.training.checks import named_splits
 from finetune.training.objective import encode_for_objective
 
@@ -82,7 +83,8 @@ def first_differing_row(first: TrainingRows, second: TrainingRows) -> tuple[int,
         text = f"both have the same {len(a)} rows, in another order from row {index + 1} on"
         text += f": {a.source(index)} and {b.source(index)}"
     elif index < min(len(a), len(b)):
-        tokens = _first_differing_tokens(first.tokenizer, [side[index].input_ids.tolist() for side in (a, b)])
+        tokenizers = (first.tokenizer, second.tokenizer)
+        tokens = _first_differing_tokens(tokenizers, [side[index].input_ids.tolist() for side in (a, b)])
         text = f"{a.source(index)} of {first.title} and {b.source(index)} of {second.title} differ in {tokens}; "
         text += f"{len(indices)} of {max(len(a), len(b))} rows differ{'s' * (len(indices) == 1)}"
     else:
@@ -91,12 +93,15 @@ def first_differing_row(first: TrainingRows, second: TrainingRows) -> tuple[int,
     return index + 1, text
 
 
-def _first_differing_tokens(tokenizer: Any, rows: Sequence[list[int]]) -> str:
+def _first_differing_tokens(tokenizers: Sequence[Any], rows: Sequence[list[int]]) -> str:
     """Return the position of the first token that differs, and the text of both rows from there."""
     position = next((position for position, (x, y) in enumerate(zip_longest(*rows)) if x != y), None)
     if position is None:
         return "which of their tokens carry loss, or in their label"
-    shown = [json.dumps(tokenizer.decode(row[position : position + _NUM_SHOWN]), ensure_ascii=False) for row in rows]
+    texts = [
+        tokenizer.decode(row[position : position + _NUM_SHOWN]) for tokenizer, row in zip(tokenizers, rows, strict=True)
+    ]
+    shown = [json.dumps(text, ensure_ascii=False) for text in texts]
     return f"token {position + 1}: {shown[0]} and {shown[1]}"
 
 
@@ -161,16 +166,20 @@ def _cause_in_rows(
     first: ComparedSide, second: ComparedSide, fingerprints: Sequence[str], *, other_template: bool
 ) -> Cause:
     """Describe the first difference between the training rows, given their fingerprints."""
-    if other_template:
-        return Cause("row", "", "the chat template differs, and with it the training rows")
     sides = (first, second)
     a, b = (load_rows(side.title, side.config, digest) for side, digest in zip(sides, fingerprints, strict=True))
+    because = "the chat template differs, and with it the training rows" if other_template else ""
     if a is None or b is None:
+        recorded = compare_renderings(first.run.folder, second.run.folder)
+        if recorded is not None:
+            return Cause("row", f"line {recorded.line}", f"{because}{': ' * other_template}{recorded}")
+        if because:
+            return Cause("row", "", because)
         text = "the training rows differ, with the fingerprints " + " and ".join(digest[:12] for digest in fingerprints)
         missing = (first if a is None else second).title
         return Cause("row", "", f"{text}. The rows of {missing} are no longer on this machine, so no row can be named")
     row, text = first_differing_row(a, b)
-    return Cause("row", f"row {row}", text)
+    return Cause("row", f"row {row}", f"{because}{': ' * other_template}{text}")
 
 
 def _cause_in_weights(first: ComparedSide, second: ComparedSide) -> Cause | None:

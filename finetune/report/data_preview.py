@@ -34,6 +34,8 @@ class PreviewedData:
     row: list[Span]
     row_place: str
     findings: list[str]
+    files: list[str]
+    """What run.json says of the rows of each file."""
     why_not: str = ""
     """The reason if the data could not be read; all else is then empty."""
 
@@ -62,7 +64,15 @@ def _preview(runs: Sequence[RecordedRun]) -> PreviewedData:
         reason = f"{type(error).__name__}: {error}"
     _log.warning("%s: its data could not be read again: %s", labels[0], reason)
     return PreviewedData(
-        labels=labels, source="", read_as=[], splits={}, row=[], row_place="", findings=[], why_not=reason
+        labels=labels,
+        source="",
+        read_as=[],
+        splits={},
+        row=[],
+        row_place="",
+        findings=[],
+        files=_recorded_counts(runs[0]),
+        why_not=reason,
     )
 
 
@@ -92,7 +102,19 @@ def _read(run: RecordedRun, labels: list[str]) -> PreviewedData:
         row=_shortened(spans),
         row_place="; ".join(places),
         findings=findings,
+        files=_recorded_counts(run),
     )
+
+
+def _recorded_counts(run: RecordedRun) -> list[str]:
+    """Describe the files that a run trained and was measured on; nothing if run.json does not say it."""
+    from finetune.data.row_checks import describe_counts
+
+    try:
+        counts = run.part("row_counts").items()
+        return [f"{split}, {describe_counts(of_file)}" for split, files in counts for of_file in files]
+    except (KeyError, TypeError, ValueError):  # run.json may come from another version, or from elsewhere
+        return []
 
 
 def _shortened(spans: Sequence[Span]) -> list[Span]:

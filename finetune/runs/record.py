@@ -121,6 +121,7 @@ class RunRecord:
             "num_steps": None,
             "parameters": None,
             "memory": earlier.get("memory"),
+            "row_counts": None,
             "low_precision": None,
             "script": None,
             "opening": earlier.get("opening"),
@@ -170,6 +171,7 @@ _TYPES: dict[str, Any] = {
     **get_type_hints(RunStart),
     **dict.fromkeys(("memory", "low_precision", "parameters", "script", "profile", "result"), Mapping[str, Any]),
     **dict.fromkeys(("status", "git_commit", "finished"), str),
+    **{"row_counts": Mapping[str, Sequence[Mapping[str, Any]]]},
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
 }
 _ReadRecord = create_model(  # type: ignore[call-overload]

@@ -1,15 +1,17 @@
 """The record of a run's rows: rows.safetensors in its folder, with 16 bytes for each row of each split.
 
 The commands that read the data again compare its rows with the record. A training row has 16 bytes more, a digest of
-its tokens, by which it is recognised even if a column was added to its file or the file has another format.
+its tokens, by which it is recognised even if a column was added to its file or the file has another format, and 24
+bytes that say where it is from and how it was rendered (`ROW_FIELDS`).
 """
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.limits import read_regular
 from finetune.runs.durable import disk_failures_end_the_run, replace_file
@@ -19,8 +21,12 @@ if TYPE_CHECKING:
 
 _SPLITS = ("train", "validation", "test")
 _TOKENS, _EARLIER = "train.tokens", "train.earlier"
+ROWS, FILES = "rows", "files"
+"""The training rows in their order, uint32 of shape (rows, fields), and the names of their files as JSON."""
+ROW_FIELDS = ("file", "line", "tokens", "target_tokens", "rendered", "raw")
+"""`rendered` is a digest of tokens and targets, `raw` of the row in its file: 32 bits each. `file` is an index."""
 _BYTES = 16
-_MOST_BYTES = 1 << 31
+MOST_BYTES = 1 << 31
 """Of a file that is read: more than 60 million training rows."""
 _log = logging.getLogger(__name__)
 
@@ -52,10 +58,17 @@ class RowRecord(NamedTuple):
         return RowChanges(missing=len(before - now), new=len(now - before))
 
 
-def write_row_record(folder: RunFolder, splits: Mapping[str, Iterable[str]], tokens: Iterable[str]) -> None:
+def write_row_record(
+    folder: RunFolder,
+    splits: Mapping[str, Iterable[str]],
+    tokens: Iterable[str],
+    rows: Sequence[Any] = (),
+    files: Sequence[str] = (),
+) -> None:
     """Record the rows of a run that starts or resumes. Training rows of earlier starts stay recorded.
 
-    `splits` has the `digest_row` of each row by split, `tokens` the digests of the tokens of the training rows.
+    `splits` has the `digest_row` of each row by split, `tokens` the digests of the tokens of the training rows. `rows`
+    has an array for each of `ROW_FIELDS`, and `files` the names of the files.
 
     Raises:
         RunFailedError: the file cannot be written.
@@ -71,6 +84,9 @@ def write_row_record(folder: RunFolder, splits: Mapping[str, Iterable[str]], tok
         name: numpy.frombuffer(bytes.fromhex("".join(sorted(digests))), numpy.uint8).reshape(-1, _BYTES)
         for name, digests in recorded.items()
     }
+    if len(rows):
+        arrays[ROWS] = numpy.stack([numpy.asarray(column) & 0xFFFFFFFF for column in rows], 1).astype(numpy.uint32)
+        arrays[FILES] = numpy.frombuffer(json.dumps(files).encode(), numpy.uint8)
     with disk_failures_end_the_run("Writing", folder.row_file):
         replace_file(folder.row_file, save(arrays))
 
@@ -81,8 +97,9 @@ def read_row_record(folder: RunFolder) -> RowRecord | None:
     from safetensors.numpy import load
 
     try:
-        arrays = load(read_regular(folder.row_file, most=_MOST_BYTES))
-        digests = {name: {row.tobytes().hex() for row in array} for name, array in arrays.items()}
+        arrays = load(read_regular(folder.row_file, most=MOST_BYTES))
+        named = {name: array for name, array in arrays.items() if name not in (ROWS, FILES)}
+        digests = {name: {row.tobytes().hex() for row in array} for name, array in named.items()}
         trained = digests["train"] | digests[_TOKENS] | digests[_EARLIER]
     except FileNotFoundError:
         return None

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import resolved_yaml
+from finetune.data import row_checks
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors
 from finetune.distributed.device import DTYPES, convert_weights
@@ -361,8 +362,25 @@ def _open_journal(
     runtime.liveness.on_close(journal.close)
     if script_parts := hooks.as_record(config, model):
         journal.record(script=script_parts)
-    tokens = (digest.hex() for side in splits.train.sides for digest in side.digests(with_targets=False))
-    write_row_record(journal.folder, raw_digests(splits), tokens)
+    _record_rows(journal, config, splits)
     if _saves_base(config):
         save_base(journal.folder, without_adapter(model), tokenizer)
     return journal
+
+
+def _record_rows(journal: Journal, config: Config, splits: EncodedSplits) -> None:
+    """Count the rows of each file in run.json, log those that train, and write a digest of each row."""
+    counts = {}
+    for name, split in named_splits(splits).items():
+        digests = [side.digest_rows() for side in split.sides]
+        keys = row_checks.keys_of_rows(digests)
+        are_prompts = config.objective.generates_answers
+        counts[name] = row_checks.count_by_file(split, row_checks.repeated_rows(split, keys), are_prompts=are_prompts)
+        if name == "train":
+            tokens = (digest.tobytes().hex() for side in digests for digest in side[:, 0])
+            write_row_record(journal.folder, raw_digests(splits), tokens, *row_checks.describe_rows(split, keys))
+    journal.record(row_counts=counts)
+    for of_file in counts["train"]:
+        _log.info("train: %s", row_checks.describe_counts(of_file))
+        if not config.objective.generates_answers and (finding := row_checks.learns_nothing_or_everything(of_file)):
+            _log.warning("train: %s. `finetune preview` shows rows; data.chat_template sets another template.", finding)

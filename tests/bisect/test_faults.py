@@ -20,6 +20,7 @@ from tests.bisect.scene import (
     edit_lines,
     make_scene,
 )
+from tests.in_process import run_finetune
 
 CONFIGURATION = {"seed": "1", "optim.optimizer": "torch.optim.RMSprop", "lora.alpha": "8"}
 BESIDE = ["data.split_seed=5", "training.num_epochs=3"]
@@ -74,6 +75,10 @@ def test_rows_elsewhere(scene):
         edit_lines(rows / "train.jsonl", change)
         scene.train(name, *BESIDE, f"data.path={rows}")
         assert_named(scene.bisect(str(scene.place / "a"), str(scene.place / name)), "row", "data.path is ", *parts)
+    compared = run_finetune("diff", str(scene.place / "a"), str(scene.place / "less"))
+    assert "train.jsonl line 5: the row itself differs: " in compared.answer
+    assert "Rendered again: " in compared.answer
+    assert "differ in token " in compared.answer
 
 
 @pytest.mark.slow
@@ -85,6 +90,8 @@ def test_rows_that_were_changed_in_place(scene):
     found = assert_named(scene.bisect(str(scene.place / "a"), str(scene.place / "c")), "row", "row 7 ")
     assert any("a recorded other losses than it computes now" in note for note in found["notes"])
     shutil.rmtree(scene.place / "cache")
+    assert_named(scene.bisect_both(), "row", "train.jsonl line 7: the row itself differs: ", "1 of 18 rows differ")
+    (scene.place / "b/rows.safetensors").unlink()
     assert_named(scene.bisect_both(), "row", "are no longer on this machine")
 
 
@@ -96,7 +103,13 @@ def test_another_base_and_one_that_was_changed_in_place(scene):
     assert_named(scene.bisect_both(), "tensor", f"the first is {CHANGED}", "model.path is ")
     (scene.place / "base/chat_template.jinja").write_text(OTHER_TEMPLATE)
     scene.train("c", *BESIDE)
-    assert_named(scene.bisect(str(scene.place / "a"), str(scene.place / "c")), "row", "the chat template differs")
+    runs = (str(scene.place / "a"), str(scene.place / "c"))
+    assert_named(scene.bisect(*runs), "row", "the chat template differs", "differ in token 2: ")
+    shutil.rmtree(scene.place / "rows")
+    first_row = json.loads(run_finetune("diff", *runs, "--json").answer)["first_row"]
+    a, b = first_row["tokens"]
+    assert (first_row["line"], first_row["is_same_row"], first_row["text"]) == (1, True, "")
+    assert (b > a, first_row["num_differing"], first_row["num_common"]) == (True, 18, 18)
 
 
 @pytest.mark.slow

@@ -8,14 +8,23 @@ import pytest
 
 from finetune.config.schema import DataSection
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedSplits
+from finetune.data.encoded import EncodedExamples, EncodedSplits
 from finetune.data.examples import load_examples
+from finetune.data.row_checks import (
+    count_by_file,
+    describe_counts,
+    describe_rows,
+    keys_of_rows,
+    learns_nothing_or_everything,
+    repeated_rows,
+)
 from finetune.errors import DataError
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
 SHORT = {"prompt": "Hi", "completion": "yes"}  # 9 tokens: <|user|> H i <|end|> <|assistant|> y es <|end|> and eos
 LONG_ANSWER = {"prompt": "Hi", "completion": "yes or no the the the"}
 LONG_PROMPT = {"prompt": "x" * 40, "completion": "yes"}
+ODD = ("without_end_of_turn", "truncated", "few_targets", "most_targets", "repeated")
 TWO_TURNS = {"messages": [{"role": role, "content": text} for role, text in (("user", "Hi"), ("assistant", "yes"))] * 2}
 
 
@@ -126,3 +135,57 @@ def test_the_advice_where_nothing_is_left_is_for_the_check(make_section, write_j
     assert refusal(section).startswith(
         "train: data.on_overlap=drop leaves no row. Take the training rows out of the validation split, or give"
     )
+
+
+def test_tokens_with_loss_are_counted_by_file_and_by_what_they_are(make_section, write_jsonl):
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "yes"}}}
+    thinking, calls = (
+        "<think>\nor no\n</think>\n\n",
+        '<|tool_call|>[{"name": "look", "arguments": {"at": "yes"}}]<|/tool_call|>',
+    )
+    answers = [
+        ({"content": "yes", "reasoning_content": "or no"}, thinking, ""),
+        ({"content": "<think>or no</think>\n\nyes"}, "<think>or no</think>\n\n", ""),
+        ({"content": "yes", "tool_calls": [call]}, "", calls),
+        ({"content": "", "reasoning_content": "or no", "tool_calls": [call]}, thinking, calls),
+        ({"content": "yes or no <think>"}, "", ""),
+    ]
+    chats = [_asked("Hi", answer) for answer, *_ in answers]
+    long_answer = _asked("Hi", {"content": "yes or no " * 60})
+    odd = [chats[4], chats[4], _asked("x" * 400, {"content": "y"}), _asked(" ", {"content": "no " * 300}), long_answer]
+    paths = [write_jsonl(chats, "chats.jsonl"), write_jsonl(odd, "odd.jsonl")]
+    keys = {"chat_template": "phi4_mini", "max_length": 450, "on_truncated_answer": "warn"}
+    splits = encode(make_section(path=paths, **keys))
+    tokenizer = tiny_tokenizer()
+    reasoning, tool_call = (
+        sum(len(tokenizer.encode(row[part], add_special_tokens=False)) for row in answers) for part in (1, 2)
+    )
+    of_chats, of_odd = count_by_file(splits.train, repeated_rows(splits.train, _keys(splits.train)))
+    assert (of_chats["reasoning"], of_chats["tool_call"], of_chats["end_of_turn"]) == (reasoning, tool_call, 5)
+    assert of_chats["target_tokens"] == of_chats["answer"] + reasoning + tool_call + 5
+    assert 0 < of_chats["answer"] < 5 * 8
+    assert {name: of_chats[name] for name in ODD} == dict.fromkeys(ODD, 0)
+    assert of_odd["rows"] == 5
+    assert {name: of_odd[name] for name in ODD} == {**dict.fromkeys(ODD, 1), "repeated": 2}
+    assert of_odd["file"] == paths[1]
+    assert describe_counts(of_odd).endswith(
+        "; rows whose end of turn carries no loss or was cut: 1; rows with loss on less than 1 % of their tokens: 1; "
+        "rows with loss on more than 99 % of them: 1; rows that repeat an earlier one: 2"
+    )
+    assert learns_nothing_or_everything(of_odd) == "", "some of its rows are usual"
+    [files, lines, tokens, *_], names = describe_rows(splits.train, _keys(splits.train))
+    assert (names, files.tolist(), lines.tolist()) == (paths, [0] * 5 + [1] * 5, [1, 2, 3, 4, 5] * 2)
+    assert tokens.tolist() == splits.train.lengths.tolist()
+    only = encode(make_section(path=write_jsonl(odd[3:4]), **keys, on_untrained_end="warn")).train
+    [counts] = count_by_file(only, [])
+    assert "more than 99 % of the tokens of every row carry loss" in learns_nothing_or_everything(counts)
+    [of_prompts] = count_by_file(only, [], are_prompts=True)
+    assert (of_prompts["target_tokens"], of_prompts["answer"], of_prompts["most_targets"]) == (0, 0, 0)
+
+
+def _asked(question: str, answer: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", **answer}]}
+
+
+def _keys(rows: EncodedExamples) -> Any:
+    return keys_of_rows([rows.digest_rows()])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from pathlib import Path
 
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -91,6 +93,8 @@ def test_what_is_wrong_with_rows_is_told_with_their_place(words):
     seen = preview(words, num_rows=99)
     train = seen.splits["train"]
     assert (train.rows, train.longest, train.truncated.count, train.duplicates.count) == (4, 64, 1, 1)
+    [counts] = train.files
+    assert (counts["rows"], counts["truncated"], counts["without_end_of_turn"], counts["repeated"]) == (4, 1, 1, 1)
     # The empty line of the file is no row, and counts in no place but the file's own.
     assert [(place.row, place.source.rpartition("/")[2]) for place in train.duplicates.first] == [(3, "train.jsonl:4")]
     assert [row.notes for row in seen.rows] == [[], [], [], ["cut at data.max_length from 208 tokens"]]
@@ -180,7 +184,7 @@ def words_of_pairs(tmp_path: Path, base: Path) -> list[str]:
     return [*run_over(tmp_path, base, train=train, validation=validation), "task=finetune_preferences"]
 
 
-def test_pairs_are_those_that_training_encodes(words_of_pairs):
+def test_pairs_are_those_that_training_encodes(words_of_pairs, tmp_path):
     config = load_config([*words_of_pairs, *TOLERANT])
     encoded = encode_preferences(config.data, build_tokenizer(config.model)).train
     seen = preview([*words_of_pairs, *TOLERANT], num_rows=99)
@@ -199,7 +203,9 @@ def test_pairs_are_those_that_training_encodes(words_of_pairs):
     assert chosen.own_pieces() == chosen.pieces
     for row, text in ((rejected, "no"), (seen.rows[1], "b c")):
         assert "".join(piece.text for piece in row.own_pieces()) == f"{text}<|end|><|endoftext|>"
-    seen = preview(words_of_pairs)
+    seen = preview(words_of_pairs, table=tmp_path / "pairs.parquet")
+    sides = pyarrow.parquet.read_table(tmp_path / "pairs.parquet").column("side").to_pylist()
+    assert sides == ["chosen", "rejected"] * 4
     train, validation = seen.splits["train"], seen.splits["validation"]
     assert (train.kind, train.rows, train.duplicates.count) == ("preference", 4, 1)
     assert train.tokens == int(encoded.chosen.lengths.sum() + encoded.rejected.lengths.sum())
@@ -248,3 +254,31 @@ def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp
     texts = ["".join(span["text"] for span in row["spans"] if span["loss"]) for row in (one, other)]
     assert ["the answer is yes or no" in text for text in texts] == [True, True]
     assert "".join(span["text"] for span in other["spans"]).count("<think>") == 1
+
+
+def test_the_rows_of_a_split_are_written_for_another_trainer(words, tmp_path, monkeypatch):
+    monkeypatch.setattr("finetune.diagnose.preview._ROWS_AT_ONCE", 3)  # the split has four rows
+    config = load_config([*words, *TOLERANT])
+    rows = encode_examples(load_examples(config.data), build_tokenizer(config.model), config.data).train
+    seen = [
+        {
+            "source": str(tmp_path / "data/train.jsonl"),
+            "line": line,
+            "input_ids": row.input_ids.tolist(),
+            "loss_mask": row.is_target.int().tolist(),
+            "text": tiny_tokenizer().decode(row.input_ids),
+        }
+        for line, row in zip((1, 3, 4, 5), rows, strict=True)
+    ]
+    for ending in ("parquet", "csv"):
+        preview([*words, *TOLERANT], table=tmp_path / f"rows.{ending}")
+    assert pyarrow.parquet.read_table(tmp_path / "rows.parquet").to_pylist() == seen
+    lists = {"input_ids": json.loads, "loss_mask": json.loads, "line": int}
+    with (tmp_path / "rows.csv").open(newline="") as file:
+        read = [{name: lists.get(name, str)(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+    assert read == seen
+    for name, reason in {"rows.csv": "exists already", "rows.json": "neither .parquet nor .csv"}.items():
+        before = (tmp_path / "rows.csv").read_bytes()
+        with pytest.raises(ConfigError, match=reason):
+            preview([*words, *TOLERANT], table=tmp_path / name)
+        assert (tmp_path / "rows.csv").read_bytes() == before

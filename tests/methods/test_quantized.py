@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -30,6 +31,7 @@ from finetune.engine.products import unchanged_weights, widened
 from finetune.engine.quantized import _state_tensors
 from finetune.engine.supported import called_layers
 from finetune.errors import ConfigError, ModelError
+from finetune.export.merge_effect import IN_4_BITS, IN_16_BITS, MERGED
 from finetune.model.base import build_base_model, count_parameters, states_in_4_bits
 from finetune.model.lora import load_adapter
 from finetune.model.quantized import (
@@ -54,7 +56,7 @@ from tests.curves import Case
 from tests.diagnose.measured import peak_of
 from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same_bytes, train_both_ways
 from tests.engine.prefix_rows import random_rows
-from tests.in_process import run_script
+from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY
 from tests.methods.tiny_training import (
     curve,
@@ -411,3 +413,30 @@ def test_missing_weights_are_refused(inputs, tmp_path):
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match="down_proj"):
         load_in_4_bits(ModelSection(path=str(tmp_path)), CPU)
+
+
+@needs_bitsandbytes
+def test_what_merging_changes_is_measured_and_the_trained_base_can_be_merged_into(inputs, tmp_path):
+    """Merged into the dequantized base, the adapter has the loss that it was trained to; merged into the base, not."""
+    run = tmp_path / "run"
+    words = [*words_for(inputs, run), "lora.r=4", "optim.learning_rate=1e-2", "testing.max_new_tokens=4"]
+    train(words)
+    verified = run_finetune("verify", run, code=0)
+    effect = json.loads((run / "adapter/certificate.json").read_text())["merge_effect"]
+    assert [model["model"] for model in effect] == [IN_4_BITS, IN_16_BITS, MERGED]
+    trained, full, merged = (model["loss"] for model in effect)
+    assert trained == pytest.approx(record(run)["result"]["best_loss"], rel=1e-5)
+    assert merged == pytest.approx(full, rel=1e-5)
+    assert abs(full - trained) > 1e-4 * trained
+    assert [model["verdict"] and model["verdict"]["metric"] for model in effect] == [None, "loss", "loss"]
+    assert f"Note: {MERGED}: loss {merged:.4f} on 5 validation rows, " in verified.answer
+    done = run_finetune("merge", run, tmp_path / "merged", "--into", "nf4-dequantized", code=0)
+    assert f"Merged and rounded: loss {trained:.4f} on 5 validation rows, 5 of 5 answers as {IN_4_BITS}" in done.answer
+    note = json.loads((tmp_path / "merged/test_vectors.json").read_text())["note"]
+    assert note == "merged into the dequantized 4-bit weights of the base"
+    quantized = load_on_cpu(ModelSection(path=str(inputs / "base")))
+    put_on = load_adapter(quantized, run / "adapter").eval()
+    ids = torch.tensor([list(range(5, 25))])
+    with torch.no_grad():
+        plain = build_base_model(ModelSection(path=str(tmp_path / "merged"))).eval()(input_ids=ids).logits
+        torch.testing.assert_close(plain, put_on(input_ids=ids).logits, atol=2e-2, rtol=0)

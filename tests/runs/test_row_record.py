@@ -8,6 +8,7 @@ import pytest
 
 from finetune.data.splits import digest_row
 from finetune.runs.folder import RunFolder
+from finetune.runs.row_comparison import compare_renderings
 from finetune.runs.row_record import RowChanges, read_row_record, write_row_record
 
 DIGESTS = [digest_row(number) for number in range(1000)]
@@ -53,3 +54,32 @@ def test_a_damaged_record_is_told_and_blocks_nothing(folder, content, caplog):
     assert "rows.safetensors cannot be read, so rows are not compared with it" in caplog.text
     write_row_record(folder, {"train": DIGESTS[:5]}, [])
     assert read_row_record(folder).trained == set(DIGESTS[:5])
+
+
+def test_the_first_row_that_two_runs_rendered_differently_is_named_by_file_and_line(tmp_path):
+    """Rows are known by their file and line, so rows that one run lacks, or has elsewhere, are no difference."""
+    folders = [RunFolder(tmp_path / name) for name in ("a", "b")]
+    file, line, tokens, targets, raw = [0, 0, 1, 1], [3, 9, 1, 1], [5, 6, 7, 8], [1, 2, 3, 4], [10, 11, 12, 13]
+
+    def write(folder, rendered, files, order=(0, 1, 2, 3)):
+        columns = [[column[row] for row in order] for column in (file, line, tokens, targets, rendered, raw)]
+        folder.path.mkdir(exist_ok=True)
+        write_row_record(folder, {"train": DIGESTS[:4]}, [], columns, files)
+
+    write(folders[0], [1, 2, 3, 4], ["x.jsonl", "y.jsonl"])
+    write(folders[1], [1 + (1 << 32), 2, 3, 4], ["x.jsonl", "y.jsonl"], order=(2, 3, 1))
+    assert read_row_record(folders[0]).trained == set(DIGESTS[:4])
+    assert compare_renderings(*folders) is None
+    tokens, targets = [5, 6, 7, 1], [1, 2, 3, 0]
+    write(folders[1], [7, 2, 3, 9], ["z.jsonl", "y.jsonl"])
+    found = compare_renderings(*folders)
+    assert str(found) == (
+        "y.jsonl line 1: the same row was rendered differently: 8 tokens, 4 with loss, and 1 token, 0 with loss; "
+        "1 of 2 rows differ"
+    )
+    raw[3] = 99
+    write(folders[1], [1, 2, 3, 9], ["x.jsonl", "y.jsonl"])
+    assert "y.jsonl line 1: the row itself differs: " in str(compare_renderings(*folders))
+    for damaged in (b"", b"damaged"):
+        folders[1].row_file.write_bytes(damaged)
+        assert compare_renderings(*folders) is None

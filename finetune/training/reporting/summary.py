@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _LABEL_WIDTH = 8
+_COUNTS = ("lengths", "num_targets")
 
 
 def show_summary(
@@ -64,7 +65,8 @@ def _model(config: Config, model: Any) -> str:
 def _data(config: Config, splits: Any, row: str) -> str:
     purposes = {"validation": "validate", "test": "test"}
     others = [f", {len(rows):,} to {purposes[name]}" for name, rows in named_splits(splits).items() if name in purposes]
-    size = f"{counted(len(splits.train), row)} ({_short(int(splits.train.lengths.sum()))} tokens)"
+    tokens, targets = (_short(sum(int(getattr(side, of).sum()) for side in splits.train.sides)) for of in _COUNTS)
+    size = f"{counted(len(splits.train), row)} ({tokens} tokens, {targets} with loss)"
     return f"{config.data.label}, {size}{''.join(others)}"
 
 
