@@ -15,6 +15,7 @@ from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError, ServerError, ServerLostError
 from finetune.export.vllm_served import ServedByVllm
 from finetune.inference.decoding import Decoding, Sampling
+from finetune.inference.vllm_answers import Limits
 from finetune.inference.vllm_server import VllmServer
 from tests.in_process import run_finetune
 from tests.raw_server import drip, http, raw_server
@@ -58,8 +59,7 @@ def answers_of(server, *, num_prompts=1, num_answers=1, seconds=GENEROUS_SECONDS
         [[5, 6]] * num_prompts,
         Decoding(stop_ids=[0], max_new_tokens=4, sampling=sampling, keeps_stop=True),
         adapter=Path("/adapter"),
-        num_answers=num_answers,
-        vocabulary=VOCABULARY,
+        limits=[Limits(num_answers, 4, VOCABULARY, num_likely=0)] * num_prompts,
         seeds=list(range(num_prompts)),
         at_once=2,
     )

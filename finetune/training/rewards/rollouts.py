@@ -20,11 +20,17 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.templates import stop_ids
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
-from finetune.inference.decoding import Decoding, SampledAnswer, Sampling, sample_answers
+from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
-from finetune.training.rewards.conversations import GeneratedConversation, ToolUse, is_generated, metrics_of
+from finetune.training.rewards.conversations import (
+    Draw,
+    GeneratedConversation,
+    SingleAnswers,
+    ToolUse,
+    is_generated,
+)
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import (
     GroupLoss,
@@ -53,32 +59,20 @@ class Rollout:
     Attributes:
         step: the first step that learns from it.
         rows: the row of each prompt.
-        answers: token ids of each answer, with the token that ends it, and what the sampler took them to be.
+        answers: single answers, with the token that ends each, or whole conversations.
         rewards: of each answer by function; nan: none.
         advantages: of each answer.
         metrics: of the step.
         old_nats: -log p of the tokens of each answer that is in the loss; None if they are those of the first step.
-        conversations: with tools: the parts of each answer, whose tokens are those of the whole conversation.
     """
 
     step: int
     rows: list[int]
-    answers: list[SampledAnswer]
+    answers: list[GeneratedConversation]
     rewards: list[list[float]]
     advantages: list[float]
     metrics: Mapping[str, float]
     old_nats: list[list[float]] | None = None
-    conversations: list[GeneratedConversation] | None = None
-
-    def num_generated(self, n: int) -> int:
-        """Return how many tokens of an answer the model generated."""
-        return len(self.answers[n].ids) if self.conversations is None else sum(self.conversations[n].lengths[::2])
-
-    def is_generated(self, n: int) -> list[bool]:
-        """Return for each token of an answer whether the model generated it."""
-        if self.conversations is None:
-            return [True] * len(self.answers[n].ids)
-        return is_generated(self.conversations[n].lengths)
 
 
 class RolloutLoader:
@@ -95,7 +89,7 @@ class RolloutLoader:
     generates_rows = True
 
     def __init__(
-        self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards, tools: ToolUse | None = None
+        self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards, answering: SingleAnswers | ToolUse
     ) -> None:
         config = setup.config
         self.rule = replace(rule, repeats=config.grpo.num_iterations)
@@ -105,7 +99,7 @@ class RolloutLoader:
         self._config = config
         self._prompts = prompts
         self._rewards = rewards
-        self._tools = tools
+        self._answering = answering
         self._stops = stops_of(setup)
         self._training = setup.memory.resolve(config).training
         self._max_tokens = self._training.max_tokens_per_microbatch
@@ -158,22 +152,22 @@ class RolloutLoader:
             sampling=sampling,
             keeps_stop=True,
         )
-        prompts, model, conversations = [self._prompts.prompts[row] for row in of_answers], self._setup.model, None
-        among = runtime if runtime.world_size > 1 else None
-        draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=among)
+        model, among = self._setup.model, runtime if runtime.world_size > 1 else None
+        draw: Draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=among)
         if self._server is not None:
-            answers = self._server.sample(step, [self._prompts.prompts[row] for row in rows], decoding)
-        elif self._tools is not None:
-            read = [self._prompts.row(row) for row in of_answers]
-            conversations = self._tools.converse(prompts, decoding, draw, rows=read, runtime=runtime, model=model)
-            assert conversations is not None, "sampling is not asked to stop"
-            answers = [SampledAnswer(each.ids, each.nats) for each in conversations]
-        else:
-            answers = draw(prompts, decoding)
+            draw = partial(self._server.sample, step)
+        answers = self._answering.converse(
+            [self._prompts.prompts[row] for row in of_answers],
+            decoding,
+            draw,
+            rows=map(self._prompts.row, of_answers),
+            runtime=runtime,
+            model=model,
+        )
+        assert answers is not None, "sampling is not asked to stop"
         runtime.liveness.enter_phase("rewards", step)
-        rewarded = [answer.ids for answer in answers] if conversations is None else conversations
-        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, rewarded)
-        rollout = self._compare(step, rows, answers, rewards, conversations)
+        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, answers)
+        rollout = self._compare(step, rows, answers, rewards)
         if self._config.grpo.num_iterations > 1 or self._server is not None:
             rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
         rollout = self._with_drawn_ratios(rollout)
@@ -202,12 +196,7 @@ class RolloutLoader:
         return self._server.compare(rollout.step, own_nats, server_nats)
 
     def _compare(
-        self,
-        step: int,
-        rows: list[int],
-        answers: list[SampledAnswer],
-        rewards: list[list[float]],
-        conversations: list[GeneratedConversation] | None,
+        self, step: int, rows: list[int], answers: list[GeneratedConversation], rewards: list[list[float]]
     ) -> Rollout:
         """Compute advantages and the metrics of a rollout."""
         names = self._rewards.metrics
@@ -223,17 +212,15 @@ class RolloutLoader:
             rewards=rewards,
             advantages=group_advantages.values.flatten().tolist(),
             metrics={},
-            conversations=conversations,
         )
-        every = range(len(answers))
         metrics = {
             "reward": float(group_advantages.rewards.nanmean()),
             "reward_std": float(group_advantages.deviations.mean()),
             **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
             "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
-            "answer_length": math.fsum(map(rollout.num_generated, every)) / len(answers),
-            "truncated": sum(self._is_truncated(rollout, n) for n in every) / len(answers),
-            **({} if conversations is None else metrics_of(conversations)),
+            "answer_length": sum(answer.num_generated for answer in answers) / len(answers),
+            "truncated": sum(not answer.has_end for answer in answers) / len(answers),
+            **self._answering.metrics_of(answers),
         }
         return replace(rollout, metrics={name: value for name, value in metrics.items() if not math.isnan(value)})
 
@@ -266,11 +253,8 @@ class RolloutLoader:
             [math.nan if (value := answer["rewards"][name]) is None else value for name in self._rewards.names]
             for answer in answers
         ]
-        sampled = [SampledAnswer(answer["ids"], answer.get("sampled_nats", [])) for answer in answers]
-        conversations = (
-            None if self._tools is None else [GeneratedConversation.from_record(answer) for answer in answers]
-        )
-        rollout = self._compare(step, rows, sampled, rewards, conversations)
+        generated = [self._answering.from_record(answer, self._stops) for answer in answers]
+        rollout = self._compare(step, rows, generated, rewards)
         metrics = {**rollout.metrics, **record.get("server", {})}
         rollout = replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
         return self._with_drawn_ratios(rollout)
@@ -288,10 +272,10 @@ class RolloutLoader:
                 "advantage": advantage,
                 "sampled_nats": answer.nats,
                 **({"nats": nats} if nats else {}),
-                **({} if rollout.conversations is None else rollout.conversations[n].as_record(self._prompts.text)),
+                **self._answering.as_record(answer, self._prompts.text),
             }
-            for n, (answer, each, advantage, nats) in enumerate(
-                zip(rollout.answers, rollout.rewards, rollout.advantages, old, strict=True)
+            for answer, each, advantage, nats in zip(
+                rollout.answers, rollout.rewards, rollout.advantages, old, strict=True
             )
         ]
         size = self._config.rollout.num_generations
@@ -310,27 +294,21 @@ class RolloutLoader:
             ],
         }
 
-    def _is_truncated(self, rollout: Rollout, n: int) -> bool:
-        if rollout.conversations is not None:
-            return not rollout.conversations[n].has_end
-        answer = rollout.answers[n].ids
-        return not answer or answer[-1] not in self._stops
-
-    def _counts(self, rollout: Rollout, n: int) -> bool:
+    def _counts(self, answer: GeneratedConversation) -> bool:
         """Whether an answer's tokens count in the loss."""
-        return not (self._config.grpo.mask_truncated_completions and self._is_truncated(rollout, n))
+        return answer.has_end or not self._config.grpo.mask_truncated_completions
 
     def _in_loss(self, rollout: Rollout) -> list[int]:
         """Return the answers that have a gradient: with an advantage of 0 they have none, unless there is a KL term."""
         has_gradient = [bool(advantage) or self._config.grpo.beta > 0 for advantage in rollout.advantages]
-        return [n for n in range(len(rollout.answers)) if has_gradient[n] and self._counts(rollout, n)]
+        return [n for n, answer in enumerate(rollout.answers) if has_gradient[n] and self._counts(answer)]
 
     def _microbatches(self, rollout: Rollout) -> list[tuple[int, GroupMicrobatch]]:
         """Cut the answers of a rollout into micro-batches, and return this rank's."""
         chosen = self._in_loss(rollout)
-        num_tokens = sum(rollout.num_generated(n) for n in range(len(rollout.answers)) if self._counts(rollout, n))
+        num_tokens = sum(answer.num_generated for answer in rollout.answers if self._counts(answer))
         denominator = self._loss.denominator(len(rollout.answers), num_tokens)
-        in_loss = sum(rollout.num_generated(n) for n in chosen)
+        in_loss = sum(rollout.answers[n].num_generated for n in chosen)
         groups, own_groups = self._split(rollout, chosen)
         microbatches = [
             (
@@ -372,13 +350,12 @@ class RolloutLoader:
 
     def _prompt_and_answer(self, rollout: Rollout, n: int) -> list[int]:
         row = rollout.rows[n // self._config.rollout.num_generations]
-        opened = None if rollout.conversations is None else rollout.conversations[n].prompt
-        return [*(opened or self._prompts.prompts[row]), *rollout.answers[n].ids]
+        return [*(rollout.answers[n].prompt or self._prompts.prompts[row]), *rollout.answers[n].ids]
 
     def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
-        ids = torch.tensor(self._prompt_and_answer(rollout, n))
+        ids, answer = torch.tensor(self._prompt_and_answer(rollout, n)), rollout.answers[n]
         is_target = torch.zeros(len(ids), dtype=torch.bool)
-        is_target[len(ids) - len(rollout.answers[n].ids) :] = torch.tensor(rollout.is_generated(n), dtype=torch.bool)
+        is_target[len(ids) - len(answer.ids) :] = torch.tensor(is_generated(answer.lengths), dtype=torch.bool)
         old = None if rollout.old_nats is None else rollout.old_nats[n]
         return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old)
 
@@ -391,7 +368,7 @@ class RolloutLoader:
             ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(own_groups)
         )
         compute = partial(nats_of_tokens, temperature=temperature)
-        answer_nats = [[0.0] * rollout.num_generated(n) for n in range(len(rollout.answers))]
+        answer_nats = [[0.0] * answer.num_generated for answer in rollout.answers]
         with evaluation_mode(self._setup.model):
             for place in range(rounds):
                 if place >= len(own_groups):
@@ -416,7 +393,7 @@ def reward_on_main(
     rewards: Rewards,
     prompts: PromptRows,
     rows: Sequence[int],
-    answers: Sequence[Sequence[int] | GeneratedConversation],
+    answers: Sequence[GeneratedConversation],
 ) -> list[list[float]]:
     """Reward all answers or conversations on the main process, so that a function sees them together. Collective.
 
@@ -426,12 +403,7 @@ def reward_on_main(
     with setup.runtime.collectives.failing_together("rewarding answers"):
         if setup.runtime.is_main_process:
             stops = stops_of(setup)
-            given = [
-                prompts.conversation(row, each, stops)
-                if isinstance(each, GeneratedConversation)
-                else prompts.answer(row, each, stops)
-                for row, each in zip(rows, answers, strict=True)
-            ]
+            given = [prompts.answer(row, each, stops) for row, each in zip(rows, answers, strict=True)]
             record = "" if setup.journal is None else str(setup.journal.folder.record_file)
             values = rewards(given, deadline=partial(setup.runtime.liveness.deadline, record=record))
     return setup.runtime.collectives.broadcast_from_main(values)
