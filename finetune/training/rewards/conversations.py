@@ -79,6 +79,11 @@ class GeneratedConversation:
         return sum(self.lengths[::2])
 
     @property
+    def turns(self) -> list[int]:
+        """The turn of each token that the model generated, counted from 0."""
+        return [turn for turn, length in enumerate(self.lengths[::2]) for _ in range(length)]
+
+    @property
     def answers(self) -> list[list[int]]:
         """The tokens of each answer."""
         return parts_of(self.ids, self.lengths)[::2]

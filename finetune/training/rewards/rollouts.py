@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,10 +34,10 @@ from finetune.training.rewards.conversations import (
 )
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import (
-    GroupLoss,
     GroupMicrobatch,
     ScoredAnswer,
     advantages_of,
+    group_loss_of,
     nats_of_tokens,
     put_answers_together,
 )
@@ -93,7 +94,7 @@ class RolloutLoader:
     ) -> None:
         config = setup.config
         self.rule = replace(rule, repeats=config.grpo.num_iterations)
-        self._loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
+        self._loss = group_loss_of(config)
         self._setup = setup
         self._runtime = setup.runtime
         self._config = config
@@ -308,7 +309,7 @@ class RolloutLoader:
         chosen = self._in_loss(rollout)
         num_tokens = sum(answer.num_generated for answer in rollout.answers if self._counts(answer))
         denominator = self._loss.denominator(len(rollout.answers), num_tokens)
-        in_loss = sum(rollout.answers[n].num_generated for n in chosen)
+        of_turns = Counter(turn for n in chosen for turn in rollout.answers[n].turns)
         groups, own_groups = self._split(rollout, chosen)
         microbatches = [
             (
@@ -318,7 +319,8 @@ class RolloutLoader:
                     rows=self._setup.collate,
                     # The first one stands for all of them: they have one denominator.
                     num_targets=denominator if n == 0 else 0,
-                    per_token=denominator / in_loss,
+                    per_token=denominator / of_turns.total(),
+                    per_turn=[denominator / (of_turns[turn] or math.nan) for turn in range(self._loss.turns)],
                 ),
             )
             for n in own_groups
@@ -357,7 +359,7 @@ class RolloutLoader:
         is_target = torch.zeros(len(ids), dtype=torch.bool)
         is_target[len(ids) - len(answer.ids) :] = torch.tensor(is_generated(answer.lengths), dtype=torch.bool)
         old = None if rollout.old_nats is None else rollout.old_nats[n]
-        return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old)
+        return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old, answer.turns)
 
     def _nats(self, rollout: Rollout, temperature: float) -> list[list[float]]:
         """Compute -log p of the tokens of answers in the loss, the same on all ranks; 0 elsewhere. Collective."""
