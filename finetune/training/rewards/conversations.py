@@ -14,6 +14,8 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from finetune.data.batches import derived_seed
 from finetune.data.templates import AnswerTokens, tokenize
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
@@ -136,6 +138,13 @@ class SingleAnswers:
     def metrics_of(self, answers: Sequence[GeneratedConversation]) -> dict[str, float]:
         """Return the metrics that only conversations have: none."""
         del answers
+        return {}
+
+    def by_turn(
+        self, answers: Sequence[GeneratedConversation], rewards: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[float | None]]:
+        """Return metrics for each turn of a conversation: none."""
+        del answers, rewards
         return {}
 
 
@@ -279,6 +288,27 @@ class ToolUse:
             "failed_calls": sum(call.failed for call in calls) / len(calls) if calls else math.nan,
         }
 
+    def by_turn(
+        self, conversations: Sequence[GeneratedConversation], rewards: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[float | None]]:
+        """Return for each turn the mean rewards of the conversations that end with it, and the calls that fail in it.
+
+        `truncated_by_turn` is the share of these conversations without an end. Where there is nothing to measure, the
+        value is None.
+        """
+        last = torch.tensor([len(each.answers) for each in conversations])
+        has_end = torch.tensor([each.has_end for each in conversations])
+        values = {**rewards, "truncated": has_end.logical_not().double()}
+        turns = range(1, int(last.max()) + 1)
+        metrics = {f"{name}_by_turn": [_mean(value[last == turn]) for turn in turns] for name, value in values.items()}
+        failed = [torch.tensor(self._failed_in(conversations, turn)).double() for turn in turns]
+        return metrics | {"failed_calls_by_turn": list(map(_mean, failed))} if self._section.tools else metrics
+
+    def _failed_in(self, conversations: Sequence[GeneratedConversation], turn: int) -> list[bool]:
+        """Return for each call in a turn, counted from 1, whether it failed."""
+        results = [results for each in conversations for results in each.results[turn - 1 : turn]]
+        return [call.failed for calls in results for call in calls if call.role == "tool"]
+
     def _open(self, environment: Environment, rows: Sequence[Row]) -> dict[int, list[int]]:
         """Begin the environments. Return the prompts to which `reset` adds turns, by place."""
         added = [environment.turns(place, "reset", row.columns) for place, row in enumerate(rows)]
@@ -385,6 +415,11 @@ class ToolUse:
         good = ["" if problem else str(rest) for rest, problem in zip(rests, problems, strict=True)]
         encoded = tokenize(self._tokens.tokenizer, good)
         return [problem or list(encoding.ids) for problem, encoding in zip(problems, encoded, strict=True)]
+
+
+def _mean(values: torch.Tensor) -> float | None:
+    mean = float(values.nanmean())
+    return None if math.isnan(mean) else mean
 
 
 def _on_main(runtime: Runtime, during: str, call: Callable[[], Any]) -> Any:

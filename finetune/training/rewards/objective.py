@@ -59,6 +59,7 @@ class RewardedAnswers(Objective):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._prompts: dict[str, PromptRows] = {}
+        self._warnings = RewardWarnings()
         self._answering: SingleAnswers | ToolUse = SingleAnswers()
         if schemas := offered_tools(config):  # a replay reads them instead of the code of the tools
             self.config = config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")})
@@ -130,7 +131,9 @@ class RewardedAnswers(Objective):
             why = f"after later turns, {self._answering.why_rewritten}, and no token is changed"
             setup.runtime.fallbacks.take(Fallback(what="rollout.environment", wanted=wanted, used=used, why=why))
         rule, prompts = loaders.train.rule, self._prompts["train"]
-        return loaders._replace(train=RolloutLoader(setup, rule, prompts, self.rewards, self._answering))
+        return loaders._replace(
+            train=RolloutLoader(setup, rule, prompts, self.rewards, self._answering, self._warnings)
+        )
 
     def start(self, setup: Setup, train_loader: RolloutLoader, state: TrainerState) -> None:
         """Check the reward functions and the server. Remove recorded answers that the run will not learn from."""
@@ -172,7 +175,7 @@ class RewardedAnswers(Objective):
 
     def warnings(self) -> RunWarnings:
         """Return what checks rewards and answers, too."""
-        return RewardWarnings()
+        return self._warnings
 
 
 def with_testable_rows(splits: EncodedSplits) -> EncodedSplits:

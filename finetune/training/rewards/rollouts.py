@@ -32,6 +32,7 @@ from finetune.training.rewards.conversations import (
     ToolUse,
     is_generated,
 )
+from finetune.training.rewards.drawn import LARGEST_DIFFERENCES, DrawnAnswer, drawn_metrics, explain_difference
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import (
     GroupMicrobatch,
@@ -43,14 +44,11 @@ from finetune.training.rewards.groups import (
 )
 from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.rewards.rollout_server import SERVER_DIFFERENCE, RolloutServer
+from finetune.training.rewards.warnings import RewardWarnings
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.training.objective import Setup
-
-
-_MOST_NATS = 700.0
-"""Its exponential is a float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class Rollout:
     answers: list[GeneratedConversation]
     rewards: list[list[float]]
     advantages: list[float]
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     old_nats: list[list[float]] | None = None
 
 
@@ -90,7 +88,13 @@ class RolloutLoader:
     generates_rows = True
 
     def __init__(
-        self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards, answering: SingleAnswers | ToolUse
+        self,
+        setup: Setup,
+        rule: BatchRule,
+        prompts: PromptRows,
+        rewards: Rewards,
+        answering: SingleAnswers | ToolUse,
+        warnings: RewardWarnings,
     ) -> None:
         config = setup.config
         self.rule = replace(rule, repeats=config.grpo.num_iterations)
@@ -101,6 +105,7 @@ class RolloutLoader:
         self._prompts = prompts
         self._rewards = rewards
         self._answering = answering
+        self._warnings, self._is_explained = warnings, False
         self._stops = stops_of(setup)
         self._training = setup.memory.resolve(config).training
         self._max_tokens = self._training.max_tokens_per_microbatch
@@ -108,7 +113,7 @@ class RolloutLoader:
         self._server = None if config.rollout.server is None else RolloutServer(setup, config.rollout)
 
     @property
-    def metrics(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, Any]:
         """What was measured of the answers of the last yielded step, by name."""
         return {} if self._rollout is None else self._rollout.metrics
 
@@ -171,10 +176,13 @@ class RolloutLoader:
         rollout = self._compare(step, rows, answers, rewards)
         if self._config.grpo.num_iterations > 1 or self._server is not None:
             rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
-        rollout = self._with_drawn_ratios(rollout)
+        nats = self._before_temperature(rollout)
+        if nats is None and (self._server is not None or step == 1):
+            nats = self._nats(rollout, 1.0)
+        if nats is not None:
+            rollout = self._with_drawn_ratios(rollout, nats)
+            self._check_drawn(rollout, nats)
         if self._server is not None:
-            # The server's are before temperature.
-            nats = rollout.old_nats if section.temperature == 1 else self._nats(rollout, 1.0)
             rollout = replace(rollout, metrics={**rollout.metrics, **self._difference(rollout, nats or [])})
         rollout = replace(rollout, metrics={**rollout.metrics, "rollout_seconds": time.monotonic() - started})
         self._setup.on_main(
@@ -223,18 +231,36 @@ class RolloutLoader:
             "truncated": sum(not answer.has_end for answer in answers) / len(answers),
             **self._answering.metrics_of(answers),
         }
-        return replace(rollout, metrics={name: value for name, value in metrics.items() if not math.isnan(value)})
+        numbers = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        values = {"reward": group_advantages.rewards.flatten()}
+        values |= {names[name]: table[:, k] for k, name in enumerate(self._rewards.names)}
+        return replace(rollout, metrics={**numbers, **self._answering.by_turn(answers, values)})
 
-    def _with_drawn_ratios(self, rollout: Rollout) -> Rollout:
+    def _before_temperature(self, rollout: Rollout) -> Sequence[Sequence[float]] | None:
+        """Return the rollout's own -log p if they are before temperature, as those of the sampler are."""
+        return rollout.old_nats if self._config.rollout.temperature == 1 else None
+
+    def _drawn(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> list[DrawnAnswer]:
+        """Return the answers in the loss, each with -log p as drawn and as the run computes it."""
+        chosen = [n for n in self._in_loss(rollout) if nats[n]]
+        answers = rollout.answers
+        return [DrawnAnswer(self._scored(rollout, n).row, answers[n].nats, nats[n], answers[n].turns) for n in chosen]
+
+    def _with_drawn_ratios(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> Rollout:
         """Add by how much the probabilities that training computes differ from those with which tokens were drawn."""
-        if rollout.old_nats is None or self._config.rollout.temperature != 1:  # the drawn ones are before temperature
-            return rollout
-        pairs = (zip(rollout.answers[n].nats, rollout.old_nats[n], strict=False) for n in self._in_loss(rollout))
-        ratios = [math.exp(min(_MOST_NATS, drawn - now)) for pair in pairs for drawn, now in pair]
-        if not ratios:
-            return rollout
-        measured = {"drawn_ratio": math.fsum(ratios) / len(ratios), "largest_drawn_ratio": max(ratios)}
+        measured = drawn_metrics(self._drawn(rollout, nats), self._loss.turns)
         return replace(rollout, metrics={**rollout.metrics, **measured})
+
+    def _check_drawn(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> None:
+        """Warn once of drawn probabilities that are not the run's own. Collective."""
+        drawn = self._drawn(rollout, nats)
+        bound = LARGEST_DIFFERENCES[self._runtime.precision]
+        if self._is_explained or max((answer.largest for answer in drawn), default=0.0) <= bound:
+            return
+        self._is_explained = True
+        with self._runtime.collectives.failing_together("comparing log-probabilities"):
+            if self._runtime.is_main_process:
+                self._warnings.add("drawn", explain_difference(self._setup, drawn))
 
     def _is_on_record(self, step: int) -> bool:
         """Return whether an earlier start, or the run that is replayed, generated the answers. Collective."""
@@ -258,7 +284,8 @@ class RolloutLoader:
         rollout = self._compare(step, rows, generated, rewards)
         metrics = {**rollout.metrics, **record.get("server", {})}
         rollout = replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
-        return self._with_drawn_ratios(rollout)
+        nats = self._before_temperature(rollout)
+        return rollout if nats is None else self._with_drawn_ratios(rollout, nats)
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
         names = self._rewards.names
