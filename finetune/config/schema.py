@@ -718,11 +718,6 @@ class RolloutSection(Section):
     max_result_tokens: UpdateKey[PositiveInt] = 256
     """tools: the most tokens of a result. The rest is cut off, and the model reads a note that says so."""
 
-    @property
-    def has_turns(self) -> bool:
-        """Whether answers are conversations, because there are tools or an environment."""
-        return bool(self.tools or self.environment)
-
     @field_validator("server")
     @classmethod
     def _check_address_of_server(cls, server: str | None) -> str | None:

@@ -158,23 +158,17 @@ class RunView:
     def _reward(self) -> str:
         length = _format_metric(self._last, "answer_length", ".0f")
         truncated = _format_metric(self._last, "truncated", ".0%")
-        calls = f"{_format_metric(self._last, 'calls', '.1f')} calls" if self._last.get("calls") else ""
-        failed = f"{_format_metric(self._last, 'failed_calls', '.0%')} failed" if "failed_calls" in self._last else ""
+        names = [name for name in self._last if name.startswith("reward_") and name != "reward_std"]
+        names = [name for name in names if number_in(self._last, name) is not None]
+        rewards = [f"{visible(name[7:])} {_format_metric(self._last, name, '.3f')}" for name in names]
+        failed = f"{_format_metric(self._last, 'failed_calls', '.0%')} of calls failed"
         return _joined(
             _format_metric(self._last, "reward", ".3f"),
-            *self._rewards(),
+            *(rewards if len(rewards) > 1 else ()),
             f"{length} tokens an answer",
             f"{truncated} truncated",
-            calls,
-            failed,
+            failed if "failed_calls" in self._last else "",
         )
-
-    def _rewards(self) -> list[str]:
-        """Return the mean reward of each function if there are several."""
-        names = [name for name in self._last if name.startswith("reward_") and name != "reward_std"]
-        names = [name for name in names if not name.endswith("_by_turn")]
-        shown = [f"{visible(name.removeprefix('reward_'))} {_format_metric(self._last, name, '.3f')}" for name in names]
-        return shown if len(shown) > 1 else []
 
     def _validated(self) -> str:
         loss = f"{_format_metric(self._validation, 'loss', '.4f')} at step {self._validation.get('step')}"

@@ -38,10 +38,6 @@ class LossWithMetrics:
     sums: LossFunction
     """(model, micro-batch) to shape (1 + names,): the loss, with a gradient, then the metrics."""
     names: tuple[str, ...]
-    num_largest: int = 0
-    """How many of the last metrics are the largest of positive values instead of sums. 0 stands for no value."""
-    summarize: Callable[[dict[str, float]], dict[str, Any]] = dict
-    """Makes what a step records of its metrics by name."""
     global_sums: Callable[[Runtime, torch.nn.Module, Sequence[Any]], Sequence[float]] | None = None
     """Computes this rank's part of the sums over the global batch that the loss needs, without a gradient."""
     with_global_sums: Callable[[Any, Sequence[float]], Any] | None = None
@@ -106,7 +102,7 @@ class StepResult(NamedTuple):
     rank_seconds: tuple[float, ...] = ()
     """Seconds that each rank computed, without waiting; empty in a world of one."""
     metrics: Mapping[str, Any] = MappingProxyType({})
-    """Other metrics, by name: means over the targets, and what else the loss of the run records."""
+    """The means over the targets of other metrics, by name."""
 
     @property
     def is_skipped(self) -> bool:
@@ -149,7 +145,6 @@ def train_step(
     placement, parameters = runtime.placement, trainable_parameters(model)
     divisor = batch.num_targets / settings.loss_scale
     sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
-    sums, largest = _split_off_largest(compute, sums)
 
     def forward_and_backward(seeded: Sequence[tuple[int, Microbatch]]) -> float:
         """Add to the gradients and to `sums`, and return the seconds. Nothing here may wait for the device."""
@@ -159,9 +154,7 @@ def train_step(
             is_last = position == len(seeded) - 1
             loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
             placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
-            added, values = _split_off_largest(compute, in_float64(loss_and_metrics.detach()))
-            sums.add_(added)
-            torch.maximum(largest, values, out=largest)
+            sums.add_(in_float64(loss_and_metrics.detach()))
         if runtime.world_size > 1 and not placement.uses_reducer:  # with it, ranks have met in the last backward pass
             runtime.liveness.let_device_finish()
         return time.perf_counter() - started
@@ -176,7 +169,7 @@ def train_step(
     placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
     norm = placement.clip_grad_norm(parameters, settings.max_grad_norm)
-    over_ranks = _read_over_ranks(runtime, sums, largest, norm, seconds)
+    over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
     loss = over_ranks.loss / batch.num_targets
     not_finite = ""
     if math.isfinite(loss) and not over_ranks.is_bad_norm:
@@ -188,7 +181,7 @@ def train_step(
         not_finite = why_not_finite(runtime, loss, own_loss=over_ranks.own_loss, grad_norm=over_ranks.grad_norm)
         refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
-    metrics = _metrics(compute, over_ranks, batch.num_targets)
+    metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
     result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
     result = result._replace(not_finite=not_finite, metrics=metrics)
     return result if placement.needs_equal_microbatches else result._replace(rank_seconds=over_ranks.rank_seconds)
@@ -301,25 +294,9 @@ class _Attempt:
             raise StepTooLargeError(out_of_memory) from None
 
 
-def _metrics(compute: LossFunction, over_ranks: _StepSums, num_targets: int) -> dict[str, Any]:
-    """Return the mean or largest value of each metric, by name, without those for which there was nothing to measure.
-
-    The loss function may record something else instead, see `LossWithMetrics.summarize`.
-    """
-    if not isinstance(compute, LossWithMetrics):
-        return {}
-    values = [
-        *(total / num_targets for total in over_ranks.metrics),
-        *(value or math.nan for value in over_ranks.largest),
-    ]
-    measured = {name: value for name, value in zip(compute.names, values, strict=True) if not math.isnan(value)}
-    return compute.summarize(measured)
-
-
-def _split_off_largest(compute: LossFunction, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return views of the values that are added up, and of those of which the largest counts."""
-    num_sums = len(values) - (compute.num_largest if isinstance(compute, LossWithMetrics) else 0)
-    return values[:num_sums], values[num_sums:]
+def _means(names: Sequence[str], sums: Sequence[float], num_targets: int) -> dict[str, float]:
+    """Return the mean of each metric, by name, without those for which there was nothing to measure."""
+    return {name: total / num_targets for name, total in zip(names, sums, strict=True) if not math.isnan(total)}
 
 
 def _names(compute: LossFunction) -> tuple[str, ...]:
@@ -331,8 +308,6 @@ class _StepSums(NamedTuple):
 
     loss: float
     metrics: list[float]
-    largest: list[float]
-    """The largest value of all ranks, for each metric that is not a sum."""
     is_bad_norm: bool
     rank_seconds: tuple[float, ...]
     grad_norm: float
@@ -340,9 +315,7 @@ class _StepSums(NamedTuple):
     """Of this rank."""
 
 
-def _read_over_ranks(
-    runtime: Runtime, sums: torch.Tensor, largest: torch.Tensor, norm: torch.Tensor, seconds: float
-) -> _StepSums:
+def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, seconds: float) -> _StepSums:
     """Add the sums of all ranks, collect the seconds of each, and read all that the host needs at once. Collective.
 
     The norm may overflow on one device type and not on another, so the ranks decide together.
@@ -351,17 +324,13 @@ def _read_over_ranks(
     is_bad = norm.float().square().isfinite().logical_not().to(norm.dtype)  # Adam squares gradients in fp32
     of_ranks = sums.new_zeros(runtime.world_size if runtime.world_size > 1 else 0)
     of_ranks[runtime.rank : runtime.rank + 1].fill_(seconds)
-    each_largest = sums.new_zeros(runtime.world_size, len(largest))
-    each_largest[runtime.rank] = largest
     read = runtime.collectives.sum_and_read(
-        {"loss": sums[:1], "is_bad_norm": is_bad, "metrics": sums[1:], "rank_seconds": of_ranks}
-        | {"largest": each_largest.flatten()},
+        {"loss": sums[:1], "is_bad_norm": is_bad, "metrics": sums[1:], "rank_seconds": of_ranks},
         own={"grad_norm": norm, "own_loss": sums[:1]},
     )
     return _StepSums(
         loss=read["loss"][0],
         metrics=read["metrics"],
-        largest=[max(read["largest"][n :: len(largest)]) for n in range(len(largest))],
         is_bad_norm=bool(read["is_bad_norm"][0]),
         rank_seconds=tuple(read["rank_seconds"]),
         grad_norm=read["grad_norm"][0],

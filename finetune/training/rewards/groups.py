@@ -12,7 +12,7 @@ with its adapter switched off.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, GrpoSection
+    from finetune.config.schema import Config, GrpoSection, RolloutSection
 
 
 METRICS = ("entropy", "clipped", "kl", "ratio", "clipped_ratio")
@@ -37,7 +37,6 @@ same after clipping; they are left out where both are the same by definition."""
 
 _OF_TURNS = ("clipped", "ratio", "clipped_ratio")
 """Those of `METRICS` that are also measured for each turn."""
-_LARGEST = "largest_ratio"
 _SMALLEST_DEVIATION = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
 
@@ -76,20 +75,22 @@ class GroupLoss:
     @property
     def metrics(self) -> tuple[str, ...]:
         """The names of all metrics in the order in which they are returned."""
-        of_turns = [f"{name}/{turn}" for name in (*_OF_TURNS, _LARGEST) for turn in range(self.turns)]
-        return (*METRICS, *of_turns)
+        return (*METRICS, *(f"{name}/{turn}" for name in _OF_TURNS for turn in range(self.turns)))
 
-    def summarize(self, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return the metrics of a step by name, with the values of turns as lists: `ratio_by_turn`."""
-        summary: dict[str, Any] = {name: value for name, value in metrics.items() if name in METRICS}
-        for name in (*_OF_TURNS, _LARGEST):
-            by_turn = [metrics.get(f"{name}/{turn}") for turn in range(self.turns)]
-            while by_turn and by_turn[-1] is None:
-                by_turn.pop()
-            if name == _LARGEST and by_turn:
-                summary[_LARGEST] = max(value for value in by_turn if value is not None)
-            if by_turn and self.turns > 1:
-                summary[f"{name}_by_turn"] = by_turn
+    def summarize(self, metrics: Mapping[str, float], largest: Sequence[float]) -> dict[str, Any]:
+        """Return the metrics of a step by name, with the values of turns as lists: `ratio_by_turn`.
+
+        `largest` is the largest ratio of each turn, 0 where there is none.
+        """
+        summary: dict[str, Any] = {name: value for name, value in metrics.items() if "/" not in name}
+        by_turn = {name: [metrics.get(f"{name}/{turn}") for turn in range(self.turns)] for name in _OF_TURNS}
+        if any(largest):
+            summary["largest_ratio"], by_turn["largest_ratio"] = max(largest), [ratio or None for ratio in largest]
+        for name, values in by_turn.items() if self.turns > 1 else ():
+            while values and values[-1] is None:
+                values.pop()
+            if values:
+                summary[f"{name}_by_turn"] = values
         return summary
 
     def denominator(self, num_answers: int, num_tokens: int) -> int:
@@ -98,9 +99,9 @@ class GroupLoss:
         return max(1, by_type.get(self.section.loss_type, num_tokens))
 
     def __call__(self, tokens: GroupNats) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over the tokens, with a gradient, and `metrics`, of which the last are the largest ratios.
+        """Return the sum over the tokens, with a gradient, and the sums of `metrics`; all float64.
 
-        Other metrics are sums over the tokens. All are float64, shape (len(metrics),).
+        The largest ratio of each turn follows the sums.
         """
         section, row = self.section, tokens.row
         advantages = tokens.advantages[row]
@@ -141,7 +142,12 @@ class GroupLoss:
 def group_loss_of(config: Config) -> GroupLoss:
     """Return the loss of a run."""
     section = config.rollout
-    return GroupLoss(config.grpo, section.max_completion_length, section.max_turns if section.has_turns else 1)
+    return GroupLoss(config.grpo, section.max_completion_length, section.max_turns if has_turns(section) else 1)
+
+
+def has_turns(section: RolloutSection) -> bool:
+    """Return whether answers are conversations, because there are tools or an environment."""
+    return bool(section.tools or section.environment)
 
 
 class Advantages(NamedTuple):
@@ -205,6 +211,7 @@ class GroupMicrobatch(WithRows):
         per_token: a factor for sums over tokens: divided by the whole denominator, they become means over all tokens.
         per_turn: the same for the tokens of each turn.
         turn: see `GroupNats.turn`.
+        largest: a list to which the loss adds the largest ratio of each turn; None: nobody asks for it.
     """
 
     advantages: torch.Tensor
@@ -213,6 +220,7 @@ class GroupMicrobatch(WithRows):
     per_token: float = math.nan
     per_turn: Sequence[float] = ()
     turn: torch.Tensor | None = None
+    largest: list[torch.Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -231,6 +239,7 @@ def put_answers_together(
     num_targets: int,
     per_token: float = math.nan,
     per_turn: Sequence[float] = (),
+    largest: list[torch.Tensor] | None = None,
 ) -> GroupMicrobatch:
     """Make a micro-batch of answers, at least one; `rows` packs or pads them."""
     old = [nats for answer in answers for nats in answer.old_nats or ()]
@@ -243,6 +252,7 @@ def put_answers_together(
         per_token=per_token,
         per_turn=per_turn,
         turn=torch.tensor(turns) if turns else None,
+        largest=largest,
     )
 
 
@@ -268,8 +278,10 @@ def summed_group_loss(
 
     total, metrics = function_of_nats(model, answers.rows, summed, choices, temperature=temperature)
     per_turn = answers.per_turn or [0.0] * loss.turns
-    factors = [answers.per_token] * len(METRICS) + [*per_turn] * len(_OF_TURNS) + [1.0] * loss.turns
-    return torch.cat([total[None], metrics * metrics.new_tensor(factors)])
+    factors = metrics.new_tensor([answers.per_token] * len(METRICS) + [*per_turn] * len(_OF_TURNS))
+    if answers.largest is not None:
+        answers.largest.append(metrics[len(factors) :])
+    return torch.cat([total[None], metrics[: len(factors)] * factors])
 
 
 def nats_of_tokens(model: Any, microbatch: Any, *, temperature: float, choices: Choices = BY_DEVICE) -> torch.Tensor:

@@ -29,7 +29,7 @@ from finetune.training.objective import Loaders, Objective
 from finetune.training.reporting.run_warnings import RunWarnings
 from finetune.training.rewards.conversations import SingleAnswers, ToolUse
 from finetune.training.rewards.functions import Rewards
-from finetune.training.rewards.groups import advantages_of, group_loss_of, summed_group_loss
+from finetune.training.rewards.groups import advantages_of, group_loss_of, has_turns, summed_group_loss
 from finetune.training.rewards.prompt_rows import ConversationRows, PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
 from finetune.training.rewards.tools import Environment, offered_tools, with_tools
@@ -95,7 +95,7 @@ class RewardedAnswers(Objective):
         """Read the prompts, and check that rows have what the reward functions compare with."""
         del model
         has_environment = bool(self.config.rollout.environment)
-        rows_of = ConversationRows if self.config.rollout.has_turns else PromptRows
+        rows_of = ConversationRows if has_turns(self.config.rollout) else PromptRows
         rows = read_rows_by_source(self.config.data) if self.rewards.need_columns or has_environment else None
         answered = {"train": splits.train}
         if splits.validation is not None:
@@ -103,7 +103,7 @@ class RewardedAnswers(Objective):
         for name, examples in answered.items():
             self._prompts[name] = rows_of(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
-        if self.config.rollout.has_turns:
+        if has_turns(self.config.rollout):
             self._answering = ToolUse(self.config, tokenizer, offered_tools(self.config))
             _log.info("test is off: it asks for single answers, and this run learns conversations")
             return replace(splits, test=None)
@@ -114,7 +114,7 @@ class RewardedAnswers(Objective):
         config = self.config
         loss = group_loss_of(config)
         compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
-        return LossWithMetrics(compute, loss.metrics, num_largest=loss.turns, summarize=loss.summarize)
+        return LossWithMetrics(compute, loss.metrics)
 
     def evaluation(self, choices: Choices) -> Any:
         """Return the function that computes −log p of each target."""

@@ -110,12 +110,20 @@ class RolloutLoader:
         self._training = setup.memory.resolve(config).training
         self._max_tokens = self._training.max_tokens_per_microbatch
         self._rollout: Rollout | None = None
+        self._largest: list[torch.Tensor] = []
+        """The largest ratio of each turn, in each micro-batch of the step."""
         self._server = None if config.rollout.server is None else RolloutServer(setup, config.rollout)
 
-    @property
-    def metrics(self) -> Mapping[str, Any]:
-        """What was measured of the answers of the last yielded step, by name."""
-        return {} if self._rollout is None else self._rollout.metrics
+    def metrics_of(self, step: Mapping[str, float]) -> Mapping[str, Any]:
+        """Return the metrics of the last yielded step, with those of its answers. Collective."""
+        assert self._rollout is not None
+        own = torch.stack(self._largest).amax(0).tolist() if self._largest else [0.0] * self._loss.turns
+        if self._runtime.world_size > 1:
+            before = [0.0] * len(own) * self._runtime.rank
+            after = [0.0] * len(own) * (self._runtime.world_size - self._runtime.rank - 1)
+            of_ranks = self._runtime.collectives.sum([*before, *own, *after])
+            own = [max(of_ranks[turn :: len(own)]) for turn in range(len(own))]
+        return {**self._rollout.metrics, **self._loss.summarize(step, own)}
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, GroupMicrobatch]]]:
         """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""
@@ -333,6 +341,7 @@ class RolloutLoader:
 
     def _microbatches(self, rollout: Rollout) -> list[tuple[int, GroupMicrobatch]]:
         """Cut the answers of a rollout into micro-batches, and return this rank's."""
+        self._largest = []
         chosen = self._in_loss(rollout)
         num_tokens = sum(answer.num_generated for answer in rollout.answers if self._counts(answer))
         denominator = self._loss.denominator(len(rollout.answers), num_tokens)
@@ -347,6 +356,7 @@ class RolloutLoader:
                     # The first one stands for all of them: they have one denominator.
                     num_targets=denominator if n == 0 else 0,
                     per_token=denominator / of_turns.total(),
+                    largest=self._largest,
                     per_turn=[denominator / (of_turns[turn] or math.nan) for turn in range(self._loss.turns)],
                 ),
             )
