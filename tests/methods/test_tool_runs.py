@@ -204,14 +204,12 @@ def test_one_curve_over_processes_and_cuts(run, inputs, tmp_path):
             assert (theirs["reward"], theirs["calls"]) == (mine["reward"], mine["calls"])
 
 
-def test_files_cannot_name_tools_and_a_server_takes_none(inputs, tmp_path):
+def test_files_cannot_name_tools(inputs, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"rollout:\n  tools: ['{inputs / 'tools_of_a_run.py'}:stock']\n")
     given = [each for each in words(inputs, tmp_path / "run") if "rollout.tools" not in each]
     with pytest.raises(ConfigError, match="tools would run here, so only the command line may allow it"):
         train_from_overrides([str(file), *given])
-    with pytest.raises(ConfigError, match="the server generates only single answers"):
-        train_from_overrides([*given, "rollout.tools=calculator", "rollout.server=http://localhost:1"])
 
 
 GAME = """

@@ -18,7 +18,6 @@ from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
-from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped
@@ -80,12 +79,7 @@ class RewardedAnswers(Objective):
 
     def check(self, *, rewards_answers: bool) -> None:
         """Load the reward functions, and refuse those that cannot be called."""
-        rewards, rollout = self.rewards, self.config.rollout
-        if (rollout.tools or rollout.environment) and rollout.server is not None:
-            raise ConfigError(
-                "rollout.server is set, and rollout.tools or rollout.environment too, but the server generates only "
-                "single answers. Remove rollout.server."
-            )
+        rewards = self.rewards
         if rewards_answers:
             rewards.check()
             if self.config.rollout.environment:

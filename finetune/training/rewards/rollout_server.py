@@ -96,10 +96,12 @@ class RolloutServer:
         most = min(max_new_tokens, self._most_tokens - len(prompt))
         return Limits(count, most, self._setup.model.config.vocab_size, num_likely=0)
 
-    def compare(self, step: int, own_nats: Sequence[float], server_nats: Sequence[float]) -> dict[str, float]:
+    def compare(
+        self, step: int, own_nats: Sequence[float], server_nats: Sequence[float], cause: str
+    ) -> dict[str, float]:
         """Return the mean difference of -log p of tokens, as the run and the server compute it before temperature.
 
-        A mean above `rollout.max_difference` is a RunFailedError.
+        A mean above `rollout.max_difference` is a RunFailedError, which ends with `cause`.
         """
         differences = [
             abs(own_value - server_value) for own_value, server_value in zip(own_nats, server_nats, strict=True)
@@ -112,7 +114,7 @@ class RolloutServer:
                 f"step {step}: the log-probabilities of {self._section.server} differ from the run's own by {mean:.3g} "
                 f"nats per token on average, and by {max(differences):.3g} at most; rollout.max_difference is "
                 f"{self._section.max_difference:g}. Serve the base model that this run trains, in the same precision "
-                "and with --enable-lora. If the server rounds more than that, raise rollout.max_difference."
+                f"and with --enable-lora. If the server rounds more than that, raise rollout.max_difference. {cause}"
             )
         return {SERVER_DIFFERENCE: mean}
 

@@ -189,9 +189,9 @@ class RolloutLoader:
             nats = self._nats(rollout, 1.0)
         if nats is not None:
             rollout = self._with_drawn_ratios(rollout, nats)
-            self._check_drawn(rollout, nats)
-        if self._server is not None:
-            rollout = replace(rollout, metrics={**rollout.metrics, **self._difference(rollout, nats or [])})
+            cause = self._check_drawn(rollout, nats)
+            if self._server is not None:
+                rollout = replace(rollout, metrics={**rollout.metrics, **self._difference(rollout, nats, cause)})
         rollout = replace(rollout, metrics={**rollout.metrics, "rollout_seconds": time.monotonic() - started})
         self._setup.on_main(
             lambda journal: write_rollout(journal.folder, self._as_record(rollout)), f"recording the rollout of {step}"
@@ -204,13 +204,13 @@ class RolloutLoader:
         if self._server is not None:
             self._server.check(self._prompts)
 
-    def _difference(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> dict[str, float]:
+    def _difference(self, rollout: Rollout, nats: Sequence[Sequence[float]], cause: str) -> dict[str, float]:
         """Compare the server's -log p of the tokens in the loss with the run's."""
         assert self._server is not None
         chosen = self._in_loss(rollout)
         own_nats = [value for n in chosen for value in nats[n]]
         server_nats = [value for n in chosen for value in rollout.answers[n].nats]
-        return self._server.compare(rollout.step, own_nats, server_nats)
+        return self._server.compare(rollout.step, own_nats, server_nats, cause)
 
     def _compare(
         self, step: int, rows: list[int], answers: list[GeneratedConversation], rewards: list[list[float]]
@@ -259,16 +259,18 @@ class RolloutLoader:
         measured = drawn_metrics(self._drawn(rollout, nats), self._loss.turns)
         return replace(rollout, metrics={**rollout.metrics, **measured})
 
-    def _check_drawn(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> None:
-        """Warn once of drawn probabilities that are not the run's own. Collective."""
+    def _check_drawn(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> str:
+        """Warn once of drawn probabilities that are not the run's own. Return the warning on main. Collective."""
         drawn = self._drawn(rollout, nats)
         bound = LARGEST_DIFFERENCES[self._runtime.precision]
         if self._is_explained or max((answer.largest for answer in drawn), default=0.0) <= bound:
-            return
-        self._is_explained = True
+            return ""
+        self._is_explained, cause = True, ""
         with self._runtime.collectives.failing_together("comparing log-probabilities"):
             if self._runtime.is_main_process:
-                self._warnings.add("drawn", explain_difference(self._setup, drawn))
+                cause = explain_difference(self._setup, drawn)
+                self._warnings.add("drawn", cause)
+        return cause
 
     def _is_on_record(self, step: int) -> bool:
         """Return whether an earlier start, or the run that is replayed, generated the answers. Collective."""
