@@ -141,25 +141,22 @@ class VllmServer:
         decoding: Decoding,
         *,
         adapter: Path,
-        num_answers: int,
-        vocabulary: int,
+        limits: Sequence[Limits],
         seeds: Sequence[int],
         at_once: int,
     ) -> list[SampledAnswer]:
         """Sample answers to each prompt, prompt after prompt. If the server is lost meanwhile, wait for it and go on.
 
         The server reads the folder of the adapter, by the same path, for the time of this call. Answers keep their stop
-        ids. There is a seed for each prompt, and `at_once` prompts are asked at the same time. `vocabulary` is the
-        number of tokens that the run's model has.
+        ids. Each prompt has limits and a seed, and `at_once` prompts are asked at the same time.
 
         Raises:
             ServerError: the server refuses the adapter or a prompt, its answer is wrong, or it is gone for too long.
         """
         answers: dict[int, list[SampledAnswer]] = {}
-        limits = Limits(num_answers, decoding.max_new_tokens, vocabulary, num_likely=0)
 
         def ask(name: str, place: int) -> None:
-            answers[place] = self._sample(name, prompts[place], decoding, limits, seeds[place])
+            answers[place] = self._sample(name, prompts[place], decoding, limits[place], seeds[place])
 
         def ask_for_the_rest() -> None:
             self._gives_up = Event()

@@ -212,6 +212,11 @@ _OF_ANSWERS = (
     ("entropy", "Entropy", "nats per token"),
     ("clipped", "Clipped ratios", "share of tokens"),
     ("kl", "KL divergence from the reference", "nats"),
+    ("largest_ratio", "Largest ratio", "new to old probability of a token"),
+    ("largest_drawn_ratio", "Largest ratio to drawing", "probability when training to that when drawn"),
+    ("turns", "Turns", "mean over conversations"),
+    ("calls", "Calls of tools", "mean over conversations"),
+    ("failed_calls", "Failed calls", "share of calls"),
 )
 """Metrics of steps, each with the title and the unit of its chart."""
 

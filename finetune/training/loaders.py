@@ -46,9 +46,8 @@ class TrainRows(Protocol):
     rule: BatchRule
     generates_rows: bool
 
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """What was measured of the rows of the last yielded step, by name."""
+    def metrics_of(self, step: Mapping[str, float]) -> Mapping[str, Any]:
+        """Return the metrics of the last yielded step, with what was measured of its rows. Collective."""
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, Any]]]:
         """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""

@@ -101,7 +101,7 @@ class StepResult(NamedTuple):
     """The reason why the step made no update, the same on all ranks; empty if it made one."""
     rank_seconds: tuple[float, ...] = ()
     """Seconds that each rank computed, without waiting; empty in a world of one."""
-    metrics: Mapping[str, float] = MappingProxyType({})
+    metrics: Mapping[str, Any] = MappingProxyType({})
     """The means over the targets of other metrics, by name."""
 
     @property

@@ -133,7 +133,7 @@ class TrainingRun:
         take_step = self._take_step if self._first_step is None else self._first_step.take
         result = take_step(step, microbatches)
         self._first_step = None
-        return result._replace(metrics={**self._train_loader.metrics, **result.metrics})
+        return result._replace(metrics=self._train_loader.metrics_of(result.metrics))
 
     def validate(self, state: TrainerState) -> Validated | None:
         """Validate and return the metrics. If the run is preempted meanwhile, record nothing and return None."""

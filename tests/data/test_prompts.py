@@ -13,6 +13,7 @@ from finetune.data.examples import load_examples
 from finetune.data.formats import Example
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
+from finetune.training.rewards.conversations import GeneratedConversation
 from finetune.training.rewards.prompt_rows import PromptRows, read_rows_by_source
 from tests.data.conftest import encode_train
 from tests.data.test_formats import ANSWER, MORE, ONE_TURN, SYSTEM, USER
@@ -82,9 +83,9 @@ def test_a_reward_function_sees_the_turns_that_were_answered(make_section, write
     section = make_section(path=write_jsonl([{**row, "unit": "km"}]))
     rows = PromptRows(encode(section), tiny_tokenizer(), read_rows_by_source(section))
     assert tiny_tokenizer().decode(rows.prompts[0]) == HEADER
-    found = rows.answer(
-        0, tiny_tokenizer()("no<|end|>")["input_ids"], [tiny_tokenizer().convert_tokens_to_ids("<|end|>")]
-    )
+    answer = GeneratedConversation()
+    answer.add(tiny_tokenizer()("no<|end|>")["input_ids"])
+    found = rows.answer(0, answer, [tiny_tokenizer().convert_tokens_to_ids("<|end|>")])
     assert found.prompt == [USER]
     assert found.columns["unit"] == "km"
     assert not found.columns.keys() & {"prompt", "completion", "messages", "conversations"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from finetune.cli.overrides import train_from_overrides
 from finetune.errors import ConfigError
 from finetune.export.vllm_served import ServedByVllm
 from finetune.inference.decoding import Decoding, Sampling
+from finetune.inference.vllm_answers import Limits
 from finetune.inference.vllm_server import ServerError, ServerLostError, VllmServer
 from tests.in_process import run_finetune
 from tests.raw_server import drip, http, raw_server
@@ -58,8 +60,7 @@ def answers_of(server, *, num_prompts=1, num_answers=1, seconds=GENEROUS_SECONDS
         [[5, 6]] * num_prompts,
         Decoding(stop_ids=[0], max_new_tokens=4, sampling=sampling, keeps_stop=True),
         adapter=Path("/adapter"),
-        num_answers=num_answers,
-        vocabulary=VOCABULARY,
+        limits=[Limits(num_answers, 4, VOCABULARY, num_likely=0)] * num_prompts,
         seeds=list(range(num_prompts)),
         at_once=2,
     )
@@ -317,6 +318,41 @@ def test_a_malformed_answer_loses_no_step(server, tokenizer, tmp_path):
     assert "an answer has 5 tokens; asked for 1 to 4" in ended.stdout
     assert "Traceback" not in ended.stdout
     assert (run / "checkpoints/step-000002").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_server_continues_conversations_with_tools(server, tokenizer, tmp_path):
+    """Each turn is a request for each conversation that goes on, with all of its tokens."""
+    learns(server, tokenizer, b"")
+    asked, end = [], tokenizer.convert_tokens_to_ids("<|end|>")
+    call = tokenizer('<|tool_call|>[{"name": "calculator", "arguments": {"expression": "3*4"}}]<|/tool_call|>')
+
+    def complete(fields):
+        text, count = tokenizer.decode(fields["prompt"]), fields["n"]
+        asked.append((text, count, len(fields["prompt"]) + fields["max_tokens"]))
+        answered = [[10 + n] * (n + 1) for n in range(count)] if "12<|end|>" in text else [call["input_ids"]] * count
+        yield completion(*(choice([*ids, end], n) for n, ids in enumerate(answered)))
+
+    server.answers["/v1/completions"] = complete
+    run, rows = tmp_path / "run", tmp_path / "rows.jsonl"
+    more = ("rollout.tools=calculator", "data.chat_template=phi4_mini", "rollout.max_turns=3", "training.max_steps=1")
+    more += ("rollout.max_completion_length=120", "data.max_length=512")
+    train_from_overrides(run_words(server, run, rows, *more))
+    conversations = answers_on_record(run)
+    assert [answer["calls"][0][0]["text"] for answer in conversations] == ["12"] * 4
+    assert [answer["texts"][0] for answer in conversations] == [tokenizer.decode([*call["input_ids"], end])] * 4
+    assert all(answer["sampled_nats"] == [0.5] * sum(answer["parts"][::2]) for answer in conversations)
+    firsts, seconds = asked[:2], asked[2:]
+    assert [count for _, count, _ in firsts] == [2, 2]
+    assert sum(count for _, count, _ in seconds) == 4
+    assert {text for text, _, _ in seconds} == {text + "".join(conversations[0]["texts"][:2]) for text, _, _ in firsts}
+    assert len({tokens for _, _, tokens in asked}) == 1, "no request exceeds the context that was checked"
+
+
+def answers_on_record(run):
+    rollout = json.loads(gzip.decompress((run / "rollouts/step-000001.json.gz").read_bytes()))
+    return [answer for group in rollout["groups"] for answer in group["answers"]]
 
 
 @pytest.mark.slow

@@ -6,19 +6,24 @@ import gzip
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 from functools import cache
 
 import pytest
+import torch
 
 from finetune.cli.overrides import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError, DataError, RunFailedError
+from finetune.inference.decoding import sample_answers
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.runs import rollouts as recorded_rollouts
 from finetune.runs.folder import RunFolder
 from finetune.training import training_run
+from finetune.training.rewards import drawn
+from finetune.training.rewards import rollouts as rollouts_module
 from finetune.training.rewards.groups import METRICS
 from finetune.training.step import StepTooLargeError
 from tests.in_process import run_finetune
@@ -363,3 +368,71 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
 def test_a_run_that_cannot_learn_from_rewards_is_refused(inputs, tmp_path, more, error, message):
     with pytest.raises(error, match=message):
         train_from_overrides(words(inputs, tmp_path / "run", *more))
+
+
+def with_nats(answer, prompt, model, temperature=1.0):
+    """The answer with log p by transformers' own forward."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *answer.ids]])).logits[0, len(prompt) - 1 : -1]
+    nats = -(logits / temperature).log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
+    return answer._replace(nats=nats.tolist())
+
+
+def colder(answers, prompts, model):
+    """The sampler reports log p at a temperature of 0.7."""
+    return (with_nats(*pair, model, 0.7) for pair in zip(answers, prompts, strict=True))
+
+
+def beside(answers, prompts, model):
+    """The sampler reports log p of the token before."""
+    return (answer._replace(nats=[5.0, *answer.nats[:-1]]) for answer in answers)
+
+
+def filtered(answers, prompts, model):
+    """The sampler reports log p among the tokens that a filter left."""
+    return (
+        answer._replace(nats=[nats - 0.3 - 0.1 * (n % 3) for n, nats in enumerate(answer.nats)]) for answer in answers
+    )
+
+
+def other_weights(answers, prompts, model):
+    """The sampler has other weights."""
+    return (answer._replace(nats=[nats + 0.4 * (-1) ** n for n, nats in enumerate(answer.nats)]) for answer in answers)
+
+
+DRAWN = {
+    "precision": (None, "Cause: the precision. .* those drawn are further from fp32"),
+    "temperature": (colder, "Cause: the temperature. They are those at a temperature of about 0.7"),
+    "mask": (beside, "Cause: the mask. The log-probabilities are those of the tokens beside them"),
+    "filter": (filtered, "Cause: probably top_p or top_k"),
+    "weights": (other_weights, "the sampler has other weights, or reads other tokens"),
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", DRAWN)
+def test_log_probabilities_that_are_not_the_runs_own_are_explained(name, inputs, tmp_path, monkeypatch):
+    change, cause = DRAWN[name]
+
+    def sample(model, prompts, decoding, **others):
+        with torch.autocast("cpu", torch.bfloat16, enabled=change is None):
+            answers = sample_answers(model, prompts, decoding, **others)
+        return answers if change is None else list(change(answers, prompts, model))
+
+    monkeypatch.setattr(rollouts_module, "sample_answers", sample)
+    if change is None:
+        monkeypatch.setitem(drawn.LARGEST_DIFFERENCES, "fp32", 1e-3)
+    run = tmp_path / "run"
+    more = (
+        "training.max_steps=1",
+        "reward.functions=regex,length",
+        "data.validation=null",
+        "rollout.max_completion_length=16",
+    )
+    train_from_overrides(words(inputs, run, "model=phi_tiny", *more))
+    (warning,) = (event["text"] for event in events(run, "warning") if event["kind"] == "drawn")
+    assert re.search(cause, warning), warning
+    first = re.search(r"in fp32: '.*?' ([\d.]+), ([\d.]+), ([\d.]+);", warning)
+    told, own, exact = map(float, first.groups())
+    assert own == pytest.approx(exact, abs=1e-3)
+    assert abs(told - own) > 1e-3

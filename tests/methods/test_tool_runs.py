@@ -7,6 +7,7 @@ import json
 import shutil
 import signal
 import sys
+from collections import Counter
 
 import pytest
 from transformers.utils.chat_template_utils import get_json_schema
@@ -128,6 +129,23 @@ def test_a_run_records_who_wrote_each_token_and_what_was_called(run):
     for step in steps:
         assert step["drawn_ratio"] == pytest.approx(1, abs=1e-4)
         assert step["drawn_ratio"] <= step["largest_drawn_ratio"] == pytest.approx(1, abs=1e-3)
+        for name in ("ratio", "largest_ratio", "clipped_ratio", "clipped", "drawn_ratio", "largest_drawn_ratio"):
+            assert len(step[f"{name}_by_turn"]) in (2, 3)
+        assert max(step["largest_ratio_by_turn"]) == step["largest_ratio"] >= step["ratio"]
+        assert max(step["largest_drawn_ratio_by_turn"]) == step["largest_drawn_ratio"]
+    assert steps[1]["largest_ratio"] > steps[1]["ratio"] + 1e-3, "it is the largest of this step"
+    generated = [Counter(), Counter()]
+    for answer in first:
+        for turn, length in enumerate(answer["parts"][::2]):
+            generated[bool(answer["advantage"])][turn] += length
+    weighed = sum(mean * generated[1][turn] for turn, mean in enumerate(steps[1]["ratio_by_turn"]))
+    assert weighed / generated[1].total() == pytest.approx(steps[1]["ratio"])
+    ends = Counter(len(answer["parts"][::2]) for answer in first)
+    of_ends = zip(steps[0]["reward_by_turn"], steps[0]["truncated_by_turn"], strict=True)
+    rewards = {turn: both for turn, both in enumerate(of_ends, 1) if both != (None, None)}
+    assert {*rewards} == {*ends}
+    assert sum(rewards[turn][0] * ends[turn] for turn in ends) / 16 == pytest.approx(steps[0]["reward"])
+    assert sum(rewards[turn][1] * ends[turn] for turn in ends) / 16 == pytest.approx(steps[0]["truncated"])
     several = [answer for answer in first if len(answer["parts"]) > 2]
     for answer in first:
         assert sum(answer["parts"]) == len(answer["ids"]) <= 160
@@ -186,14 +204,12 @@ def test_one_curve_over_processes_and_cuts(run, inputs, tmp_path):
             assert (theirs["reward"], theirs["calls"]) == (mine["reward"], mine["calls"])
 
 
-def test_files_cannot_name_tools_and_a_server_takes_none(inputs, tmp_path):
+def test_files_cannot_name_tools(inputs, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text(f"rollout:\n  tools: ['{inputs / 'tools_of_a_run.py'}:stock']\n")
     given = [each for each in words(inputs, tmp_path / "run") if "rollout.tools" not in each]
     with pytest.raises(ConfigError, match="tools would run here, so only the command line may allow it"):
         train_from_overrides([str(file), *given])
-    with pytest.raises(ConfigError, match="the server generates only single answers"):
-        train_from_overrides([*given, "rollout.tools=calculator", "rollout.server=http://localhost:1"])
 
 
 GAME = """

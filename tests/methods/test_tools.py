@@ -14,7 +14,7 @@ from finetune.data.templates import AnswerTokens
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
-from finetune.training.rewards.conversations import Row, ToolUse, is_generated, metrics_of, parts_of
+from finetune.training.rewards.conversations import Row, ToolUse, is_generated, parts_of
 from finetune.training.rewards.tools import Result, ToolProcess, offered_tools
 from tests.tiny import CHAT_TEMPLATES, tiny_tokenizer
 
@@ -306,7 +306,7 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
     assert (first.has_end, first.score, second.has_end, second.score) == (True, 0.5, True, 1.0)
     assert tokenizer.decode(first.ids) == f"5<|end|>{asked_again}7<|end|>"
     assert (tokenizer.decode(first.prompt), second.prompt) == (opened, None)
-    assert (metrics_of([first, second])["turns"], metrics_of([first, second])["calls"]) == (1.5, 0)
+    assert (tools.metrics_of([first, second])["turns"], tools.metrics_of([first, second])["calls"]) == (1.5, 0)
     for answer, problem in (("fail", "failed in step: .*KeyError"), ("odd", "returned 5 from step; expected None")):
         with pytest.raises(DataError, match=f"the environment Guess {problem}"):
             tools._environment.turns(0, "step", answer)

@@ -102,3 +102,17 @@ def test_rewards_stand_beside_the_loss():
     view.take({"event": "step", "step": 2, "loss": 0.01, "reward": 0.625, "answer_length": 31.6, "truncated": 0.25})
     assert view.line() == "step 2/4 · loss 0.0100 · reward 0.625"
     assert ("reward", "0.625 · 32 tokens an answer · 25% truncated") in view._rows()
+    of_functions = {"reward_f1": 0.5, "reward_std": 0.1, "reward_regex": 0.75, "reward_f1_by_turn": [0.5]}
+    view.take(
+        {
+            "event": "step",
+            "step": 3,
+            "loss": 0.01,
+            "reward": 1.25,
+            "answer_length": 9.0,
+            **of_functions,
+            "failed_calls": 0.1,
+        }
+    )
+    shown = "1.250 · f1 0.500 · regex 0.750 · 9 tokens an answer · – truncated · 10% of calls failed"
+    assert ("reward", shown) in view._rows()

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from finetune.data.batches import derived_seed
 from finetune.data.templates import AnswerTokens, tokenize
@@ -49,7 +51,7 @@ class Row(NamedTuple):
 
 @dataclass
 class GeneratedConversation:
-    """What follows a prompt: answers of the model, and between them results of tools."""
+    """What follows a prompt: one answer of the model, or several and between them results of tools."""
 
     ids: list[int] = field(default_factory=list)
     """All tokens, answers and results alike."""
@@ -73,20 +75,15 @@ class GeneratedConversation:
         self.nats += nats
         self.lengths.append(len(tokens))
 
-    def as_record(self, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-        """Convert to plain values for the file of a rollout, beside the tokens and the nats of an answer."""
-        texts = list(map(decode, parts_of(self.ids, self.lengths)))
-        results = [[result.as_record() for result in each] for each in self.results]
-        prompt = {} if self.prompt is None else {"prompt": self.prompt}
-        return {"parts": self.lengths, "texts": texts, "calls": results, "has_end": self.has_end, **prompt}
+    @property
+    def num_generated(self) -> int:
+        """How many tokens the model generated."""
+        return sum(self.lengths[::2])
 
-    @classmethod
-    def from_record(cls, answer: Mapping[str, Any]) -> GeneratedConversation:
-        """Read a conversation from an answer in the file of a rollout."""
-        results = [[Result(**result) for result in each] for each in answer["calls"]]
-        nats = answer.get("sampled_nats", [])
-        parts, has_end, prompt = answer["parts"], answer["has_end"], answer.get("prompt")
-        return cls(answer["ids"], nats, parts, results, has_end=has_end, goes_on=False, prompt=prompt)
+    @property
+    def turns(self) -> list[int]:
+        """The turn of each token that the model generated, counted from 0."""
+        return [turn for turn, length in enumerate(self.lengths[::2]) for _ in range(length)]
 
     @property
     def answers(self) -> list[list[int]]:
@@ -100,19 +97,55 @@ def parts_of(ids: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     return [list(islice(tokens, length)) for length in lengths]
 
 
-def metrics_of(conversations: Sequence[GeneratedConversation]) -> dict[str, float]:
-    """Return the metrics of the calls in a rollout; nan where there is nothing to measure."""
-    calls = [call for each in conversations for calls in each.results for call in calls if call.role == "tool"]
-    return {
-        "turns": sum(len(each.lengths[::2]) for each in conversations) / len(conversations),
-        "calls": len(calls) / len(conversations),
-        "failed_calls": sum(call.failed for call in calls) / len(calls) if calls else math.nan,
-    }
-
-
 def is_generated(lengths: Sequence[int]) -> list[bool]:
     """Return for each token of a conversation whether the model generated it."""
     return [place % 2 == 0 for place, length in enumerate(lengths) for _ in range(length)]
+
+
+class SingleAnswers:
+    """Lets a model answer each prompt once. `ToolUse` has the same methods, for conversations."""
+
+    why_rewritten = ""
+
+    def converse(
+        self,
+        prompts: Sequence[Sequence[int]],
+        decoding: Decoding,
+        draw: Draw,
+        *,
+        rows: Iterable[Row],
+        runtime: Runtime,
+        model: Any,
+    ) -> list[GeneratedConversation] | None:
+        """Return the answer to each prompt, the same on every rank; None if a rank was asked to stop. Collective."""
+        del rows, runtime, model
+        answers = draw(prompts, decoding)
+        return None if answers is None else [self._answer(*answer, decoding.stop_ids) for answer in answers]
+
+    def _answer(self, ids: list[int], nats: list[float], stops: Sequence[int]) -> GeneratedConversation:
+        has_end = bool(ids) and ids[-1] in stops
+        return GeneratedConversation(ids, nats, [len(ids)], has_end=has_end, goes_on=False)
+
+    def as_record(self, answer: GeneratedConversation, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """Return what the file of a rollout has beside the tokens and the nats of an answer: nothing."""
+        del answer, decode
+        return {}
+
+    def from_record(self, record: Mapping[str, Any], stops: Sequence[int]) -> GeneratedConversation:
+        """Read an answer from the file of a rollout. `stops` are the tokens that end one."""
+        return self._answer(record["ids"], record.get("sampled_nats", []), stops)
+
+    def metrics_of(self, answers: Sequence[GeneratedConversation]) -> dict[str, float]:
+        """Return the metrics that only conversations have: none."""
+        del answers
+        return {}
+
+    def by_turn(
+        self, answers: Sequence[GeneratedConversation], rewards: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[float | None]]:
+        """Return metrics for each turn of a conversation: none."""
+        del answers, rewards
+        return {}
 
 
 class ToolUse:
@@ -177,7 +210,7 @@ class ToolUse:
         decoding: Decoding,
         draw: Draw,
         *,
-        rows: Sequence[Row],
+        rows: Iterable[Row],
         runtime: Runtime,
         model: Any,
     ) -> list[GeneratedConversation] | None:
@@ -189,7 +222,7 @@ class ToolUse:
         context, conversations = max_context(model) or math.inf, [GeneratedConversation() for _ in prompts]
         given, most = prompts, decoding.max_new_tokens
         if self._environment is not None:
-            begin = partial(self._open, self._environment, rows)
+            begin = partial(self._open, self._environment, list(rows))
             opened = _on_main(runtime, "resetting the environments", begin)
             for place, conversation in enumerate(conversations):
                 conversation.prompt = opened.get(place)
@@ -225,6 +258,56 @@ class ToolUse:
             for conversation, score in zip(conversations, scores, strict=True):
                 conversation.score = score
         return conversations
+
+    def as_record(self, answer: GeneratedConversation, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+        """Return what the file of a rollout has beside the tokens and the nats of a conversation."""
+        texts = list(map(decode, parts_of(answer.ids, answer.lengths)))
+        results = [[result.as_record() for result in each] for each in answer.results]
+        prompt = {} if answer.prompt is None else {"prompt": answer.prompt}
+        return {"parts": answer.lengths, "texts": texts, "calls": results, "has_end": answer.has_end, **prompt}
+
+    def from_record(self, record: Mapping[str, Any], stops: Sequence[int]) -> GeneratedConversation:
+        """Read a conversation from the file of a rollout."""
+        del stops  # `has_end` is on record
+        return GeneratedConversation(
+            record["ids"],
+            record.get("sampled_nats", []),
+            record["parts"],
+            [[Result(**result) for result in each] for each in record["calls"]],
+            has_end=record["has_end"],
+            goes_on=False,
+            prompt=record.get("prompt"),
+        )
+
+    def metrics_of(self, conversations: Sequence[GeneratedConversation]) -> dict[str, float]:
+        """Return the metrics of the turns and calls in a rollout; nan where there is nothing to measure."""
+        calls = [call for each in conversations for calls in each.results for call in calls if call.role == "tool"]
+        return {
+            "turns": sum(len(each.lengths[::2]) for each in conversations) / len(conversations),
+            "calls": len(calls) / len(conversations),
+            "failed_calls": sum(call.failed for call in calls) / len(calls) if calls else math.nan,
+        }
+
+    def by_turn(
+        self, conversations: Sequence[GeneratedConversation], rewards: Mapping[str, torch.Tensor]
+    ) -> dict[str, list[float | None]]:
+        """Return for each turn the mean rewards of the conversations that end with it, and the calls that fail in it.
+
+        `truncated_by_turn` is the share of these conversations without an end. Where there is nothing to measure, the
+        value is None.
+        """
+        last = torch.tensor([len(each.answers) for each in conversations])
+        has_end = torch.tensor([each.has_end for each in conversations])
+        values = {**rewards, "truncated": has_end.logical_not().double()}
+        turns = range(1, int(last.max()) + 1)
+        metrics = {f"{name}_by_turn": [_mean(value[last == turn]) for turn in turns] for name, value in values.items()}
+        failed = [torch.tensor(self._failed_in(conversations, turn)).double() for turn in turns]
+        return metrics | {"failed_calls_by_turn": list(map(_mean, failed))} if self._section.tools else metrics
+
+    def _failed_in(self, conversations: Sequence[GeneratedConversation], turn: int) -> list[bool]:
+        """Return for each call in a turn, counted from 1, whether it failed."""
+        results = [results for each in conversations for results in each.results[turn - 1 : turn]]
+        return [call.failed for calls in results for call in calls if call.role == "tool"]
 
     def _open(self, environment: Environment, rows: Sequence[Row]) -> dict[int, list[int]]:
         """Begin the environments. Return the prompts to which `reset` adds turns, by place."""
@@ -332,6 +415,11 @@ class ToolUse:
         good = ["" if problem else str(rest) for rest, problem in zip(rests, problems, strict=True)]
         encoded = tokenize(self._tokens.tokenizer, good)
         return [problem or list(encoding.ids) for problem, encoding in zip(problems, encoded, strict=True)]
+
+
+def _mean(values: torch.Tensor) -> float | None:
+    mean = float(values.nanmean())
+    return None if math.isnan(mean) else mean
 
 
 def _on_main(runtime: Runtime, during: str, call: Callable[[], Any]) -> Any:

@@ -12,7 +12,7 @@ with its adapter switched off.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from finetune.engine.reference import in_float64
 from finetune.model.base import evaluation_mode
 
 if TYPE_CHECKING:
-    from finetune.config.schema import GrpoSection
+    from finetune.config.schema import Config, GrpoSection, RolloutSection
 
 
 METRICS = ("entropy", "clipped", "kl", "ratio", "clipped_ratio")
@@ -35,6 +35,8 @@ METRICS = ("entropy", "clipped", "kl", "ratio", "clipped_ratio")
 has one. `ratio` is the probability of a token now over the one when the answer was generated, and `clipped_ratio` the
 same after clipping; they are left out where both are the same by definition."""
 
+_OF_TURNS = ("clipped", "ratio", "clipped_ratio")
+"""Those of `METRICS` that are also measured for each turn."""
 _SMALLEST_DEVIATION = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
 
@@ -52,14 +54,44 @@ class GroupNats(NamedTuple):
     """The answer of each token, int64, shape (tokens,)."""
     advantages: torch.Tensor
     """Of each answer, float64, shape (answers,)."""
+    turn: torch.Tensor | None = None
+    """The turn of a conversation that each token is from, counted from 0, int64, shape (tokens,); None: the first."""
 
 
 @dataclass(frozen=True)
 class GroupLoss:
-    """The loss with its settings; `longest` is `rollout.max_completion_length`."""
+    """The loss with its settings.
+
+    Attributes:
+        section: its keys.
+        longest: `rollout.max_completion_length`.
+        turns: the most turns of an answer, for the metrics of each turn; 0: none are measured.
+    """
 
     section: GrpoSection
     longest: int
+    turns: int = 0
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of all metrics in the order in which they are returned."""
+        return (*METRICS, *(f"{name}/{turn}" for name in _OF_TURNS for turn in range(self.turns)))
+
+    def summarize(self, metrics: Mapping[str, float], largest: Sequence[float]) -> dict[str, Any]:
+        """Return the metrics of a step by name, with the values of turns as lists: `ratio_by_turn`.
+
+        `largest` is the largest ratio of each turn, 0 where there is none.
+        """
+        summary: dict[str, Any] = {name: value for name, value in metrics.items() if "/" not in name}
+        by_turn = {name: [metrics.get(f"{name}/{turn}") for turn in range(self.turns)] for name in _OF_TURNS}
+        if any(largest):
+            summary["largest_ratio"], by_turn["largest_ratio"] = max(largest), [ratio or None for ratio in largest]
+        for name, values in by_turn.items() if self.turns > 1 else ():
+            while values and values[-1] is None:
+                values.pop()
+            if values:
+                summary[f"{name}_by_turn"] = values
+        return summary
 
     def denominator(self, num_answers: int, num_tokens: int) -> int:
         """Return the divisor of the sum over a global batch; `num_tokens` counts the answers that are in the loss."""
@@ -67,7 +99,10 @@ class GroupLoss:
         return max(1, by_type.get(self.section.loss_type, num_tokens))
 
     def __call__(self, tokens: GroupNats) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum over the tokens, with a gradient, and the sums of `METRICS`, shape (5,); all float64."""
+        """Return the sum over the tokens, with a gradient, and the sums of `metrics`; all float64.
+
+        The largest ratio of each turn follows the sums.
+        """
         section, row = self.section, tokens.row
         advantages = tokens.advantages[row]
         log_ratio = (tokens.nats.detach() if tokens.old is None else tokens.old) - tokens.nats
@@ -91,7 +126,28 @@ class GroupLoss:
         unknown = torch.full_like(divergence, math.nan)
         ratios = (ratio.detach().sum(), ratio.detach().clamp(low, high).sum())
         metrics += (unknown, unknown) if tokens.old is None else ratios
-        return losses.sum(), torch.stack(metrics)
+        of_turns = self._of_turns(tokens, [is_clipped.double(), ratio.detach(), ratio.detach().clamp(low, high)])
+        return losses.sum(), torch.cat([torch.stack(metrics), of_turns])
+
+    def _of_turns(self, tokens: GroupNats, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of each value over the tokens of each turn, then the largest ratio in each."""
+        if tokens.old is None or not len(tokens.nats):
+            unknown = math.nan if tokens.old is None else 0.0
+            return tokens.nats.new_tensor([unknown] * len(_OF_TURNS) * self.turns + [0.0] * self.turns)
+        turn = torch.zeros_like(tokens.row) if tokens.turn is None else tokens.turn
+        is_of_turn = turn == torch.arange(self.turns, device=turn.device)[:, None]
+        return torch.cat([*((value * is_of_turn).sum(1) for value in values), (values[1] * is_of_turn).amax(1)])
+
+
+def group_loss_of(config: Config) -> GroupLoss:
+    """Return the loss of a run."""
+    section = config.rollout
+    return GroupLoss(config.grpo, section.max_completion_length, section.max_turns if has_turns(section) else 1)
+
+
+def has_turns(section: RolloutSection) -> bool:
+    """Return whether answers are conversations, because there are tools or an environment."""
+    return bool(section.tools or section.environment)
 
 
 class Advantages(NamedTuple):
@@ -139,6 +195,8 @@ class ScoredAnswer(NamedTuple):
     advantage: float
     old_nats: Sequence[float] | None = None
     """-log p of the answer's tokens under the weights that generated it; None: under the present ones."""
+    turns: Sequence[int] = ()
+    """The turn of each of these tokens, counted from 0; empty: all are of the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +209,18 @@ class GroupMicrobatch(WithRows):
         old: see `GroupNats.old`.
         num_targets: its part of the loss's denominator (`GroupLoss.denominator`).
         per_token: a factor for sums over tokens: divided by the whole denominator, they become means over all tokens.
+        per_turn: the same for the tokens of each turn.
+        turn: see `GroupNats.turn`.
+        largest: a list to which the loss adds the largest ratio of each turn; None: nobody asks for it.
     """
 
     advantages: torch.Tensor
     old: torch.Tensor | None = None
     num_targets: int
     per_token: float = math.nan
+    per_turn: Sequence[float] = ()
+    turn: torch.Tensor | None = None
+    largest: list[torch.Tensor] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -169,23 +233,33 @@ class GroupMicrobatch(WithRows):
 
 
 def put_answers_together(
-    answers: Sequence[ScoredAnswer], *, rows: Collate, num_targets: int, per_token: float = math.nan
+    answers: Sequence[ScoredAnswer],
+    *,
+    rows: Collate,
+    num_targets: int,
+    per_token: float = math.nan,
+    per_turn: Sequence[float] = (),
+    largest: list[torch.Tensor] | None = None,
 ) -> GroupMicrobatch:
     """Make a micro-batch of answers, at least one; `rows` packs or pads them."""
     old = [nats for answer in answers for nats in answer.old_nats or ()]
+    turns = [turn for answer in answers for turn in answer.turns]
     return GroupMicrobatch(
         rows=rows([answer.row for answer in answers]),
         advantages=torch.tensor([answer.advantage for answer in answers], dtype=torch.float64),
         old=torch.tensor(old, dtype=torch.float64) if old else None,
         num_targets=num_targets,
         per_token=per_token,
+        per_turn=per_turn,
+        turn=torch.tensor(turns) if turns else None,
+        largest=largest,
     )
 
 
 def summed_group_loss(
     model: Any, microbatch: Any, *, loss: GroupLoss, temperature: float, choices: Choices = BY_DEVICE
 ) -> torch.Tensor:
-    """Sum the loss over a micro-batch, with a gradient, followed by the sums of its metrics; float64.
+    """Return the loss summed over a micro-batch, which has a gradient, then its metrics; float64.
 
     The model is in training mode, and a PEFT model if the loss has a reference. Plain rows count as answers with an
     advantage of 1.
@@ -199,10 +273,15 @@ def summed_group_loss(
     def summed(nats: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         here = nats.device
         old = None if answers.old is None else answers.old.to(here)
-        return loss(GroupNats(nats, old, reference, answers.rows.target_row.to(here), answers.advantages.to(here)))
+        row, turn = answers.rows.target_row.to(here), None if answers.turn is None else answers.turn.to(here)
+        return loss(GroupNats(nats, old, reference, row, answers.advantages.to(here), turn))
 
     total, metrics = function_of_nats(model, answers.rows, summed, choices, temperature=temperature)
-    return torch.cat([total[None], metrics * answers.per_token])
+    per_turn = answers.per_turn or [0.0] * loss.turns
+    factors = metrics.new_tensor([answers.per_token] * len(METRICS) + [*per_turn] * len(_OF_TURNS))
+    if answers.largest is not None:
+        answers.largest.append(metrics[len(factors) :])
+    return torch.cat([total[None], metrics[: len(factors)] * factors])
 
 
 def nats_of_tokens(model: Any, microbatch: Any, *, temperature: float, choices: Choices = BY_DEVICE) -> torch.Tensor:

@@ -18,7 +18,6 @@ from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
-from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped
@@ -27,10 +26,10 @@ from finetune.runs.rollouts import remove_rollouts_after
 from finetune.runs.state import TrainerState
 from finetune.training.objective import Loaders, Objective
 from finetune.training.reporting.run_warnings import RunWarnings
-from finetune.training.rewards.conversations import GeneratedConversation, ToolUse
+from finetune.training.rewards.conversations import SingleAnswers, ToolUse
 from finetune.training.rewards.functions import Rewards
-from finetune.training.rewards.groups import METRICS, GroupLoss, advantages_of, summed_group_loss
-from finetune.training.rewards.prompt_rows import PromptRows, check_expected, read_rows_by_source
+from finetune.training.rewards.groups import advantages_of, group_loss_of, has_turns, summed_group_loss
+from finetune.training.rewards.prompt_rows import ConversationRows, PromptRows, check_expected, read_rows_by_source
 from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
 from finetune.training.rewards.tools import Environment, offered_tools, with_tools
 from finetune.training.rewards.warnings import RewardWarnings
@@ -59,7 +58,8 @@ class RewardedAnswers(Objective):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._prompts: dict[str, PromptRows] = {}
-        self._tools: ToolUse | None = None
+        self._warnings = RewardWarnings()
+        self._answering: SingleAnswers | ToolUse = SingleAnswers()
         if schemas := offered_tools(config):  # a replay reads them instead of the code of the tools
             self.config = config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")})
 
@@ -79,12 +79,7 @@ class RewardedAnswers(Objective):
 
     def check(self, *, rewards_answers: bool) -> None:
         """Load the reward functions, and refuse those that cannot be called."""
-        rewards, rollout = self.rewards, self.config.rollout
-        if (rollout.tools or rollout.environment) and rollout.server is not None:
-            raise ConfigError(
-                "rollout.server is set, and rollout.tools or rollout.environment too, but the server generates only "
-                "single answers. Remove rollout.server."
-            )
+        rewards = self.rewards
         if rewards_answers:
             rewards.check()
             if self.config.rollout.environment:
@@ -94,15 +89,16 @@ class RewardedAnswers(Objective):
         """Read the prompts, and check that rows have what the reward functions compare with."""
         del model
         has_environment = bool(self.config.rollout.environment)
+        rows_of = ConversationRows if has_turns(self.config.rollout) else PromptRows
         rows = read_rows_by_source(self.config.data) if self.rewards.need_columns or has_environment else None
         answered = {"train": splits.train}
         if splits.validation is not None:
             answered["validation"] = _sample(self.config, splits.validation)
         for name, examples in answered.items():
-            self._prompts[name] = PromptRows(examples, tokenizer, rows)
+            self._prompts[name] = rows_of(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
-        if self.config.rollout.tools or has_environment:
-            self._tools = ToolUse(self.config, tokenizer, offered_tools(self.config))
+        if has_turns(self.config.rollout):
+            self._answering = ToolUse(self.config, tokenizer, offered_tools(self.config))
             _log.info("test is off: it asks for single answers, and this run learns conversations")
             return replace(splits, test=None)
         return with_testable_rows(splits)
@@ -110,9 +106,9 @@ class RewardedAnswers(Objective):
     def loss(self, choices: Choices) -> LossFunction:
         """Return the function that sums the clipped loss and the metrics over the tokens of the answers."""
         config = self.config
-        loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
+        loss = group_loss_of(config)
         compute = partial(summed_group_loss, loss=loss, temperature=config.rollout.temperature, choices=choices)
-        return LossWithMetrics(compute, METRICS)
+        return LossWithMetrics(compute, loss.metrics)
 
     def evaluation(self, choices: Choices) -> Any:
         """Return the function that computes −log p of each target."""
@@ -124,12 +120,14 @@ class RewardedAnswers(Objective):
 
     def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
         """Generate the answers to learn from."""
-        if self._tools is not None and self._tools.why_rewritten:
+        if self._answering.why_rewritten:
             wanted, used = "conversations as the chat template renders them", "conversations that keep all thinking"
-            why = f"after later turns, {self._tools.why_rewritten}, and no token is changed"
+            why = f"after later turns, {self._answering.why_rewritten}, and no token is changed"
             setup.runtime.fallbacks.take(Fallback(what="rollout.environment", wanted=wanted, used=used, why=why))
         rule, prompts = loaders.train.rule, self._prompts["train"]
-        return loaders._replace(train=RolloutLoader(setup, rule, prompts, self.rewards, self._tools))
+        return loaders._replace(
+            train=RolloutLoader(setup, rule, prompts, self.rewards, self._answering, self._warnings)
+        )
 
     def start(self, setup: Setup, train_loader: RolloutLoader, state: TrainerState) -> None:
         """Check the reward functions and the server. Remove recorded answers that the run will not learn from."""
@@ -143,19 +141,15 @@ class RewardedAnswers(Objective):
         prompts, section = self._prompts["validation"], self.config.rollout
         decoding = Decoding(stop_ids=stops_of(setup), max_new_tokens=section.max_completion_length, keeps_stop=True)
         ask = partial(answer_unless_stopped, setup.runtime, setup.model, batch_size=section.batch_size)
-        answers: Sequence[Sequence[int] | GeneratedConversation] | None
-        if self._tools is None:
-            answers = ask(prompts.prompts, decoding)
-        else:
 
-            def draw(heads: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer] | None:
-                ids = ask(heads, decoding)
-                return None if ids is None else [SampledAnswer(each, []) for each in ids]
+        def draw(heads: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer] | None:
+            ids = ask(heads, decoding)
+            return None if ids is None else [SampledAnswer(each, []) for each in ids]
 
-            read = list(map(prompts.row, range(len(prompts))))
-            answers = self._tools.converse(
-                prompts.prompts, decoding, draw, rows=read, runtime=setup.runtime, model=setup.model
-            )
+        rows = map(prompts.row, range(len(prompts)))
+        answers = self._answering.converse(
+            prompts.prompts, decoding, draw, rows=rows, runtime=setup.runtime, model=setup.model
+        )
         if answers is None:
             return SplitLosses(LossSums(num_cut_short=1.0))
         rewards = reward_on_main(setup, self.rewards, prompts, range(len(prompts.prompts)), answers)
@@ -175,7 +169,7 @@ class RewardedAnswers(Objective):
 
     def warnings(self) -> RunWarnings:
         """Return what checks rewards and answers, too."""
-        return RewardWarnings()
+        return self._warnings
 
 
 def with_testable_rows(splits: EncodedSplits) -> EncodedSplits:

@@ -59,27 +59,14 @@ class PromptRows:
         """Decode tokens, special tokens included."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    def answer(self, row: int, ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
-        """Describe an answer to a row's prompt for reward functions."""
-        return self._describe(row, ids, ids, stops)
-
-    def conversation(self, row: int, conversation: GeneratedConversation, stops: Sequence[int]) -> GeneratedAnswer:
-        """Describe a conversation after a row's prompt for reward functions."""
-        turns: list[Turn] = []
-        for place, ids in enumerate(conversation.answers):
-            turns.append(self._reader.read(ids[:-1] if ids and ids[-1] in stops else ids).as_turn())
-            turns += turns_of(conversation.results[place]) if place < len(conversation.results) else []
-        described = self._describe(row, conversation.ids, conversation.answers[-1], stops)
-        prompt = described.prompt
-        turns_of_prompt = [text_turn("user", prompt)] if isinstance(prompt, str) else prompt
-        return replace(described, turns=turns, prompt=turns_of_prompt, score=conversation.score)
-
     def row(self, row: int) -> Row:
         """Return what an environment gets of a row."""
         read = None if self._rows is None else as_messages(self._rows[self.sources[row]])
         return Row((), {}) if read is None else Row(read.messages[:-1], read.columns or {})
 
-    def _describe(self, row: int, all_ids: Sequence[int], ids: Sequence[int], stops: Sequence[int]) -> GeneratedAnswer:
+    def answer(self, row: int, answer: GeneratedConversation, stops: Sequence[int]) -> GeneratedAnswer:
+        """Describe an answer to a row's prompt for reward functions."""
+        ids = answer.answers[-1]
         without_stop = list(ids[:-1]) if ids and ids[-1] in stops else list(ids)
         source = self.sources[row]
         read = None if self._rows is None else self._rows[source]
@@ -92,8 +79,23 @@ class PromptRows:
             text=self._reader.read(without_stop).text,
             whole=str(self._tokenizer.decode(without_stop, skip_special_tokens=True)),
             marked=self.text(without_stop),
-            ids=list(all_ids),
+            ids=list(answer.ids),
         )
+
+
+class ConversationRows(PromptRows):
+    """The prompts of a split to which the model answers with conversations, whose turns reward functions get."""
+
+    def answer(self, row: int, answer: GeneratedConversation, stops: Sequence[int]) -> GeneratedAnswer:
+        """Describe a conversation after a row's prompt for reward functions."""
+        turns: list[Turn] = []
+        for place, ids in enumerate(answer.answers):
+            turns.append(self._reader.read(ids[:-1] if ids and ids[-1] in stops else ids).as_turn())
+            turns += turns_of(answer.results[place]) if place < len(answer.results) else []
+        described = super().answer(row, answer, stops)
+        prompt = described.prompt
+        turns_of_prompt = [text_turn("user", prompt)] if isinstance(prompt, str) else prompt
+        return replace(described, turns=turns, prompt=turns_of_prompt, score=answer.score)
 
 
 def read_rows_by_source(section: DataSection) -> dict[str, Example]:

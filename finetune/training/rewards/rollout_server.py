@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from finetune.data.batches import derived_seed
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.decoding import Decoding, SampledAnswer
+from finetune.inference.vllm_answers import Limits
 from finetune.inference.vllm_server import ServerError, VllmServer
 from finetune.runs.checkpoints import adapter_for_server
 from finetune.training.rewards.prompt_rows import PromptRows
@@ -29,6 +31,8 @@ class RolloutServer:
         self._setup = setup
         self._runtime = setup.runtime
         self._section = section
+        self._most_tokens = 0
+        """Of a prompt with its answer. The server was asked whether it has room for them."""
 
     @cached_property
     def _server(self) -> VllmServer:
@@ -48,20 +52,23 @@ class RolloutServer:
         with self._runtime.collectives.failing_together("asking the server"):
             if self._runtime.is_main_process:
                 longest = max(prompts.prompts, key=len)
-                most = len(longest) + self._section.max_completion_length
+                self._most_tokens = len(longest) + self._section.max_completion_length
                 try:
-                    self._server.check(self._setup.tokenizer, prompts.text(longest), most_tokens=most)
+                    self._server.check(self._setup.tokenizer, prompts.text(longest), most_tokens=self._most_tokens)
                 except ServerError as error:
                     raise (PreemptedError(str(error)) if error.is_preempted else error) from None
 
     def sample(self, step: int, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[SampledAnswer]:
-        """Give the adapter to the server, and return its answers on every rank. Collective.
+        """Give the adapter to the server, and return its answer to each prompt on every rank. Collective.
+
+        Equal prompts that follow each other, at most `rollout.num_generations`, are one request for several answers.
 
         Raises:
             ServerError: the server cannot be used, or the run was asked to stop meanwhile.
         """
         runtime, section = self._runtime, self._section
         runtime.liveness.enter_phase("rollout by the server", step, timed=False)
+        requests = list(_together(prompts, section.num_generations))
         answers: Any = None
         with runtime.collectives.failing_together("asking the server for answers"):
             if self._setup.journal is not None:
@@ -69,13 +76,12 @@ class RolloutServer:
                 try:
                     with adapter_for_server(self._setup.journal.folder, self._setup.model) as adapter:
                         answers = self._server.answer(
-                            prompts,
+                            [prompt for prompt, _ in requests],
                             decoding,
                             adapter=adapter,
-                            num_answers=section.num_generations,
-                            vocabulary=self._setup.model.config.vocab_size,
-                            seeds=[derived_seed(decoding.sampling.seed, "prompt", n) for n in range(len(prompts))],
-                            at_once=max(1, section.batch_size // section.num_generations),
+                            limits=[self._limits(*request, decoding.max_new_tokens) for request in requests],
+                            seeds=[derived_seed(decoding.sampling.seed, "prompt", n) for n in range(len(requests))],
+                            at_once=max(1, section.batch_size * len(requests) // len(prompts)),
                         )
                 except ServerError as error:
                     answers = error
@@ -85,10 +91,17 @@ class RolloutServer:
             raise answers
         return [SampledAnswer(*answer) for answer in answers]
 
-    def compare(self, step: int, own_nats: Sequence[float], server_nats: Sequence[float]) -> dict[str, float]:
+    def _limits(self, prompt: Sequence[int], count: int, max_new_tokens: int) -> Limits:
+        """Return the limits of a request. Conversations differ in length, and the longest ones have the least room."""
+        most = min(max_new_tokens, self._most_tokens - len(prompt))
+        return Limits(count, most, self._setup.model.config.vocab_size, num_likely=0)
+
+    def compare(
+        self, step: int, own_nats: Sequence[float], server_nats: Sequence[float], cause: str
+    ) -> dict[str, float]:
         """Return the mean difference of -log p of tokens, as the run and the server compute it before temperature.
 
-        A mean above `rollout.max_difference` is a RunFailedError.
+        A mean above `rollout.max_difference` is a RunFailedError, which ends with `cause`.
         """
         differences = [
             abs(own_value - server_value) for own_value, server_value in zip(own_nats, server_nats, strict=True)
@@ -101,6 +114,13 @@ class RolloutServer:
                 f"step {step}: the log-probabilities of {self._section.server} differ from the run's own by {mean:.3g} "
                 f"nats per token on average, and by {max(differences):.3g} at most; rollout.max_difference is "
                 f"{self._section.max_difference:g}. Serve the base model that this run trains, in the same precision "
-                "and with --enable-lora. If the server rounds more than that, raise rollout.max_difference."
+                f"and with --enable-lora. If the server rounds more than that, raise rollout.max_difference. {cause}"
             )
         return {SERVER_DIFFERENCE: mean}
+
+
+def _together(prompts: Sequence[Sequence[int]], most: int) -> Iterator[tuple[Sequence[int], int]]:
+    """Yield each run of equal prompts as a prompt and its count, which is at most `most`."""
+    for prompt, equal in groupby(prompts):
+        count = len(list(equal))
+        yield from ((prompt, min(most, count - place)) for place in range(0, count, most))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,30 +21,34 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.templates import stop_ids
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
-from finetune.inference.decoding import Decoding, SampledAnswer, Sampling, sample_answers
+from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
-from finetune.training.rewards.conversations import GeneratedConversation, ToolUse, is_generated, metrics_of
+from finetune.training.rewards.conversations import (
+    Draw,
+    GeneratedConversation,
+    SingleAnswers,
+    ToolUse,
+    is_generated,
+)
+from finetune.training.rewards.drawn import LARGEST_DIFFERENCES, DrawnAnswer, drawn_metrics, explain_difference
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import (
-    GroupLoss,
     GroupMicrobatch,
     ScoredAnswer,
     advantages_of,
+    group_loss_of,
     nats_of_tokens,
     put_answers_together,
 )
 from finetune.training.rewards.prompt_rows import PromptRows
 from finetune.training.rewards.rollout_server import SERVER_DIFFERENCE, RolloutServer
+from finetune.training.rewards.warnings import RewardWarnings
 from finetune.units import ceil_div
 
 if TYPE_CHECKING:
     from finetune.training.objective import Setup
-
-
-_MOST_NATS = 700.0
-"""Its exponential is a float64."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,32 +58,20 @@ class Rollout:
     Attributes:
         step: the first step that learns from it.
         rows: the row of each prompt.
-        answers: token ids of each answer, with the token that ends it, and what the sampler took them to be.
+        answers: single answers, with the token that ends each, or whole conversations.
         rewards: of each answer by function; nan: none.
         advantages: of each answer.
         metrics: of the step.
         old_nats: -log p of the tokens of each answer that is in the loss; None if they are those of the first step.
-        conversations: with tools: the parts of each answer, whose tokens are those of the whole conversation.
     """
 
     step: int
     rows: list[int]
-    answers: list[SampledAnswer]
+    answers: list[GeneratedConversation]
     rewards: list[list[float]]
     advantages: list[float]
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, Any]
     old_nats: list[list[float]] | None = None
-    conversations: list[GeneratedConversation] | None = None
-
-    def num_generated(self, n: int) -> int:
-        """Return how many tokens of an answer the model generated."""
-        return len(self.answers[n].ids) if self.conversations is None else sum(self.conversations[n].lengths[::2])
-
-    def is_generated(self, n: int) -> list[bool]:
-        """Return for each token of an answer whether the model generated it."""
-        if self.conversations is None:
-            return [True] * len(self.answers[n].ids)
-        return is_generated(self.conversations[n].lengths)
 
 
 class RolloutLoader:
@@ -95,27 +88,42 @@ class RolloutLoader:
     generates_rows = True
 
     def __init__(
-        self, setup: Setup, rule: BatchRule, prompts: PromptRows, rewards: Rewards, tools: ToolUse | None = None
+        self,
+        setup: Setup,
+        rule: BatchRule,
+        prompts: PromptRows,
+        rewards: Rewards,
+        answering: SingleAnswers | ToolUse,
+        warnings: RewardWarnings,
     ) -> None:
         config = setup.config
         self.rule = replace(rule, repeats=config.grpo.num_iterations)
-        self._loss = GroupLoss(config.grpo, config.rollout.max_completion_length)
+        self._loss = group_loss_of(config)
         self._setup = setup
         self._runtime = setup.runtime
         self._config = config
         self._prompts = prompts
         self._rewards = rewards
-        self._tools = tools
+        self._answering = answering
+        self._warnings, self._is_explained = warnings, False
         self._stops = stops_of(setup)
         self._training = setup.memory.resolve(config).training
         self._max_tokens = self._training.max_tokens_per_microbatch
         self._rollout: Rollout | None = None
+        self._largest: list[torch.Tensor] = []
+        """The largest ratio of each turn, in each micro-batch of the step."""
         self._server = None if config.rollout.server is None else RolloutServer(setup, config.rollout)
 
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """What was measured of the answers of the last yielded step, by name."""
-        return {} if self._rollout is None else self._rollout.metrics
+    def metrics_of(self, step: Mapping[str, float]) -> Mapping[str, Any]:
+        """Return the metrics of the last yielded step, with those of its answers. Collective."""
+        assert self._rollout is not None
+        own = torch.stack(self._largest).amax(0).tolist() if self._largest else [0.0] * self._loss.turns
+        if self._runtime.world_size > 1:
+            before = [0.0] * len(own) * self._runtime.rank
+            after = [0.0] * len(own) * (self._runtime.world_size - self._runtime.rank - 1)
+            of_ranks = self._runtime.collectives.sum([*before, *own, *after])
+            own = [max(of_ranks[turn :: len(own)]) for turn in range(len(own))]
+        return {**self._rollout.metrics, **self._loss.summarize(step, own)}
 
     def steps(self, epoch: int, first_step: int = 0) -> Iterator[list[tuple[int, GroupMicrobatch]]]:
         """Yield for each step of an epoch the (index in the global batch, micro-batch) pairs of this rank, if any."""
@@ -158,29 +166,32 @@ class RolloutLoader:
             sampling=sampling,
             keeps_stop=True,
         )
-        prompts, model, conversations = [self._prompts.prompts[row] for row in of_answers], self._setup.model, None
-        among = runtime if runtime.world_size > 1 else None
-        draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=among)
+        model, among = self._setup.model, runtime if runtime.world_size > 1 else None
+        draw: Draw = partial(sample_answers, model, batch_size=section.batch_size, runtime=among)
         if self._server is not None:
-            answers = self._server.sample(step, [self._prompts.prompts[row] for row in rows], decoding)
-        elif self._tools is not None:
-            read = [self._prompts.row(row) for row in of_answers]
-            conversations = self._tools.converse(prompts, decoding, draw, rows=read, runtime=runtime, model=model)
-            assert conversations is not None, "sampling is not asked to stop"
-            answers = [SampledAnswer(each.ids, each.nats) for each in conversations]
-        else:
-            answers = draw(prompts, decoding)
+            draw = partial(self._server.sample, step)
+        answers = self._answering.converse(
+            [self._prompts.prompts[row] for row in of_answers],
+            decoding,
+            draw,
+            rows=map(self._prompts.row, of_answers),
+            runtime=runtime,
+            model=model,
+        )
+        assert answers is not None, "sampling is not asked to stop"
         runtime.liveness.enter_phase("rewards", step)
-        rewarded = [answer.ids for answer in answers] if conversations is None else conversations
-        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, rewarded)
-        rollout = self._compare(step, rows, answers, rewards, conversations)
+        rewards = reward_on_main(self._setup, self._rewards, self._prompts, of_answers, answers)
+        rollout = self._compare(step, rows, answers, rewards)
         if self._config.grpo.num_iterations > 1 or self._server is not None:
             rollout = replace(rollout, old_nats=self._nats(rollout, section.temperature))
-        rollout = self._with_drawn_ratios(rollout)
-        if self._server is not None:
-            # The server's are before temperature.
-            nats = rollout.old_nats if section.temperature == 1 else self._nats(rollout, 1.0)
-            rollout = replace(rollout, metrics={**rollout.metrics, **self._difference(rollout, nats or [])})
+        nats = self._before_temperature(rollout)
+        if nats is None and (self._server is not None or step == 1):
+            nats = self._nats(rollout, 1.0)
+        if nats is not None:
+            rollout = self._with_drawn_ratios(rollout, nats)
+            cause = self._check_drawn(rollout, nats)
+            if self._server is not None:
+                rollout = replace(rollout, metrics={**rollout.metrics, **self._difference(rollout, nats, cause)})
         rollout = replace(rollout, metrics={**rollout.metrics, "rollout_seconds": time.monotonic() - started})
         self._setup.on_main(
             lambda journal: write_rollout(journal.folder, self._as_record(rollout)), f"recording the rollout of {step}"
@@ -193,21 +204,16 @@ class RolloutLoader:
         if self._server is not None:
             self._server.check(self._prompts)
 
-    def _difference(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> dict[str, float]:
+    def _difference(self, rollout: Rollout, nats: Sequence[Sequence[float]], cause: str) -> dict[str, float]:
         """Compare the server's -log p of the tokens in the loss with the run's."""
         assert self._server is not None
         chosen = self._in_loss(rollout)
         own_nats = [value for n in chosen for value in nats[n]]
         server_nats = [value for n in chosen for value in rollout.answers[n].nats]
-        return self._server.compare(rollout.step, own_nats, server_nats)
+        return self._server.compare(rollout.step, own_nats, server_nats, cause)
 
     def _compare(
-        self,
-        step: int,
-        rows: list[int],
-        answers: list[SampledAnswer],
-        rewards: list[list[float]],
-        conversations: list[GeneratedConversation] | None,
+        self, step: int, rows: list[int], answers: list[GeneratedConversation], rewards: list[list[float]]
     ) -> Rollout:
         """Compute advantages and the metrics of a rollout."""
         names = self._rewards.metrics
@@ -223,30 +229,48 @@ class RolloutLoader:
             rewards=rewards,
             advantages=group_advantages.values.flatten().tolist(),
             metrics={},
-            conversations=conversations,
         )
-        every = range(len(answers))
         metrics = {
             "reward": float(group_advantages.rewards.nanmean()),
             "reward_std": float(group_advantages.deviations.mean()),
             **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
             "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
-            "answer_length": math.fsum(map(rollout.num_generated, every)) / len(answers),
-            "truncated": sum(self._is_truncated(rollout, n) for n in every) / len(answers),
-            **({} if conversations is None else metrics_of(conversations)),
+            "answer_length": sum(answer.num_generated for answer in answers) / len(answers),
+            "truncated": sum(not answer.has_end for answer in answers) / len(answers),
+            **self._answering.metrics_of(answers),
         }
-        return replace(rollout, metrics={name: value for name, value in metrics.items() if not math.isnan(value)})
+        numbers = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        values = {"reward": group_advantages.rewards.flatten()}
+        values |= {names[name]: table[:, k] for k, name in enumerate(self._rewards.names)}
+        return replace(rollout, metrics={**numbers, **self._answering.by_turn(answers, values)})
 
-    def _with_drawn_ratios(self, rollout: Rollout) -> Rollout:
+    def _before_temperature(self, rollout: Rollout) -> Sequence[Sequence[float]] | None:
+        """Return the rollout's own -log p if they are before temperature, as those of the sampler are."""
+        return rollout.old_nats if self._config.rollout.temperature == 1 else None
+
+    def _drawn(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> list[DrawnAnswer]:
+        """Return the answers in the loss, each with -log p as drawn and as the run computes it."""
+        chosen = [n for n in self._in_loss(rollout) if nats[n]]
+        answers = rollout.answers
+        return [DrawnAnswer(self._scored(rollout, n).row, answers[n].nats, nats[n], answers[n].turns) for n in chosen]
+
+    def _with_drawn_ratios(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> Rollout:
         """Add by how much the probabilities that training computes differ from those with which tokens were drawn."""
-        if rollout.old_nats is None or self._config.rollout.temperature != 1:  # the drawn ones are before temperature
-            return rollout
-        pairs = (zip(rollout.answers[n].nats, rollout.old_nats[n], strict=False) for n in self._in_loss(rollout))
-        ratios = [math.exp(min(_MOST_NATS, drawn - now)) for pair in pairs for drawn, now in pair]
-        if not ratios:
-            return rollout
-        measured = {"drawn_ratio": math.fsum(ratios) / len(ratios), "largest_drawn_ratio": max(ratios)}
+        measured = drawn_metrics(self._drawn(rollout, nats), self._loss.turns)
         return replace(rollout, metrics={**rollout.metrics, **measured})
+
+    def _check_drawn(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> str:
+        """Warn once of drawn probabilities that are not the run's own. Return the warning on main. Collective."""
+        drawn = self._drawn(rollout, nats)
+        bound = LARGEST_DIFFERENCES[self._runtime.precision]
+        if self._is_explained or max((answer.largest for answer in drawn), default=0.0) <= bound:
+            return ""
+        self._is_explained, cause = True, ""
+        with self._runtime.collectives.failing_together("comparing log-probabilities"):
+            if self._runtime.is_main_process:
+                cause = explain_difference(self._setup, drawn)
+                self._warnings.add("drawn", cause)
+        return cause
 
     def _is_on_record(self, step: int) -> bool:
         """Return whether an earlier start, or the run that is replayed, generated the answers. Collective."""
@@ -266,14 +290,12 @@ class RolloutLoader:
             [math.nan if (value := answer["rewards"][name]) is None else value for name in self._rewards.names]
             for answer in answers
         ]
-        sampled = [SampledAnswer(answer["ids"], answer.get("sampled_nats", [])) for answer in answers]
-        conversations = (
-            None if self._tools is None else [GeneratedConversation.from_record(answer) for answer in answers]
-        )
-        rollout = self._compare(step, rows, sampled, rewards, conversations)
+        generated = [self._answering.from_record(answer, self._stops) for answer in answers]
+        rollout = self._compare(step, rows, generated, rewards)
         metrics = {**rollout.metrics, **record.get("server", {})}
         rollout = replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
-        return self._with_drawn_ratios(rollout)
+        nats = self._before_temperature(rollout)
+        return rollout if nats is None else self._with_drawn_ratios(rollout, nats)
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
         names = self._rewards.names
@@ -288,10 +310,10 @@ class RolloutLoader:
                 "advantage": advantage,
                 "sampled_nats": answer.nats,
                 **({"nats": nats} if nats else {}),
-                **({} if rollout.conversations is None else rollout.conversations[n].as_record(self._prompts.text)),
+                **self._answering.as_record(answer, self._prompts.text),
             }
-            for n, (answer, each, advantage, nats) in enumerate(
-                zip(rollout.answers, rollout.rewards, rollout.advantages, old, strict=True)
+            for answer, each, advantage, nats in zip(
+                rollout.answers, rollout.rewards, rollout.advantages, old, strict=True
             )
         ]
         size = self._config.rollout.num_generations
@@ -310,27 +332,22 @@ class RolloutLoader:
             ],
         }
 
-    def _is_truncated(self, rollout: Rollout, n: int) -> bool:
-        if rollout.conversations is not None:
-            return not rollout.conversations[n].has_end
-        answer = rollout.answers[n].ids
-        return not answer or answer[-1] not in self._stops
-
-    def _counts(self, rollout: Rollout, n: int) -> bool:
+    def _counts(self, answer: GeneratedConversation) -> bool:
         """Whether an answer's tokens count in the loss."""
-        return not (self._config.grpo.mask_truncated_completions and self._is_truncated(rollout, n))
+        return answer.has_end or not self._config.grpo.mask_truncated_completions
 
     def _in_loss(self, rollout: Rollout) -> list[int]:
         """Return the answers that have a gradient: with an advantage of 0 they have none, unless there is a KL term."""
         has_gradient = [bool(advantage) or self._config.grpo.beta > 0 for advantage in rollout.advantages]
-        return [n for n in range(len(rollout.answers)) if has_gradient[n] and self._counts(rollout, n)]
+        return [n for n, answer in enumerate(rollout.answers) if has_gradient[n] and self._counts(answer)]
 
     def _microbatches(self, rollout: Rollout) -> list[tuple[int, GroupMicrobatch]]:
         """Cut the answers of a rollout into micro-batches, and return this rank's."""
+        self._largest = []
         chosen = self._in_loss(rollout)
-        num_tokens = sum(rollout.num_generated(n) for n in range(len(rollout.answers)) if self._counts(rollout, n))
+        num_tokens = sum(answer.num_generated for answer in rollout.answers if self._counts(answer))
         denominator = self._loss.denominator(len(rollout.answers), num_tokens)
-        in_loss = sum(rollout.num_generated(n) for n in chosen)
+        of_turns = Counter(turn for n in chosen for turn in rollout.answers[n].turns)
         groups, own_groups = self._split(rollout, chosen)
         microbatches = [
             (
@@ -340,7 +357,9 @@ class RolloutLoader:
                     rows=self._setup.collate,
                     # The first one stands for all of them: they have one denominator.
                     num_targets=denominator if n == 0 else 0,
-                    per_token=denominator / in_loss,
+                    per_token=denominator / of_turns.total(),
+                    largest=self._largest,
+                    per_turn=[denominator / (of_turns[turn] or math.nan) for turn in range(self._loss.turns)],
                 ),
             )
             for n in own_groups
@@ -372,15 +391,14 @@ class RolloutLoader:
 
     def _prompt_and_answer(self, rollout: Rollout, n: int) -> list[int]:
         row = rollout.rows[n // self._config.rollout.num_generations]
-        opened = None if rollout.conversations is None else rollout.conversations[n].prompt
-        return [*(opened or self._prompts.prompts[row]), *rollout.answers[n].ids]
+        return [*(rollout.answers[n].prompt or self._prompts.prompts[row]), *rollout.answers[n].ids]
 
     def _scored(self, rollout: Rollout, n: int) -> ScoredAnswer:
-        ids = torch.tensor(self._prompt_and_answer(rollout, n))
+        ids, answer = torch.tensor(self._prompt_and_answer(rollout, n)), rollout.answers[n]
         is_target = torch.zeros(len(ids), dtype=torch.bool)
-        is_target[len(ids) - len(rollout.answers[n].ids) :] = torch.tensor(rollout.is_generated(n), dtype=torch.bool)
+        is_target[len(ids) - len(answer.ids) :] = torch.tensor(is_generated(answer.lengths), dtype=torch.bool)
         old = None if rollout.old_nats is None else rollout.old_nats[n]
-        return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old)
+        return ScoredAnswer(EncodedExample(ids, is_target), rollout.advantages[n], old, answer.turns)
 
     def _nats(self, rollout: Rollout, temperature: float) -> list[list[float]]:
         """Compute -log p of the tokens of answers in the loss, the same on all ranks; 0 elsewhere. Collective."""
@@ -391,7 +409,7 @@ class RolloutLoader:
             ceil_div(len(groups), runtime.world_size) if runtime.placement.needs_equal_microbatches else len(own_groups)
         )
         compute = partial(nats_of_tokens, temperature=temperature)
-        answer_nats = [[0.0] * rollout.num_generated(n) for n in range(len(rollout.answers))]
+        answer_nats = [[0.0] * answer.num_generated for answer in rollout.answers]
         with evaluation_mode(self._setup.model):
             for place in range(rounds):
                 if place >= len(own_groups):
@@ -416,7 +434,7 @@ def reward_on_main(
     rewards: Rewards,
     prompts: PromptRows,
     rows: Sequence[int],
-    answers: Sequence[Sequence[int] | GeneratedConversation],
+    answers: Sequence[GeneratedConversation],
 ) -> list[list[float]]:
     """Reward all answers or conversations on the main process, so that a function sees them together. Collective.
 
@@ -426,12 +444,7 @@ def reward_on_main(
     with setup.runtime.collectives.failing_together("rewarding answers"):
         if setup.runtime.is_main_process:
             stops = stops_of(setup)
-            given = [
-                prompts.conversation(row, each, stops)
-                if isinstance(each, GeneratedConversation)
-                else prompts.answer(row, each, stops)
-                for row, each in zip(rows, answers, strict=True)
-            ]
+            given = [prompts.answer(row, each, stops) for row, each in zip(rows, answers, strict=True)]
             record = "" if setup.journal is None else str(setup.journal.folder.record_file)
             values = rewards(given, deadline=partial(setup.runtime.liveness.deadline, record=record))
     return setup.runtime.collectives.broadcast_from_main(values)

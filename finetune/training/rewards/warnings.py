@@ -27,9 +27,16 @@ class RewardWarnings(RunWarnings):
         self._first_entropy: list[float] = []
         self._validations: list[tuple[float, float]] = []
         """Of each validation: the mean reward of the steps before it, and its own."""
+        self._added: list[RunWarning] = []
+
+    def add(self, name: str, text: str) -> None:
+        """Add a warning that the next step gives."""
+        self._added.append(RunWarning(name, text))
 
     def after_step(self, event: Event) -> RunWarning | None:
         """Return the warning that a step causes, if any."""
+        if self._added:
+            return self._added.pop()
         for name in ("reward", "equal_groups", "truncated", "entropy"):
             if (value := number_in(event, name)) is not None:
                 self._metrics.setdefault(name, deque(maxlen=_WINDOW)).append(value)
