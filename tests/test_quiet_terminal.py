@@ -169,7 +169,13 @@ def test_training_shows_what_and_on_what_then_the_view_then_the_result(here):
     assert [line.split()[0] for line in lines] == ["model", "data", "steps", "device", "run"]
     begins = done.lines.index(lines[0])
     assert done.lines[begins : begins + MOST_SUMMARY_LINES] == lines, "five lines in a row"
-    for part in ("base, ", "18 rows (343 tokens, ", " with loss), 5 to validate, 4 to test", "4 of 6 rows, 3 an epoch", "cpu with "):
+    for part in (
+        "base, ",
+        "18 rows (343 tokens, ",
+        " with loss), 5 to validate, 4 to test",
+        "4 of 6 rows, 3 an epoch",
+        "cpu with ",
+    ):
         assert part in " ".join(lines)
     assert lines[-1].split() == ["run", folder]
     for part in ("4/4 · epoch 2", "tokens/s", "Test split, 4 rows", f"Written to {folder}:", "Next: finetune generate"):
