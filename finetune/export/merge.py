@@ -75,7 +75,7 @@ def write_merged(
         most_difference: the largest relative difference of logits; None: what fits the type of the weights.
         adds_system: let the chat template add the system turn of the training rows to conversations without one.
         load: loads base and adapter; None: `load_tuned_model`.
-        note: a sentence about the weights for later certificates, without a full stop.
+        note: a sentence about these weights for certificates, without a full stop.
 
     Raises:
         CheckpointError: the folder is taken.
@@ -113,16 +113,9 @@ def write_merged(
         _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, rendered=rendered)
         difference = compare_logits(logits, tuned, base)
         refuse_far(difference, name, most_difference)
-        vectors = replace(
-            vectors,
-            stored_as=name,
-            rounding=difference.most_relative,
-            trained=digest_weight_files(run.weights),
-            written=digest_weight_files(writer.path),
-            files=digest_files(writer.path),
-            system=None if adds_system else system,
-            note=note,
-        )
+        digests = {"trained": digest_weight_files(run.weights), "written": digest_weight_files(writer.path)}
+        vectors = replace(vectors, stored_as=name, rounding=difference.most_relative, note=note, **digests)
+        vectors = replace(vectors, files=digest_files(writer.path), system=None if adds_system else system)
         merged = Merged(
             folder=out.expanduser().absolute(),
             num_bytes=num_bytes,

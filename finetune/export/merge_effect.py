@@ -120,9 +120,10 @@ def load_on_dequantized_base(run: FinishedRun) -> Any:
     if find_spec("bitsandbytes") is None:
         raise ConfigError("--into nf4-dequantized needs bitsandbytes, which is not installed: pip install bitsandbytes")
     base = build_base_model(run.config.model, dtype="auto")
-    for name, module in _load_in_4_bits(run, torch.device("cpu")).named_modules():
+    layers: dict[str, Any] = dict(_load_in_4_bits(run, torch.device("cpu")).named_modules())
+    for name, module in layers.items():
         if holds_nf4(module):
-            weight = base.get_submodule(name).weight
+            weight = base.get_parameter(f"{name}.weight")
             weight.data = widened(module.weight, weight.dtype)
     return put_adapter_on(base, run)
 
@@ -137,7 +138,7 @@ def _measure(run: FinishedRun, load: Callable[[Runtime], Any]) -> Evaluation:
 
 
 def _load_in_4_bits(run: FinishedRun, device: torch.device) -> Any:
-    base = load_in_4_bits(run.config.model, device)
+    base: Any = load_in_4_bits(run.config.model, device)
     for module in base.modules():
         # On CPUs with AVX512-BF16, bitsandbytes would repack the weights for a product of its own.
         if hasattr(module, "support_avx512bf16_for_cpu"):

@@ -27,7 +27,7 @@ ROW_FIELDS = ("file", "line", "tokens", "target_tokens", "rendered", "raw")
 """`rendered` is a digest of tokens and targets, `raw` of the row in its file: 32 bits each. `file` is an index."""
 _BYTES = 16
 MOST_BYTES = 1 << 31
-"""Of a file that is read: more than 60 million training rows."""
+"""Of a file that is read: more than 38 million training rows."""
 _log = logging.getLogger(__name__)
 
 

@@ -77,7 +77,7 @@ def test_the_first_row_that_two_runs_rendered_differently_is_named_by_file_and_l
         "y.jsonl line 1: the same row was rendered differently: 8 tokens, 4 with loss, and 1 token, 0 with loss; "
         "1 of 2 rows differ"
     )
-    raw[3] = 99
+    tokens[3], targets[3], raw[3] = 8, 4, 99  # as many tokens as before
     write(folders[1], [1, 2, 3, 9], ["x.jsonl", "y.jsonl"])
     assert "y.jsonl line 1: the row itself differs: " in str(compare_renderings(*folders))
     for damaged in (b"", b"damaged"):
