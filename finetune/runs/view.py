@@ -158,8 +158,7 @@ class RunView:
     def _reward(self) -> str:
         forms = {"answer_length": ".0f", "truncated": ".0%", "failed_calls": ".0%"}
         length, truncated, failed = (_format_metric(self._last, name, form) for name, form in forms.items())
-        names = [name for name in self._last if name.startswith("reward_") and name != "reward_std"]
-        names = [name for name in names if number_in(self._last, name) is not None]
+        names = [name for name in measured_beside_loss(self._last) if name.startswith("reward_") and name[7:] != "std"]
         rewards = [f"{visible(name[7:])} {_format_metric(self._last, name, '.3f')}" for name in names]
         return _joined(
             _format_metric(self._last, "reward", ".3f"),
