@@ -156,18 +156,16 @@ class RunView:
         return f"{loss}  {curve(list(self._losses), width)}".rstrip()
 
     def _reward(self) -> str:
-        length = _format_metric(self._last, "answer_length", ".0f")
-        truncated = _format_metric(self._last, "truncated", ".0%")
-        names = [name for name in self._last if name.startswith("reward_") and name != "reward_std"]
-        names = [name for name in names if number_in(self._last, name) is not None]
+        forms = {"answer_length": ".0f", "truncated": ".0%", "failed_calls": ".0%"}
+        length, truncated, failed = (_format_metric(self._last, name, form) for name, form in forms.items())
+        names = [name for name in measured_beside_loss(self._last) if name.startswith("reward_") and name[7:] != "std"]
         rewards = [f"{visible(name[7:])} {_format_metric(self._last, name, '.3f')}" for name in names]
-        failed = f"{_format_metric(self._last, 'failed_calls', '.0%')} of calls failed"
         return _joined(
             _format_metric(self._last, "reward", ".3f"),
             *(rewards if len(rewards) > 1 else ()),
             f"{length} tokens an answer",
             f"{truncated} truncated",
-            failed if "failed_calls" in self._last else "",
+            f"{failed} of calls failed" if "failed_calls" in self._last else "",
         )
 
     def _validated(self) -> str:

@@ -118,9 +118,11 @@ def check_paths(config: Config) -> None:
     try:
         list(_parts_at_hub(config.model, needs_weights=True))
     except ModelError as error:
-        if not problems:
-            raise
-        problems.append(str(error))
+        from finetune.config.earlier_commands import how_to_make
+
+        problems.append(f"{error}{how_to_make(config)}")
+        if len(problems) == 1:
+            raise ModelError(problems[0]) from None
     if len(problems) > 1:
         raise DataError("\n  ".join([f"the run has {len(problems)} problems:", *problems]))
     if problems:

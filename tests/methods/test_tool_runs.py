@@ -165,15 +165,25 @@ def test_a_run_that_broke_ends_with_the_bytes_of_the_whole_one(run, inputs, tmp_
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_before_a_rollout_was_written_ends_with_the_bytes_of_the_whole_one(run, inputs, tmp_path):
-    given = words(inputs, tmp_path / "killed")
+def test_the_shipped_example_is_killed_in_a_rollout_and_ends_with_the_bytes_of_the_whole_one(tmp_path):
+    """It is killed while it generates the answers of the second rollout, to which no checkpoint belongs yet."""
+    taught = ["training.method=full", "optim.learning_rate=2e-3", "training.max_steps=60", "testing.num_samples=0"]
+    train_from_overrides(["quickstart", "data=shipped:calls.jsonl", *taught, f"output_dir={tmp_path / 'calls'}"])
+    few = ["training.max_steps=5", "validation.validate_every=100", "checkpoint.save_every=4", "resume=auto"]
+    given = ["grpo_tools_quickstart", f"model={tmp_path / 'calls/adapter'}", *few]
+    train_from_overrides([*given, f"output_dir={tmp_path / 'whole'}"])
+    assert curve(tmp_path / "whole")[4]["calls"] > 0
+    killed = [*given, f"output_dir={tmp_path / 'killed'}"]
     script = tmp_path / "killed.py"  # a script: only scripts and modules start warm
     script.write_text(KILLED)
-    done = run_command([sys.executable, script, "_until_stop", "40", *given])
+    first = sum(len(answer["parts"][::2]) for answer in answers(tmp_path / "whole"))
+    done = run_command([sys.executable, script, "_until_stop", str(first + 100), *killed])
     assert done.returncode == -signal.SIGKILL, done.stdout
-    train_from_overrides(given)
-    assert contents(tmp_path / "killed/adapter") == contents(run / "adapter")
-    assert without_times(rollout(tmp_path / "killed", 3)) == without_times(rollout(run, 3))
+    assert [path.name for path in sorted((tmp_path / "killed/rollouts").iterdir())] == ["step-000001.json.gz"]
+    train_from_overrides(killed)
+    assert contents(tmp_path / "killed/adapter") == contents(tmp_path / "whole/adapter")
+    for step in (1, 5):
+        assert without_times(rollout(tmp_path / "killed", step)) == without_times(rollout(tmp_path / "whole", step))
 
 
 def test_a_replay_needs_no_tool_and_other_tools_are_refused_on_resume(run, inputs, tmp_path):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
 
 from finetune.config import load_config
+from finetune.config.compose import compose
 from finetune.errors import ConfigError, DataError, FinetuneError, ModelError
 from finetune.training import train as training
 from finetune.training.checks import check_objective, check_paths
@@ -61,3 +63,19 @@ def test_a_server_for_rollouts_takes_adapters_only() -> None:
     check_objective(load_config(words, task="finetune_grpo"))
     with pytest.raises(ConfigError, match=r"training\.method is full, but the server gets .* as a LoRA adapter"):
         check_objective(load_config([*words, "training.method=full"], task="finetune_grpo"))
+
+
+def test_a_shipped_config_names_the_command_that_makes_its_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError) as caught:
+        check_paths(compose(["grpo_tools_quickstart"]))
+    command = (
+        "finetune train quickstart data=shipped:calls.jsonl training.method=full optim.learning_rate=2e-3 "
+        "training.max_steps=100 output_dir=runs/calls"
+    )
+    assert str(caught.value).endswith(f"To make it, run first: {command}")
+    assert compose(shlex.split(command)[2:]).output_dir == "runs/calls", "the command can be run"
+    with pytest.raises(ModelError, match=r"hub id like microsoft/phi-4\.$"):
+        check_paths(compose(["grpo_tools_quickstart", "model=runs/others/adapter"]))
