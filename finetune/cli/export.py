@@ -285,9 +285,13 @@ def gguf_command(
     with importing():
         from finetune.export.compress import find_quantizer
         from finetune.export.gguf import Gguf, export_model, find_converter
+        from finetune.export.ollama import modelfile as text_of_modelfile
+        from finetune.model.tokens import build_run_tokenizer
 
     run = _run_of(source, settings, is_needed=imatrix is not None)
     converter = find_converter(llama_cpp, os.environ)
+    if run is not None and modelfile:  # refuse a chat template before minutes of merging
+        text_of_modelfile(build_run_tokenizer(run.config), "./model.gguf", [])
     quantizer = find_quantizer(converter.parent, run, imatrix) if weight_type in _QUANTIZED else None
     gguf = Gguf(
         converter=converter,

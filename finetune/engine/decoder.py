@@ -535,8 +535,8 @@ def _with_input(x: torch.Tensor, *layers: AnyLinear) -> tuple[torch.Tensor, torc
 
 
 def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: _Norm) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply `normed_linear`, calling those layers that are modules."""
-    if are_read(layers):
+    """Apply `normed_linear`, calling those layers that are modules. It has no mean, so such a norm comes before it."""
+    if are_read(layers) and not norm.has_mean:
         return normed_linear(h, *layers, weight=norm.weight, eps=norm.eps)
     return _side_by_side(norm.apply(h), *layers), h
 
@@ -551,6 +551,9 @@ def _gated_mlp(
     rows: int | None,
     adds_input: bool = True,
 ) -> torch.Tensor:
+    if norm is not None and norm.has_mean:
+        fed = _gated_mlp(norm.apply(h), None, widen, narrow, activation=activation, rows=rows, adds_input=False)
+        return h + fed if adds_input else fed
     if are_read(widen) and isinstance(narrow, Linear):
         weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
         return gated_mlp(h, weight, eps, widen, narrow, rows, activation=activation, adds_input=adds_input)

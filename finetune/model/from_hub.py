@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -40,19 +41,23 @@ class Published(NamedTuple):
     """The address of its config.json."""
     sizes: dict[str, Any]
     """Keys of config.json, and `rope_type`."""
+    rope: Mapping[str, Any] = {}
+    """Keys of config.json for rotary positions that are scaled otherwise than by LongRoPE. They change no size."""
     pretraining_tokens: float | None = None
     """The tokens of its training, as its model card says."""
 
     def as_config(self) -> dict[str, Any]:
-        """Return the sizes as `model.config`."""
+        """Return the sizes and the rotary positions as `model.config`."""
         from finetune.engine.decoder import family_of
 
-        sizes = dict(self.sizes)
+        sizes = {**self.sizes, **copy.deepcopy(self.rope)}
         if (rope_type := sizes.pop("rope_type", None)) is not None:
             head = sizes["hidden_size"] // sizes["num_attention_heads"]
-            factors = [1.0] * (int(head * sizes.get("partial_rotary_factor", 1.0)) // 2)  # they change no size
+            num_pairs = int(head * sizes.get("partial_rotary_factor", 1.0)) // 2
             original = sizes["original_max_position_embeddings"]
-            rope = {"type": rope_type, "short_factor": factors, "long_factor": factors}
+            # The published factors change no size. These differ, so that a proof sees which of them are used.
+            short, long = ([1 + most * pair / num_pairs for pair in range(num_pairs)] for most in (1, 8))
+            rope = {"type": rope_type, "short_factor": short, "long_factor": long}
             rope |= family_of(sizes["model_type"]).rope_sizes
             sizes["rope_scaling"] = {**rope, "original_max_position_embeddings": original}
         return sizes
@@ -258,6 +263,6 @@ def _files_in(index: Path) -> list[str]:
 def _all_published() -> dict[str, Published]:
     models = yaml.safe_load(_PUBLISHED.read_text(encoding="utf-8"))
     return {
-        name: Published(facts["source"], facts["config"], facts.get("pretraining_tokens"))
+        name: Published(facts["source"], facts["config"], facts.get("rope", {}), facts.get("pretraining_tokens"))
         for name, facts in models.items()
     }

@@ -16,6 +16,7 @@ from finetune.engine.loss import cross_entropy_per_target, summed_cross_entropy
 from finetune.engine.supported import lacking_reasons, unsupported_reason
 from finetune.errors import first_line
 from finetune.model.shrunken import VOCABULARY, random_model, shrunken_config
+from finetune.units import name_first
 
 _log = logging.getLogger(__name__)
 _tried: dict[str, str] = {}
@@ -43,6 +44,11 @@ _NORMS = (
     (("input_layernorm", "post_self_attn_layernorm"), ("post_attention_layernorm", "post_mlp_layernorm")),
 )
 """The norms before and after attention and feed-forward part, as transformers names them."""
+_KNOWN = {*_PLAIN, "mlp.down_proj"}.union(
+    *(form for forms in (_PROJECTIONS, _OUTPUTS, _WIDEN, _HEAD_NORMS) for form in forms),
+    *(filter(None, part) for norms in _NORMS for part in norms),
+)
+"""All names of modules that a reading may use."""
 
 
 def learn_family(model: Any) -> None:
@@ -62,9 +68,12 @@ def learn_family(model: Any) -> None:
         families = list(_readings(model))
     except AttributeError:  # its modules have other names
         return
-    if not families:
-        return
     why_not: str | None
+    if not families:
+        if unknown := sorted(_parts_of_layer(model) - _KNOWN):
+            why_not = f"the engine does not know these parts of its layers: {name_first(unknown, 4)}"
+            FAMILIES[model_type] = Family(is_computed=False, why_not=why_not)
+        return
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.enable_grad():
         try:
             why_not = _try(model_type, shrunken_config(model.config), families)
@@ -79,8 +88,7 @@ def learn_family(model: Any) -> None:
 def _readings(model: Any) -> Iterator[Family]:
     """Yield what the names of modules and the configuration may mean; nothing if the engine lacks a part."""
     config, decoder = model.config, model.get_decoder()
-    layer, attention = decoder.layers[0], decoder.layers[0].self_attn
-    names = {name for name, module in layer.named_modules() if name and not isinstance(module, torch.nn.Dropout)}
+    attention, names = decoder.layers[0].self_attn, _parts_of_layer(model)
     parts = {name for name in names if "." not in name} - {"self_attn", "mlp"}
     norms = next((each for each in _NORMS if set(each[0] + each[1]) - {None} == parts), None)
     projections, output, widen, head_norms = (
@@ -115,6 +123,12 @@ def _readings(model: Any) -> Iterator[Family]:
     rotaries = ("by module",) if hasattr(attention, "use_rope") else rotaries
     for window, rotary, offset, orders in product(windows, rotaries, (0.0, 1.0), _ORDERS):
         yield replace(family, window=window, rotary=rotary, norm_offset=offset, **orders)
+
+
+def _parts_of_layer(model: Any) -> set[str]:
+    """Return the names of the modules of the first layer."""
+    modules = model.get_decoder().layers[0].named_modules()
+    return {name for name, module in modules if name and not isinstance(module, torch.nn.Dropout)}
 
 
 def _key_of(config: Any, key: str) -> str | None:

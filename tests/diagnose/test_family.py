@@ -79,6 +79,34 @@ def test_a_family_is_found_by_preset_model_type_file_and_folder(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("preset", "layers", "keys"),
+    [
+        ("olmo3_7b", "full_attention", {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836}),
+        ("llama3_2_1b", None, {"rope_type": "llama3", "factor": 32.0, "rope_theta": 5e5}),
+        ("phi4_mini", None, {"rope_type": "longrope", "original_max_position_embeddings": 16}),
+    ],
+)
+def test_a_preset_is_proven_with_its_scaled_positions(
+    preset: str, layers: str | None, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """And the proof sees them: without them, the same weights have another loss."""
+    proof = FamilyProof(find_family(preset)[0], tmp_path, print)
+    rope = proof._config.rope_parameters
+    rope = rope if layers is None else rope[layers]
+    assert keys.items() <= rope.items()
+    assert rope.get("short_factor", 0) != rope.get("long_factor", 1)
+    rows = family._rows()
+    assert proof.errors(proof._model, rows, shares=False)
+    plain = type(proof._config)(**{**proof._config.to_dict(), "rope_parameters": None})
+    with torch.no_grad():
+        scaled, unscaled = (
+            float(family._loss_in_float64(family._in_float64(model), rows))
+            for model in (proof._model, family.random_model(plain))
+        )
+    assert abs(scaled / unscaled - 1) > 10 * family.LOSS
+
+
+@pytest.mark.parametrize(
     ("name", "message"),
     [
         ("qwen3_4bb", r"neither a preset .* Did you mean qwen3_4b\?"),

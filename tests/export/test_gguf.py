@@ -15,6 +15,7 @@ from tests.export.finished_runs import write_run
 from tests.export.gguf_files import write_gguf
 from tests.in_process import run_finetune
 from tests.model.variants import VARIANTS
+from tests.tiny import tiny_tokenizer
 
 
 @pytest.fixture
@@ -141,6 +142,20 @@ def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path):
     text = (tmp_path / "out" / "Modelfile").read_text()
     assert text.startswith(f"FROM {model}\n")
     assert 'PARAMETER stop "<|end|>"\nPARAMETER stop "<|endoftext|>"\n' in text
+
+
+def test_a_template_that_no_modelfile_can_have_is_refused_before_the_run_is_merged(tmp_path):
+    """As Gemma's, which trims the text of a turn. The base is gone, so a merge would fail otherwise."""
+    tokenizer = tiny_tokenizer("phi4_mini")
+    assert "message['content']" in tokenizer.chat_template
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "message['content'] | trim")
+    run = write_run(tmp_path / "run", tokenizer=tokenizer)
+    for file in (tmp_path / "run-base").glob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    done = run_finetune("export", "gguf", run.folder.path, tmp_path / "out", "--llama-cpp", tmp_path, code=2)
+    assert "cannot be written as a Modelfile" in done.errors
+    assert "--no-modelfile" in done.errors
 
 
 def test_a_run_is_told_to_be_merged_first(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -28,6 +29,13 @@ needs_proc = pytest.mark.skipif(
 pytestmark = [pytest.mark.slow, needs_proc]
 
 
+class Held(NamedTuple):
+    """Bytes of a process."""
+
+    anonymous: int
+    resident: int
+
+
 class Worker:
     """A process of loading_process.py."""
 
@@ -39,7 +47,8 @@ class Worker:
         self.lines = queue.Queue()
         self.reader = threading.Thread(target=self.read)
         self.reader.start()
-        self.unloaded = 0
+        self.unloaded = Held(0, 0)
+        self.most_resident = 0
 
     def read(self):
         with self.process.stdout as lines:
@@ -54,29 +63,35 @@ class Worker:
         self.reader.join()
 
     def ask(self, *words):
-        """Return the answer, and the most anonymous memory that was held meanwhile beyond that without a model."""
-        peak = 0
+        """Return the answer, and the most anonymous memory that was held meanwhile beyond that without a model.
+
+        `most_resident` is the same for all resident memory, mapped files included.
+        """
+        peak = resident = 0
         self.process.stdin.write(" ".join(words) + "\n")
         self.process.stdin.flush()
         said = None
         while said is None or not said.startswith("ANSWER "):
-            peak = max(peak, self.anonymous_bytes())
+            held = self.held_bytes()
+            peak, resident = max(peak, held.anonymous), max(resident, held.resident)
             with suppress(queue.Empty):
                 said = self.lines.get(timeout=0.002)
                 assert said, f"the process ended with {self.process.wait()}"
-        return json.loads(said.removeprefix("ANSWER ")), peak - self.unloaded
+        self.most_resident = resident - self.unloaded.resident
+        return json.loads(said.removeprefix("ANSWER ")), peak - self.unloaded.anonymous
 
     def load(self, folder, precision, *words):
         self.ask("unload")  # or the former model would count
         paths = [f"model.path={folder}", "data=orders", f"output_dir={folder}/run"]
         return self.ask(*paths, f"training.precision={precision}", *words)
 
-    def anonymous_bytes(self):
+    def held_bytes(self):
         try:
             text = Path(f"/proc/{self.process.pid}/smaps_rollup").read_text()
         except OSError:  # it has ended
-            return 0
-        return 1024 * int(re.search(r"^Anonymous:\s+(\d+) kB", text, re.MULTILINE)[1])
+            return Held(0, 0)
+        fields = (re.search(rf"^{name}:\s+(\d+) kB", text, re.MULTILINE) for name in ("Anonymous", "Rss"))
+        return Held(*(1024 * int(field[1]) for field in fields))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +102,7 @@ def worker(tmp_path_factory):
     worker = Worker(folder)
     worker.load(folder / "small", "fp32")
     worker.ask("unload")
-    worker.unloaded = worker.anonymous_bytes()
+    worker.unloaded = worker.held_bytes()
     yield worker
     worker.end()
 
@@ -119,6 +134,10 @@ def test_at_most_one_copy_of_the_weights_is_in_memory_and_in_the_type_of_the_run
     assert loaded["types"] == sorted({trained, "torch.bfloat16" if words[0] == "bf16" else trained})
     assert sum(sizes) > 2**25
     assert peak < sum(sizes) + max(sizes) + SLACK
+    width = 4 if words[0] == "fp32" else 2
+    mapped = max(sizes) // width * stored.itemsize
+    print(f"{sum(sizes) / 1e6:.0f} MB of weights, {worker.most_resident / 1e6:.0f} MB resident, file included")
+    assert worker.most_resident < sum(sizes) + max(sizes) + mapped + SLACK, "one weight of the file"
     if stored is torch.float32 and words[0] == "bf16":
         assert peak < sum(sizes) + SLACK, "weights are mapped, so not even one is in memory twice"
 

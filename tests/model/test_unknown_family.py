@@ -62,6 +62,22 @@ def test_rotations_of_neighbours_are_found(families, model_type):
     assert_same_step(model.train())
 
 
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_layer_norms_before_both_parts_are_computed(families, is_parallel):
+    """StableLM has gates, and its norms subtract the mean."""
+    keys = {"model_type": "stablelm", **SIZES, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}
+    config = {**keys, "use_parallel_residual": is_parallel}
+    model = build_base_model(ModelSection(init="random", config=config))
+    assert unsupported_reason(model) is None
+    assert_same_step(model.train())
+
+
+def test_a_part_of_a_layer_that_the_engine_lacks_is_named(families):
+    model = build_base_model(ModelSection(init="random", config={"model_type": "hunyuan_v1_dense", **WIDE_HEADS}))
+    expected = "the engine does not know these parts of its layers: self_attn.key_layernorm, self_attn.query_layernorm"
+    assert unsupported_reason(model) == expected
+
+
 def test_dropout_that_no_key_announces_is_a_difference(families, monkeypatch):
     config = AutoConfig.for_model("cwm", **SIZES, num_key_value_heads=2, layer_types=["full_attention"] * 2)
     model = build_tiny(config)

@@ -21,6 +21,7 @@ from finetune.model.base import evaluation_mode
 from tests.launches import run_command
 from tests.methods.tiny_training import events
 from tests.real.conftest import write_orders
+from tests.real.test_learning import record
 from tests.rounding import relative_difference
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
@@ -52,12 +53,16 @@ def rows(gemma: Path, folder: Path) -> list[tuple[torch.Tensor, torch.Tensor, in
     return found
 
 
-def command(gemma: Path, folder: Path, name: str, *words: str) -> list[str]:
+def overrides(gemma: Path, folder: Path, name: str, *words: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "finetune", "train", "task=finetune_lora", f"model.path={gemma}"),
+        *("task=finetune_lora", f"model.path={gemma}"),
         *(f"data.path={folder / 'rows'}", f"data.cache_dir={folder / 'cache'}", "testing.num_samples=0"),
         *(f"training.max_steps={NUM_STEPS}", "optim.learning_rate=1e-3", f"output_dir={folder / name}", *words),
     ]
+
+
+def command(gemma: Path, folder: Path, name: str, *words: str) -> list[str]:
+    return [sys.executable, "-m", "finetune", "train", *overrides(gemma, folder, name, *words)]
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +143,14 @@ def test_the_first_loss_is_the_cross_entropy_of_transformers(model, rows, run):
     assert step["num_targets"] == num_targets
     print(f"loss {step['loss']:.7f}, transformers {total / num_targets:.7f}")
     assert step["loss"] == pytest.approx(total / num_targets, rel=ROUNDING)
+
+
+def test_the_plan_predicts_its_memory(gemma, folder, run):
+    """Also while it loads: a vocabulary of 671 MB is two thirds of its weights."""
+    plan = record("plan", *overrides(gemma, folder, "whole", f"training.batch_size={NUM_ROWS}", "strict=true"))
+    planned, measured = plan["needed"], events(run, "resources")[-1]["host_memory"]
+    print(f"planned {planned / 1e9:.3f} GB, measured {measured / 1e9:.3f} GB")
+    assert 0.9 * planned < measured < 1.2 * planned
 
 
 def test_the_merged_model_is_the_base_with_the_adapter(run):
