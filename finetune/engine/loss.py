@@ -157,7 +157,12 @@ def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_
     )
     layout, num_padding = microbatch.layout, microbatch.num_padding
     hidden = decoder.hidden_states(
-        microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions, num_padding=num_padding
+        microbatch.input_ids,
+        layout.position_ids,
+        layout,
+        at=microbatch.positions,
+        angles=microbatch.angles,
+        num_padding=num_padding,
     )
     with torch.autocast(hidden.device.type, enabled=False):
         return microbatch.at_terms(hidden), bare.get_output_embeddings()

@@ -139,10 +139,7 @@ class SteppedDecoder(CachedDecoder):
         with torch.cuda.stream(stream):
             self._try(step)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile, such as NCCL's watchdog and the thread that pins batches.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            step()
+        graph = capture(step, self._pool)
         self._pool = graph.pool()  # graphs are replayed one after the other, so they share their memory
         return graph
 
@@ -153,6 +150,15 @@ class SteppedDecoder(CachedDecoder):
         step()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
+
+
+def capture(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """Capture a step without computing it, in the memory pool of other graphs. None: in a new pool."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may call CUDA meanwhile, such as NCCL's watchdog and the thread that pins batches.
+    with torch.cuda.graph(graph, pool=pool, stream=_side_stream(), capture_error_mode="thread_local"):
+        step()
+    return graph
 
 
 @cache

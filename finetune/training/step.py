@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from finetune.config.schema import Config
+    from finetune.engine.captured import CapturedMicrobatches
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def train_step(
     *,
     compute: LossFunction = summed_cross_entropy,
     may_be_too_large: bool = False,
+    graphs: CapturedMicrobatches | None = None,
 ) -> StepResult:
     """Update the weights with a global batch, of which this rank computes its micro-batches.
 
@@ -134,6 +136,7 @@ def train_step(
         settings: of this step.
         compute: sums the loss, and perhaps other metrics, over the targets of a micro-batch.
         may_be_too_large: StepTooLargeError may be raised. Not with torch's reducer, whose passes wait for each other.
+        graphs: computes the micro-batches that CUDA graphs replay.
 
     Raises:
         DataError: the whole global batch has no target token.
@@ -146,25 +149,30 @@ def train_step(
     divisor = batch.num_targets / settings.loss_scale
     sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
 
-    def forward_and_backward(seeded: Sequence[tuple[int, Microbatch]]) -> float:
+    def forward_and_backward(microbatch: Microbatch, is_last: bool) -> torch.Tensor:
+        """Add to the gradients, and return the loss and the metrics."""
+        loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+        placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
+        return loss_and_metrics.detach()
+
+    compute_pass = forward_and_backward if graphs is None else partial(graphs, divisor, forward_and_backward)
+
+    def compute_all(seeded: Sequence[tuple[int, Microbatch]]) -> float:
         """Add to the gradients and to `sums`, and return the seconds. Nothing here may wait for the device."""
         started = time.perf_counter()
         for position, (seed, microbatch) in enumerate(seeded):
             torch.manual_seed(seed)
-            is_last = position == len(seeded) - 1
-            loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-            placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
-            sums.add_(in_float64(loss_and_metrics.detach()))
+            sums.add_(in_float64(compute_pass(microbatch, position == len(seeded) - 1)))
         if runtime.world_size > 1 and not placement.uses_reducer:  # with it, ranks have met in the last backward pass
             runtime.liveness.let_device_finish()
         return time.perf_counter() - started
 
-    attempt = partial(_Attempt, runtime, parameters) if may_be_too_large else nullcontext
+    attempt = partial(_Attempt, runtime, parameters, graphs) if may_be_too_large else nullcontext
     with unchanged_weights():
         seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
         seeded = _with_global_sums(runtime, model, seeded, compute, attempt)
         with attempt():
-            seconds = forward_and_backward(seeded)
+            seconds = compute_all(seeded)
     placement.sync_gradients(parameters)
     placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
@@ -272,9 +280,12 @@ class _Attempt:
         StepTooLargeError: on all ranks, on exit.
     """
 
-    def __init__(self, runtime: Runtime, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, runtime: Runtime, parameters: Sequence[torch.nn.Parameter], graphs: CapturedMicrobatches | None
+    ) -> None:
         self._runtime = runtime
         self._parameters = parameters
+        self._graphs = graphs
 
     def __enter__(self) -> None:
         pass
@@ -289,6 +300,8 @@ class _Attempt:
         if sum(self._runtime.collectives.sum([float(out_of_memory is not None)])):
             for parameter in self._parameters:
                 parameter.grad = None
+            if self._graphs is not None:
+                self._graphs.free()
             if self._runtime.device.type == "cuda":
                 torch.cuda.empty_cache()
             raise StepTooLargeError(out_of_memory) from None

@@ -21,6 +21,7 @@ from finetune.runs.checkpoints import Snapshot, take_snapshot
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
+from finetune.training.forward import captured_microbatches
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import TrainRows, log_microbatches
 from finetune.training.memory.choice import FirstStep
@@ -87,6 +88,15 @@ class TrainingRun:
             setup.runtime.fallbacks,
             setup.objective.no_gradient,
             may_lack_gradient=setup.objective.may_lack_gradient,
+        )
+        self._graphs = captured_microbatches(
+            setup.runtime,
+            setup.config,
+            setup.model,
+            setup.loss,
+            is_cross_entropy=setup.objective.facts.learns_answers and setup.hooks.loss is None,
+            is_packed=setup.is_packed,
+            is_checkpointing=setup.memory.gradient_checkpointing,
         )
         self._first_step: FirstStep | None = None
         if not setup.runtime.placement.needs_equal_microbatches:
@@ -248,6 +258,7 @@ class TrainingRun:
                 StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=scale),
                 compute=self._compute,
                 may_be_too_large=may_be_too_large,
+                graphs=self._graphs,
             )
             if self.loss_scale is None:
                 return result
