@@ -39,7 +39,7 @@ from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
-from finetune.training.forward import Computation, wants_fused
+from finetune.training.forward import Computation, wants_captures, wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose
 from finetune.training.memory.forecast import (
@@ -149,11 +149,13 @@ class Planner:
         self.findings += self._planned.findings
         self.model = self._planned.model
         self.forward = forward = self._planned.forward
+        dtype = DTYPES[self.precision]
         self._how = Computation(
             loss_of=self._objective.loss,
             device_type=device.type,
-            dtype=DTYPES[self.precision],
+            dtype=dtype,
             is_fused=wants_fused(config.training, device.type),
+            captures=wants_captures(config, device.type, dtype),
         )
         self._replays = wants_replays(config.training, device.type) and why_not_replayed(self.model) is None
         self._prompts: list[list[int]] | None = None

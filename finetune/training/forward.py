@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,16 +14,14 @@ from finetune.distributed.device import DTYPES
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.decoder import FAMILIES, bare_model, layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
-from finetune.engine.products import PROCESSOR, has_rounded_weights, make_room_for_bf16
+from finetune.engine.products import PROCESSOR, make_room_for_bf16
 from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.fallbacks import Fallback
-from finetune.training.optim import trainable_parameters
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, TrainingSection
     from finetune.distributed.gradients import LossFunction
     from finetune.distributed.runtime import Runtime
-    from finetune.engine.captured import CapturedMicrobatches
     from finetune.engine.loss import Choices
 
 _log = logging.getLogger(__name__)
@@ -54,6 +51,7 @@ class Computation:
         dtype: the type in which the run computes.
         is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
         accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
+        captures: CUDA graphs keep the memory of the largest micro-batch that they replay, beside that of a step.
         learns: there is a backward pass. Without one, the forward pass runs in evaluation mode, as in a validation.
     """
 
@@ -62,6 +60,7 @@ class Computation:
     dtype: torch.dtype = torch.float32
     is_fused: bool = False
     accumulates: bool = True
+    captures: bool = False
     learns: bool = True
 
 
@@ -84,14 +83,14 @@ def choose_forward(
     called = called_layers(model)
     collate = packer(
         share_prefixes=section.packing and section.share_prefixes,
-        to_bucket=pads and not called and not _draws_for_padding(model),
+        to_bucket=pads and not called and not draws_for_padding(model),
         prepare_attention=prepare_attention,
         windows=layer_windows(model),
     )
     return Forward(collate=collate, called_layers=called)
 
 
-def _draws_for_padding(model: Any) -> bool:
+def draws_for_padding(model: Any) -> bool:
     """Return whether the base has dropout of its own. It draws numbers for padding, which change all other masks."""
     return any(getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop"))
 
@@ -99,6 +98,11 @@ def _draws_for_padding(model: Any) -> bool:
 def wants_padding(section: TrainingSection, device_type: str, dtype: torch.dtype) -> bool:
     """Return whether micro-batches get few sizes: with an adapter in 16 bits on CUDA, if `training.graphs` is true."""
     return section.graphs is True and section.method == "lora" and device_type == "cuda" and dtype != torch.float32
+
+
+def wants_captures(config: Config, device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether CUDA graphs should replay micro-batches, if nothing else forbids it (`training/captures.py`)."""
+    return config.objective.learns_answers and wants_padding(config.training, device_type, dtype)
 
 
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:
@@ -129,71 +133,6 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
         why = "; ".join(f"{len(names)} linear layers are {why}" for why, names in forward.called_layers.items())
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
     return forward
-
-
-def captured_microbatches(
-    runtime: Runtime,
-    config: Config,
-    model: torch.nn.Module,
-    loss_of: Callable[[Choices], LossFunction],
-    *,
-    is_cross_entropy: bool,
-    is_packed: bool,
-    is_checkpointing: bool,
-) -> CapturedMicrobatches | None:
-    """Return the object that replays small micro-batches as CUDA graphs.
-
-    Return None if `training.graphs` does not ask for it. Also if something does not allow it, which is a fallback.
-    """
-    if config.training.graphs is not True:
-        return None
-    reasons = {
-        "only the cross-entropy of training.objective=sft is captured": not is_cross_entropy,
-        "gradients are checkpointed": is_checkpointing,
-        "the engine does not compute the whole model": not is_packed,
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    reason = reason or _why_not_captured(runtime, config.training, model)
-    wanted, used = "small micro-batches as CUDA graphs", "one launch for each kernel"
-    fallback = partial(Fallback, what="training.graphs", wanted=wanted, used=used)
-    if reason is not None:
-        runtime.fallbacks.take(fallback(why=reason))
-        return None
-    from finetune.engine.captured import CapturedMicrobatches  # for training.graphs alone
-
-    return CapturedMicrobatches(
-        model=model,
-        loss_of=loss_of,
-        parameters=trainable_parameters(model),
-        device=runtime.device,
-        autocast=runtime.placement.autocast,
-        when_given_up=lambda why: runtime.fallbacks.take(fallback(why=why)),
-    )
-
-
-def _why_not_captured(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> str | None:
-    """Return the reason why no micro-batch of this model and device is captured; None if small ones are."""
-    dtype = _computed_in(runtime)
-    trained = (name for name, weight in model.named_parameters() if weight.requires_grad)
-    reasons = {
-        f"the device is {runtime.device.type}, and only CUDA has graphs": runtime.device.type != "cuda",
-        "the run does not compute in 16 bits": dtype == torch.float32,
-        "weights other than those of LoRA are trained": not all("lora_" in name for name in trained),
-        "training.deterministic=true": section.deterministic,
-        "several processes shard the weights or use gradient_sync=ddp": runtime.placement.needs_equal_microbatches,
-        "training.profile shows every kernel": section.profile > 0,
-        "training.neftune_alpha draws noise": section.neftune_alpha > 0,
-        "the base is in 4 bits or in fp8": has_rounded_weights(model),
-        "the base has dropout of its own": _draws_for_padding(model),
-        "the engine calls some linear layers": bool(called_layers(model)),
-    }
-    reason = next((reason for reason, holds in reasons.items() if holds), None)
-    if reason is not None:
-        return reason
-    from finetune.engine.attention_cuda import prepare_varlen  # see `_record_attention`
-
-    uses_varlen = prepared_by_the_host(runtime.device, dtype) is prepare_varlen
-    return None if uses_varlen else "this GPU or torch has no variable-length flash attention"
 
 
 def _how_to_prove(config: Any) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from finetune.config.schema import Config
+    from finetune.distributed.placement import Placement
     from finetune.engine.captured import CapturedMicrobatches
 
 
@@ -149,13 +150,8 @@ def train_step(
     divisor = batch.num_targets / settings.loss_scale
     sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
 
-    def forward_and_backward(microbatch: Microbatch, is_last: bool) -> torch.Tensor:
-        """Add to the gradients, and return the loss and the metrics."""
-        loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-        placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
-        return loss_and_metrics.detach()
-
-    compute_pass = forward_and_backward if graphs is None else partial(graphs, divisor, forward_and_backward)
+    plain_pass = partial(_forward_and_backward, placement, compute, model, divisor)
+    compute_pass = plain_pass if graphs is None else partial(graphs, divisor, plain_pass)
 
     def compute_all(seeded: Sequence[tuple[int, Microbatch]]) -> float:
         """Add to the gradients and to `sums`, and return the seconds. Nothing here may wait for the device."""
@@ -193,6 +189,15 @@ def train_step(
     result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
     result = result._replace(not_finite=not_finite, metrics=metrics)
     return result if placement.needs_equal_microbatches else result._replace(rank_seconds=over_ranks.rank_seconds)
+
+
+def _forward_and_backward(
+    placement: Placement, compute: LossFunction, model: torch.nn.Module, divisor: float, microbatch: Any, is_last: bool
+) -> torch.Tensor:
+    """Add to the gradients, and return the loss and the metrics of a micro-batch."""
+    loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+    placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
+    return loss_and_metrics.detach()
 
 
 def _seeded(

@@ -21,7 +21,6 @@ from finetune.runs.checkpoints import Snapshot, take_snapshot
 from finetune.runs.state import TrainerState
 from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
-from finetune.training.forward import captured_microbatches
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import TrainRows, log_microbatches
 from finetune.training.memory.choice import FirstStep
@@ -34,6 +33,7 @@ from finetune.training.validation import Validated, answered_rows
 if TYPE_CHECKING:
     import torch
 
+    from finetune.engine.captured import CapturedMicrobatches
     from finetune.inference.evaluation import Dialogues
     from finetune.training.loss_scale import LossScale
     from finetune.training.profiling import StepProfiler
@@ -89,15 +89,11 @@ class TrainingRun:
             setup.objective.no_gradient,
             may_lack_gradient=setup.objective.may_lack_gradient,
         )
-        self._graphs = captured_microbatches(
-            setup.runtime,
-            setup.config,
-            setup.model,
-            setup.loss,
-            is_cross_entropy=setup.objective.facts.learns_answers and setup.hooks.loss is None,
-            is_packed=setup.is_packed,
-            is_checkpointing=setup.memory.gradient_checkpointing,
-        )
+        self._graphs: CapturedMicrobatches | None = None
+        if setup.config.training.graphs is True:
+            from finetune.training.captures import captured_microbatches
+
+            self._graphs = captured_microbatches(setup)
         self._first_step: FirstStep | None = None
         if not setup.runtime.placement.needs_equal_microbatches:
             self._first_step = FirstStep(

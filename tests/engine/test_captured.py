@@ -61,14 +61,10 @@ def adapted(family: str = "phi3", dropout: float = 0.0, std: float = 0.2) -> Any
 
 
 def passes_of(model: Any, device: torch.device = CPU) -> CapturedMicrobatches:
-    return CapturedMicrobatches(
-        model=model,
-        loss_of=lambda choices: partial(summed_cross_entropy, choices=choices),
-        parameters=trainable_parameters(model),
-        device=device,
-        autocast=nullcontext,
-        when_given_up=reasons.append,
-    )
+    def loss_of(choices: Any) -> Any:
+        return partial(summed_cross_entropy, choices=choices)
+
+    return CapturedMicrobatches(model, loss_of, trainable_parameters(model), device, nullcontext, reasons.append)
 
 
 reasons: list[str] = []

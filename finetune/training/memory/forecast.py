@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from finetune.engine.decoder import bare_model
+from finetune.engine.layout import TOKENS_WITHOUT_PADDING
 from finetune.engine.microbatch import Microbatch, WithRows
 from finetune.engine.products import is_in_4_bits
 from finetune.engine.quantized import state_bytes, weight_without_data
@@ -43,6 +44,8 @@ PARTS: tuple[Part, ...] = (
     *("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"),
     "gathered",  # where weights are sharded
 )
+_IN_PASS: tuple[Part, ...] = ("activations", "logits", "workspace")
+"""What a CUDA graph keeps of its pass."""
 _AT_ONCE = 2
 """The number of layers that are gathered at the same time: the current layer, and the next one, gathered ahead."""
 
@@ -173,12 +176,14 @@ class StepForecast:
         weights: of the model.
         device_type: of the device that computes.
         learns: see `Computation`.
+        captured_share: the part of a pass for which CUDA graphs keep memory, see `Computation`; 0 without graphs.
     """
 
     moments: Phases
     weights: Weights
     device_type: str
     learns: bool = True
+    captured_share: float = 0.0
 
     def peak(self, optimizer: OptimizerNeed, *, world_size: int = 1, shards: Shards = WHOLE) -> Peak:
         """Predict the peak of the second training step or a later one, or of a validation after it, on one rank.
@@ -191,6 +196,8 @@ class StepForecast:
             "adapter": weights.adapter,
             "optimizer": optimizer.state // trained_shards,
         }
+        of_pass = max(sum(size for part, size in parts.items() if part in _IN_PASS) for parts in self.moments.values())
+        graphs = round(self.captured_share * of_pass)
         peaks = [
             Peak(when=when, parts={**resident, **self._in_pass(when, parts, shards)})
             for when, parts in self.moments.items()
@@ -204,8 +211,8 @@ class StepForecast:
         if self.learns and world_size > 1 and trained_shards == 1:
             peaks.append(Peak(when="sum of gradients", parts={**at_its_end, "workspace": gradients}))
         highest = max(peaks, key=lambda peak: peak.total)
-        parts = PARTS if shards.size > 1 else PARTS[:-1]
-        return Peak(when=highest.when, parts={part: highest.parts.get(part, 0) for part in parts})
+        sizes = {part: highest.parts.get(part, 0) for part in (PARTS if shards.size > 1 else PARTS[:-1])}
+        return Peak(when=highest.when, parts={**sizes, "workspace": sizes["workspace"] + graphs})
 
     def _in_pass(self, when: str, parts: Mapping[Part, int], shards: Shards) -> dict[Part, int]:
         """Return the parts of a moment of a pass, with the gathered weights, and with the gradients that shards leave.
@@ -239,7 +246,10 @@ def forecast_step(model: torch.nn.Module, microbatch: Microbatch | WithRows, how
         RuntimeError: the model cannot run without data; or one of `CANNOT_TRACE`.
     """
     moments = trace_deep(model, lambda: trace(model, microbatch, how))
-    return StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type, learns=how.learns)
+    forecast = StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type, learns=how.learns)
+    if not (how.captures and how.learns) or getattr(bare_model(model).get_decoder(), "gradient_checkpointing", False):
+        return forecast
+    return replace(forecast, captured_share=min(1.0, TOKENS_WITHOUT_PADDING / microbatch.num_computed))
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerNeed | None:
