@@ -39,7 +39,7 @@ from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
-from finetune.training.forward import Computation, wants_captures, wants_fused
+from finetune.training.forward import Computation, wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose
 from finetune.training.memory.forecast import (
@@ -52,6 +52,7 @@ from finetune.training.memory.forecast import (
     forecast_step,
     optimizer_need,
     shards_of,
+    wants_captures,
 )
 from finetune.training.memory.generation import (
     AnswerBatch,
@@ -149,13 +150,11 @@ class Planner:
         self.findings += self._planned.findings
         self.model = self._planned.model
         self.forward = forward = self._planned.forward
-        dtype = DTYPES[self.precision]
         self._how = Computation(
             loss_of=self._objective.loss,
             device_type=device.type,
-            dtype=dtype,
+            dtype=DTYPES[self.precision],
             is_fused=wants_fused(config.training, device.type),
-            captures=wants_captures(config, device.type, dtype),
         )
         self._replays = wants_replays(config.training, device.type) and why_not_replayed(self.model) is None
         self._prompts: list[list[int]] | None = None
@@ -245,7 +244,9 @@ class Planner:
         """Run a step without data; if its memory cannot be known, add a finding and return None."""
         largest = self.batching.largest
         how = replace(self._how, accumulates=largest.per_step > 1)
-        return self._predict(partial(forecast_step, model, largest.microbatch, how), "", "training.batch_size")
+        captures = wants_captures(self._config, how)
+        forecast = partial(forecast_step, model, largest.microbatch, how, captures=captures)
+        return self._predict(forecast, "", "training.batch_size")
 
     def _predict(self, forecast: Callable[[], Forecast], subject: str, batch_key: str) -> Forecast | None:
         try:

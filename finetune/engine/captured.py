@@ -64,7 +64,9 @@ class Place:
         self.sizes = sizes
         lengths = [sizes.tokens] * 3 + [sizes.terms] * 3 + [sizes.runs + 1] * 2 + [sizes.keys]
         self._numbers = torch.zeros(sum(lengths), dtype=torch.int64, device=device)
-        ids, positions, visible, terms, labels, counts, *self.edges, self.key_index = self._numbers.split(lengths)
+        ids, positions, visible, terms, labels, counts, *self.edges, self.key_index = torch.split(
+            self._numbers, lengths
+        )
         self.rows = PackedMicrobatch(
             input_ids=ids,
             layout=Layout(position_ids=positions, visible_until=visible, segments=(Segment(0, sizes.tokens, -1, 0),)),
@@ -137,16 +139,14 @@ class CapturedMicrobatches:
         self._pool: Any = None
         self.places: dict[Sizes, Place] = {}
 
-    def __call__(
-        self, divisor: float, otherwise: Callable[[Any, bool], torch.Tensor], microbatch: Any, is_last: bool
-    ) -> torch.Tensor:
-        """Add the gradients of a micro-batch's loss, divided by `divisor`, and return the loss.
+    def __call__(self, microbatch: Any, divisor: float) -> torch.Tensor | None:
+        """Add the gradients of a micro-batch's loss, divided by `divisor`, and return the loss, (1,).
 
-        `otherwise` does the same for a micro-batch that no graph computes.
+        Return None, and do nothing, for a micro-batch that no graph computes.
         """
         sizes = sizes_of(microbatch, self._window)
         if sizes is None:
-            return otherwise(microbatch, is_last)
+            return None
         is_new = sizes not in self.places  # its kernels are not compiled
         place = self.places[sizes] = Place(sizes, self.device) if is_new else self.places[sizes]
         place.fill(microbatch, microbatch.layout.prepared(prepare_varlen, None, self._window), divisor)
@@ -167,9 +167,9 @@ class CapturedMicrobatches:
 
     def compute(self, place: Place) -> torch.Tensor:
         """Add the gradients of the micro-batch in a place, and return its loss. The host reads no tensor here."""
-        edges = [each.to(torch.int32) for each in place.edges]
+        query_edges, key_edges = (each.to(torch.int32) for each in place.edges)
         tokens, _, keys, _ = place.sizes  # no run is longer
-        runs = VarlenRuns(*edges, place.key_index, tokens, keys, window=None, slots=None, num_slots=tokens)
+        runs = VarlenRuns(query_edges, key_edges, place.key_index, tokens, keys, None, None, tokens)
 
         def attend(
             q: torch.Tensor,
@@ -191,7 +191,7 @@ class CapturedMicrobatches:
             computed = torch.autograd.grad(loss / place.divisor, self.parameters, allow_unused=True)
         pairs = [(total, new) for total, new in zip(self._gradients, computed, strict=True) if new is not None]
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-        return loss.detach()
+        return loss.detach().reshape(1)
 
     def free(self) -> None:
         """Free all graphs and their memory. They are captured again when they are needed."""

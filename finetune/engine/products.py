@@ -220,11 +220,6 @@ def is_in_4_bits(weight: torch.Tensor) -> bool:
     return getattr(weight, "quant_state", None) is not None
 
 
-def has_rounded_weights(model: torch.nn.Module) -> bool:
-    """Return whether weights of a model are in 4 bits or in fp8."""
-    return any(is_in_4_bits(weight) or weight.dtype == FP8 for weight in model.parameters())
-
-
 def full_shape(weight: torch.Tensor) -> torch.Size:
     """Return (out_features, in_features) of a weight in any form."""
     shape: torch.Size = weight.quant_state.shape if is_in_4_bits(weight) else weight.shape  # type: ignore[attr-defined]

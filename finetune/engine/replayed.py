@@ -10,6 +10,7 @@ import torch
 
 from finetune.engine.decoder import Angles
 from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.products import FP8, is_in_4_bits
 from finetune.units import ceil_div
 
 Choose: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -150,6 +151,11 @@ class SteppedDecoder(CachedDecoder):
         step()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
+
+
+def has_rounded_weights(model: torch.nn.Module) -> bool:
+    """Return whether weights of a model are in 4 bits or in fp8. No graph computes them."""
+    return any(is_in_4_bits(weight) or weight.dtype == FP8 for weight in model.parameters())
 
 
 def capture(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:

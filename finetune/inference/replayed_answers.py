@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from finetune.engine.products import has_rounded_weights, unchanged_weights
-from finetune.engine.replayed import STEPS_OF_BLOCK, BlockOfTokens, SteppedDecoder
+from finetune.engine.products import unchanged_weights
+from finetune.engine.replayed import STEPS_OF_BLOCK, BlockOfTokens, SteppedDecoder, has_rounded_weights
 from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.model.base import longrope_boundary
 from finetune.units import ceil_bucket

@@ -8,11 +8,11 @@ import torch
 
 from finetune.distributed.device import DTYPES
 from finetune.engine.attention import prepared_by_the_host
-from finetune.engine.captured import CapturedMicrobatches, prepare_varlen
-from finetune.engine.products import has_rounded_weights
+from finetune.engine.attention_cuda import prepare_varlen
+from finetune.engine.captured import CapturedMicrobatches
+from finetune.engine.replayed import has_rounded_weights
 from finetune.engine.supported import called_layers
 from finetune.fallbacks import Fallback
-from finetune.training.forward import draws_for_padding
 from finetune.training.optim import trainable_parameters
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def why_not_captured(setup: Setup) -> str | None:
         "training.profile shows every kernel": training.profile > 0,
         "training.neftune_alpha draws noise": training.neftune_alpha > 0,
         "the base is in 4 bits or in fp8": has_rounded_weights(model),
-        "the base has dropout of its own": draws_for_padding(model),
+        "the base has dropout of its own": any(
+            getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop")
+        ),
         "the engine does not compute all layers": not setup.is_packed or bool(called_layers(model)),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)

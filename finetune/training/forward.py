@@ -19,7 +19,7 @@ from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.fallbacks import Fallback
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config, TrainingSection
+    from finetune.config.schema import TrainingSection
     from finetune.distributed.gradients import LossFunction
     from finetune.distributed.runtime import Runtime
     from finetune.engine.loss import Choices
@@ -51,7 +51,6 @@ class Computation:
         dtype: the type in which the run computes.
         is_fused: the engine's functions are fused, so their intermediate tensors are not counted.
         accumulates: a rank has several micro-batches in a step, so a pass adds to gradients that are there already.
-        captures: CUDA graphs keep the memory of the largest micro-batch that they replay, beside that of a step.
         learns: there is a backward pass. Without one, the forward pass runs in evaluation mode, as in a validation.
     """
 
@@ -60,7 +59,6 @@ class Computation:
     dtype: torch.dtype = torch.float32
     is_fused: bool = False
     accumulates: bool = True
-    captures: bool = False
     learns: bool = True
 
 
@@ -81,28 +79,20 @@ def choose_forward(
     if reason is not None:
         return Forward(collate=pad, why_not_engine=reason)
     called = called_layers(model)
+    # Dropout of the base would draw numbers for padding, which would change the masks of all layers.
+    draws_for_padding = any(getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop"))
     collate = packer(
         share_prefixes=section.packing and section.share_prefixes,
-        to_bucket=pads and not called and not draws_for_padding(model),
+        to_bucket=pads and not called and not draws_for_padding,
         prepare_attention=prepare_attention,
         windows=layer_windows(model),
     )
     return Forward(collate=collate, called_layers=called)
 
 
-def draws_for_padding(model: Any) -> bool:
-    """Return whether the base has dropout of its own. It draws numbers for padding, which change all other masks."""
-    return any(getattr(model.config, name, 0) for name in ("resid_pdrop", "embd_pdrop"))
-
-
 def wants_padding(section: TrainingSection, device_type: str, dtype: torch.dtype) -> bool:
     """Return whether micro-batches get few sizes: with an adapter in 16 bits on CUDA, if `training.graphs` is true."""
     return section.graphs is True and section.method == "lora" and device_type == "cuda" and dtype != torch.float32
-
-
-def wants_captures(config: Config, device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether CUDA graphs should replay micro-batches, if nothing else forbids it (`training/captures.py`)."""
-    return config.objective.learns_answers and wants_padding(config.training, device_type, dtype)
 
 
 def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn.Module) -> Forward:

@@ -24,7 +24,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.model_files import load_model
 from finetune.runs.row_record import write_row_record
 from finetune.training.checks import check_fit, check_settings, named_splits, raw_digests
-from finetune.training.forward import Computation, Forward, agree_on_forward, mention_bf16, wants_captures
+from finetune.training.forward import Computation, Forward, agree_on_forward, mention_bf16
 from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
@@ -232,14 +232,13 @@ def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: 
 
 def _choose_memory(runtime: Runtime, checked: _Checked, journal: Journal | None, placed: _Placed) -> MemoryChoice:
     """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective."""
-    objective, dtype = checked.objective, DTYPES[runtime.precision]
+    objective = checked.objective
     how = Computation(
         # A script's own loss may refuse tensors without data, and takes about as much memory.
         loss_of=objective.loss,
         device_type=runtime.device.type,
-        dtype=dtype,
+        dtype=DTYPES[runtime.precision],
         is_fused=is_fused(),
-        captures=wants_captures(checked.config, runtime.device.type, dtype),
     )
     return agree_on_memory(
         runtime,

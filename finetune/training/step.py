@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from finetune.config.schema import Config
-    from finetune.distributed.placement import Placement
     from finetune.engine.captured import CapturedMicrobatches
 
 
@@ -150,15 +149,17 @@ def train_step(
     divisor = batch.num_targets / settings.loss_scale
     sums = in_float64(torch.zeros(1 + len(_names(compute)), device=runtime.device))
 
-    plain_pass = partial(_forward_and_backward, placement, compute, model, divisor)
-    compute_pass = plain_pass if graphs is None else partial(graphs, divisor, plain_pass)
-
-    def compute_all(seeded: Sequence[tuple[int, Microbatch]]) -> float:
+    def forward_and_backward(seeded: Sequence[tuple[int, Microbatch]]) -> float:
         """Add to the gradients and to `sums`, and return the seconds. Nothing here may wait for the device."""
         started = time.perf_counter()
         for position, (seed, microbatch) in enumerate(seeded):
             torch.manual_seed(seed)
-            sums.add_(in_float64(compute_pass(microbatch, position == len(seeded) - 1)))
+            is_last = position == len(seeded) - 1
+            loss_and_metrics = None if graphs is None else graphs(microbatch, divisor)
+            if loss_and_metrics is None:
+                loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+                placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
+            sums.add_(in_float64(loss_and_metrics.detach()))
         if runtime.world_size > 1 and not placement.uses_reducer:  # with it, ranks have met in the last backward pass
             runtime.liveness.let_device_finish()
         return time.perf_counter() - started
@@ -168,14 +169,12 @@ def train_step(
         seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
         seeded = _with_global_sums(runtime, model, seeded, compute, attempt)
         with attempt():
-            seconds = compute_all(seeded)
+            seconds = forward_and_backward(seeded)
     placement.sync_gradients(parameters)
     placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
-    norm = placement.clip_grad_norm(parameters, settings.max_grad_norm)
-    over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
-    loss = over_ranks.loss / batch.num_targets
-    not_finite = ""
+    over_ranks = _read_over_ranks(runtime, sums, placement.clip_grad_norm(parameters, settings.max_grad_norm), seconds)
+    loss, not_finite = over_ranks.loss / batch.num_targets, ""
     if math.isfinite(loss) and not over_ranks.is_bad_norm:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
@@ -185,27 +184,13 @@ def train_step(
         not_finite = why_not_finite(runtime, loss, own_loss=over_ranks.own_loss, grad_norm=over_ranks.grad_norm)
         refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
-    metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
     result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
-    result = result._replace(not_finite=not_finite, metrics=metrics)
-    return result if placement.needs_equal_microbatches else result._replace(rank_seconds=over_ranks.rank_seconds)
-
-
-def _forward_and_backward(
-    placement: Placement, compute: LossFunction, model: torch.nn.Module, divisor: float, microbatch: Any, is_last: bool
-) -> torch.Tensor:
-    """Add to the gradients, and return the loss and the metrics of a micro-batch."""
-    loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-    placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
-    return loss_and_metrics.detach()
+    metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
+    return result._replace(not_finite=not_finite, metrics=metrics, rank_seconds=over_ranks.rank_seconds)
 
 
 def _seeded(
-    runtime: Runtime,
-    microbatches: Sequence[tuple[int, Microbatch]],
-    settings: StepSettings,
-    *,
-    num_microbatches: int,
+    runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], settings: StepSettings, *, num_microbatches: int
 ) -> Sequence[tuple[int, Microbatch]]:
     """Return this rank's micro-batches with the seed of each, and empty ones where all ranks need equally many.
 
@@ -285,12 +270,8 @@ class _Attempt:
         StepTooLargeError: on all ranks, on exit.
     """
 
-    def __init__(
-        self, runtime: Runtime, parameters: Sequence[torch.nn.Parameter], graphs: CapturedMicrobatches | None
-    ) -> None:
-        self._runtime = runtime
-        self._parameters = parameters
-        self._graphs = graphs
+    def __init__(self, runtime: Runtime, parameters: Sequence[torch.nn.Parameter], graphs: Any) -> None:
+        self._runtime, self._parameters, self._graphs = runtime, parameters, graphs
 
     def __enter__(self) -> None:
         pass
@@ -350,7 +331,7 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
         loss=read["loss"][0],
         metrics=read["metrics"],
         is_bad_norm=bool(read["is_bad_norm"][0]),
-        rank_seconds=tuple(read["rank_seconds"]),
+        rank_seconds=() if runtime.placement.needs_equal_microbatches else tuple(read["rank_seconds"]),
         grad_norm=read["grad_norm"][0],
         own_loss=read["own_loss"][0],
     )

@@ -33,7 +33,6 @@ from finetune.training.validation import Validated, answered_rows
 if TYPE_CHECKING:
     import torch
 
-    from finetune.engine.captured import CapturedMicrobatches
     from finetune.inference.evaluation import Dialogues
     from finetune.training.loss_scale import LossScale
     from finetune.training.profiling import StepProfiler
@@ -89,7 +88,7 @@ class TrainingRun:
             setup.objective.no_gradient,
             may_lack_gradient=setup.objective.may_lack_gradient,
         )
-        self._graphs: CapturedMicrobatches | None = None
+        self._graphs = None
         if setup.config.training.graphs is True:
             from finetune.training.captures import captured_microbatches
 

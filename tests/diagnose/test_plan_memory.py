@@ -204,8 +204,8 @@ def test_graphs_keep_the_memory_of_a_pass_unless_gradients_are_checkpointed(monk
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(tiny_phi3_config())
             model = prepare(model, "lora", checkpointed=checkpointed)
-        how = Computation(loss_of=sft, device_type="cpu", captures=captures)
-        return forecast_step(model, microbatch, how).peak(OptimizerNeed(0, 0))
+        how = Computation(loss_of=sft, device_type="cpu")
+        return forecast_step(model, microbatch, how, captures=captures).peak(OptimizerNeed(0, 0))
 
     alone, graphed = peak(captures=False), peak()
     of_pass = sum(alone.parts[part] for part in ("activations", "logits", "workspace"))

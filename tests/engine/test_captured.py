@@ -70,8 +70,10 @@ def passes_of(model: Any, device: torch.device = CPU) -> CapturedMicrobatches:
 reasons: list[str] = []
 
 
-def refuse(*_: object) -> torch.Tensor:
-    raise AssertionError("this micro-batch is computed as without graphs")
+def graphed(passes: CapturedMicrobatches, batch: Any) -> Any:
+    loss = passes(batch, DIVISOR)
+    assert loss is not None, "this micro-batch is computed as without graphs"
+    return loss
 
 
 def expected(model: Any, batches: Sequence[Any]) -> tuple[list[float], list[torch.Tensor]]:
@@ -103,7 +105,7 @@ def test_new_rows_in_the_same_tensors_give_the_loss_and_gradients_of_the_ordinar
     rows = [rows_from(4), rows_from(25, longer=2), rows_from(9)]
     wanted = expected(model, [pack(each, share_prefixes=share) for each in rows])
     passes = passes_of(model)
-    losses = [passes(DIVISOR, refuse, make(each, share_prefixes=share), False).item() for each in rows]
+    losses = [graphed(passes, make(each, share_prefixes=share)).item() for each in rows]
     assert len(passes.places) == 1
     assert_same(losses, [weight.grad for weight in passes.parameters], wanted)
 
@@ -126,7 +128,7 @@ def test_attention_over_runs_waits_for_no_device_and_gives_the_same(device: Fake
     passes.compute = watched  # type: ignore[method-assign]
     batches = [make(each) for each in rows]
     before = device.waits.copy()
-    losses: list[Any] = [passes(DIVISOR, refuse, batch, False).data_on_cpu.clone() for batch in batches]  # type: ignore[attr-defined]
+    losses: list[Any] = [graphed(passes, batch).data_on_cpu.clone() for batch in batches]  # type: ignore[attr-defined]
     assert waits == [{}, {}]
     assert family == "longrope" or device.waits == before
     assert_same([loss.item() for loss in losses], [weight.grad for weight in passes.parameters], wanted)
@@ -172,7 +174,7 @@ def test_all_that_a_pass_reads_keeps_its_place(family: str) -> None:
 
     passes.compute = watched  # type: ignore[method-assign]
     for token in (4, 25, 9):
-        passes(DIVISOR, refuse, make(rows_from(token)), False)
+        graphed(passes, make(rows_from(token)))
         for weight in passes.parameters:
             weight.grad = None  # as after a step
     assert len(reads[0]) > len(passes.parameters) * 2
@@ -212,15 +214,9 @@ def test_a_micro_batch_without_padding_is_graphed_only_if_its_keys_fit() -> None
     assert len(shared.input_ids) == 32
     assert shared.num_padding == 0
     assert sizes_of(shared, None) is None  # 52 keys
-    model, done = adapted(), []
-    passes = passes_of(model)
-
-    def otherwise(microbatch: Any, is_last: bool) -> torch.Tensor:
-        done.append((microbatch, is_last))
-        return torch.ones(1)
-
-    assert passes(DIVISOR, otherwise, shared, True) == 1
-    assert done == [(shared, True)]
+    passes = passes_of(adapted())
+    assert passes(shared, DIVISOR) is None
+    assert all(weight.grad is None for weight in passes.parameters)
 
 
 def test_masks_of_dropout_follow_the_seed() -> None:
@@ -229,7 +225,7 @@ def test_masks_of_dropout_follow_the_seed() -> None:
         torch.manual_seed(seed)
         for weight in passes.parameters:
             weight.grad = None
-        passes(DIVISOR, refuse, batch, False)
+        graphed(passes, batch)
         sums.append(torch.cat([gradient.flatten().clone() for gradient in passes._gradients]))
     assert torch.equal(sums[0], sums[2])
     assert not torch.equal(sums[0], sums[1])
@@ -273,13 +269,13 @@ def test_the_second_micro_batch_of_a_shape_is_captured_and_all_graphs_share_a_po
     wanted = expected(model, [pack(rows) for rows in ROWS_OF_STEP * 2])
     passes = passes_of(model)
     pools = capturing(monkeypatch, passes)
-    losses = [passes(DIVISOR, refuse, make(rows), False).item() for rows in ROWS_OF_STEP * 2]
+    losses = [graphed(passes, make(rows)).item() for rows in ROWS_OF_STEP * 2]
     assert_same(losses, [weight.grad for weight in passes.parameters], wanted)
     assert len(passes.places) == 2
     assert pools == [None, "pool"]
     passes.free()
     assert all(place.graph is None for place in passes.places.values())
-    passes(DIVISOR, refuse, make(rows_from(4)), False)
+    graphed(passes, make(rows_from(4)))
     assert pools == [None, "pool", None]
     assert not reasons
 
@@ -297,7 +293,7 @@ def test_without_memory_graphs_are_given_up_and_no_gradient_is_lost(
             weight.grad = None
         for number, rows in enumerate(ROWS_OF_STEP):
             torch.manual_seed(number)
-            passes(DIVISOR, refuse, make(rows), False)
+            graphed(passes, make(rows))
         return [total.clone() for total in passes._gradients]
 
     wanted = gradients()

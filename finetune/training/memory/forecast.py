@@ -23,7 +23,7 @@ from finetune.engine.microbatch import Microbatch, WithRows
 from finetune.engine.products import is_in_4_bits
 from finetune.engine.quantized import state_bytes, weight_without_data
 from finetune.model.base import checkpoint_gradients
-from finetune.training.forward import Computation
+from finetune.training.forward import Computation, wants_padding
 from finetune.training.memory.tracing import (
     BETWEEN,
     FORWARD,
@@ -176,7 +176,7 @@ class StepForecast:
         weights: of the model.
         device_type: of the device that computes.
         learns: see `Computation`.
-        captured_share: the part of a pass for which CUDA graphs keep memory, see `Computation`; 0 without graphs.
+        captured_share: the part of a pass for which CUDA graphs keep memory; 0 without graphs.
     """
 
     moments: Phases
@@ -233,7 +233,9 @@ class StepForecast:
         return sizes
 
 
-def forecast_step(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation) -> StepForecast:
+def forecast_step(
+    model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation, *, captures: bool = False
+) -> StepForecast:
     """Run a step without data.
 
     Args:
@@ -241,15 +243,21 @@ def forecast_step(model: torch.nn.Module, microbatch: Microbatch | WithRows, how
             out and put back.
         microbatch: the largest of the run, on the CPU.
         how: how the run computes a step.
+        captures: see `wants_captures`.
 
     Raises:
         RuntimeError: the model cannot run without data; or one of `CANNOT_TRACE`.
     """
     moments = trace_deep(model, lambda: trace(model, microbatch, how))
     forecast = StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type, learns=how.learns)
-    if not (how.captures and how.learns) or getattr(bare_model(model).get_decoder(), "gradient_checkpointing", False):
+    if not captures or getattr(bare_model(model).get_decoder(), "gradient_checkpointing", False):
         return forecast
     return replace(forecast, captured_share=min(1.0, TOKENS_WITHOUT_PADDING / microbatch.num_computed))
+
+
+def wants_captures(config: Config, how: Computation) -> bool:
+    """Return whether CUDA graphs replay small micro-batches, if nothing else forbids it (`training/captures.py`)."""
+    return config.objective.learns_answers and wants_padding(config.training, how.device_type, how.dtype)
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerNeed | None:
@@ -327,7 +335,8 @@ def predict_sizes(
             checkpoint_twin()
         rows = rows_of(num_rows, longest)
         microbatch = collate([rows[index] for index in range(num_rows)])
-        peak = forecast_step(twin, microbatch, how).peak(optimizer, world_size=world_size, shards=shards)
+        forecast = forecast_step(twin, microbatch, how, captures=wants_captures(config, how))
+        peak = forecast.peak(optimizer, world_size=world_size, shards=shards)
         weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))
         return Size(microbatch.num_computed, peak.total - weights)
 
