@@ -137,7 +137,8 @@ def tasks() -> Iterator[Task]:
     yield Task("profile/chat", profile, 120, needs=("peft",))
     for way in ("unfused", "graph"):
         yield Task(f"profile/1024-{way}", profile, 120, {"tokens": 1024, "way": way}, ("peft",), way == "graph")
-    yield _run("profile/1024-train", 180, kind="short", words=("training.batch_size=1",))
+    for name, more in {"train": (), "train-graphs": ("training.graphs=true",)}.items():
+        yield _run(f"profile/1024-{name}", 180, kind="short", words=("training.batch_size=1", *more))
 
     for kind, engines in PEERS.items():
         yield from (_run(f"peers/{kind}/{engine}", 180, engine=engine, kind=kind) for engine in engines)

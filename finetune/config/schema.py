@@ -599,7 +599,7 @@ class TrainingSection(LoaderKeys):
     fused: Free[bool | Literal["auto"]] = "auto"
     """Fuse the engine's norms, activations and rotations into few kernels with torch.compile. auto: on CUDA alone."""
     graphs: Free[bool | Literal["auto"]] = "auto"
-    """On CUDA, replay generated tokens as CUDA graphs and pad small micro-batches. auto is off: no GPU has run it."""
+    """On CUDA, replay generated tokens and small micro-batches as CUDA graphs. auto is off: no GPU has run it."""
     precision: Annotated[Literal["auto", "fp32", "bf16", "fp16"], OnResume("always", "the precision of a step")] = (
         "auto"
     )

@@ -52,6 +52,7 @@ from finetune.training.memory.forecast import (
     forecast_step,
     optimizer_need,
     shards_of,
+    wants_captures,
 )
 from finetune.training.memory.generation import (
     AnswerBatch,
@@ -243,7 +244,9 @@ class Planner:
         """Run a step without data; if its memory cannot be known, add a finding and return None."""
         largest = self.batching.largest
         how = replace(self._how, accumulates=largest.per_step > 1)
-        return self._predict(partial(forecast_step, model, largest.microbatch, how), "", "training.batch_size")
+        captures = wants_captures(self._config, how)
+        forecast = partial(forecast_step, model, largest.microbatch, how, captures=captures)
+        return self._predict(forecast, "", "training.batch_size")
 
     def _predict(self, forecast: Callable[[], Forecast], subject: str, batch_key: str) -> Forecast | None:
         try:

@@ -7,7 +7,7 @@ row is one segment.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
@@ -151,6 +151,7 @@ class PackedMicrobatch:
         num_rows: the number of rows.
         num_tokens: the number of tokens; a shared token counts once for each row.
         num_padding: the number of flat tokens after those of the rows, which carry no loss.
+        angles: the rotation at each token, see `finetune.engine.decoder.Angles`; None: the decoder computes it.
     """
 
     input_ids: torch.Tensor
@@ -164,6 +165,7 @@ class PackedMicrobatch:
     num_rows: int
     num_tokens: int
     num_padding: int = 0
+    angles: Mapping[str | None, tuple[torch.Tensor, torch.Tensor]] | None = None
 
     @property
     def num_targets(self) -> int:

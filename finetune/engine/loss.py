@@ -155,9 +155,8 @@ def before_head(model: Any, microbatch: PackedMicrobatch, choices: Choices = BY_
         keep_inputs=choices.offload if getattr(bare.get_decoder(), OFFLOADS, False) else nullcontext,
         mlp_chunk_rows=choices.mlp_chunk_rows,
     )
+    ids, at, angles = microbatch.input_ids, microbatch.positions, microbatch.angles
     layout, num_padding = microbatch.layout, microbatch.num_padding
-    hidden = decoder.hidden_states(
-        microbatch.input_ids, layout.position_ids, layout, at=microbatch.positions, num_padding=num_padding
-    )
+    hidden = decoder.hidden_states(ids, layout.position_ids, layout, at=at, angles=angles, num_padding=num_padding)
     with torch.autocast(hidden.device.type, enabled=False):
         return microbatch.at_terms(hidden), bare.get_output_embeddings()

@@ -10,6 +10,7 @@ import torch
 
 from finetune.engine.decoder import Angles
 from finetune.engine.kv_cache import CachedDecoder
+from finetune.engine.products import FP8, is_in_4_bits
 from finetune.units import ceil_div
 
 Choose: TypeAlias = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
@@ -139,10 +140,7 @@ class SteppedDecoder(CachedDecoder):
         with torch.cuda.stream(stream):
             self._try(step)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile, such as NCCL's watchdog and the thread that pins batches.
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-            step()
+        graph = capture(step, self._pool)
         self._pool = graph.pool()  # graphs are replayed one after the other, so they share their memory
         return graph
 
@@ -153,6 +151,20 @@ class SteppedDecoder(CachedDecoder):
         step()
         for tensor, value in zip(state, before, strict=True):
             tensor.copy_(value)
+
+
+def has_rounded_weights(model: torch.nn.Module) -> bool:
+    """Return whether weights of a model are in 4 bits or in fp8. No graph computes them."""
+    return any(is_in_4_bits(weight) or weight.dtype == FP8 for weight in model.parameters())
+
+
+def capture(step: Callable[[], object], pool: Any) -> torch.cuda.CUDAGraph:
+    """Capture a step without computing it, in the memory pool of other graphs. None: in a new pool."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads may call CUDA meanwhile, such as NCCL's watchdog and the thread that pins batches.
+    with torch.cuda.graph(graph, pool=pool, stream=_side_stream(), capture_error_mode="thread_local"):
+        step()
+    return graph
 
 
 @cache

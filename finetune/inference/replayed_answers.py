@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from finetune.engine.products import FP8, is_in_4_bits, unchanged_weights
-from finetune.engine.replayed import STEPS_OF_BLOCK, BlockOfTokens, SteppedDecoder
+from finetune.engine.products import unchanged_weights
+from finetune.engine.replayed import STEPS_OF_BLOCK, BlockOfTokens, SteppedDecoder, has_rounded_weights
 from finetune.engine.supported import called_layers, unsupported_reason
 from finetune.model.base import longrope_boundary
 from finetune.units import ceil_bucket
@@ -36,7 +36,7 @@ class Draws(Protocol):
 
 def why_not_replayed(model: Any) -> str | None:
     """Return the reason why `SteppedDecoder` cannot continue rows of a model; None if it can."""
-    if any(is_in_4_bits(weight) or weight.dtype == FP8 for weight in model.parameters()):
+    if has_rounded_weights(model):
         return "the base is in 4 bits or in fp8"
     reason = unsupported_reason(model)
     if reason is not None:

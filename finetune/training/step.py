@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from finetune.config.schema import Config
+    from finetune.engine.captured import CapturedMicrobatches
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def train_step(
     *,
     compute: LossFunction = summed_cross_entropy,
     may_be_too_large: bool = False,
+    graphs: CapturedMicrobatches | None = None,
 ) -> StepResult:
     """Update the weights with a global batch, of which this rank computes its micro-batches.
 
@@ -134,6 +136,7 @@ def train_step(
         settings: of this step.
         compute: sums the loss, and perhaps other metrics, over the targets of a micro-batch.
         may_be_too_large: StepTooLargeError may be raised. Not with torch's reducer, whose passes wait for each other.
+        graphs: computes the micro-batches that CUDA graphs replay.
 
     Raises:
         DataError: the whole global batch has no target token.
@@ -152,14 +155,16 @@ def train_step(
         for position, (seed, microbatch) in enumerate(seeded):
             torch.manual_seed(seed)
             is_last = position == len(seeded) - 1
-            loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
-            placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
+            loss_and_metrics = None if graphs is None else graphs(microbatch, divisor)
+            if loss_and_metrics is None:
+                loss_and_metrics = placement.loss(compute, model, microbatch, is_last=is_last).reshape(-1)
+                placement.backward(loss_and_metrics[0] / divisor, is_last=is_last)
             sums.add_(in_float64(loss_and_metrics.detach()))
         if runtime.world_size > 1 and not placement.uses_reducer:  # with it, ranks have met in the last backward pass
             runtime.liveness.let_device_finish()
         return time.perf_counter() - started
 
-    attempt = partial(_Attempt, runtime, parameters) if may_be_too_large else nullcontext
+    attempt = partial(_Attempt, runtime, parameters, graphs) if may_be_too_large else nullcontext
     with unchanged_weights():
         seeded = _seeded(runtime, microbatches, settings, num_microbatches=batch.num_microbatches)
         seeded = _with_global_sums(runtime, model, seeded, compute, attempt)
@@ -168,10 +173,8 @@ def train_step(
     placement.sync_gradients(parameters)
     placement.unscale_gradients(parameters, settings.loss_scale)
     # Clipping by an infinite norm turns gradients into zeros or NaN; it is detected before they reach a weight.
-    norm = placement.clip_grad_norm(parameters, settings.max_grad_norm)
-    over_ranks = _read_over_ranks(runtime, sums, norm, seconds)
-    loss = over_ranks.loss / batch.num_targets
-    not_finite = ""
+    over_ranks = _read_over_ranks(runtime, sums, placement.clip_grad_norm(parameters, settings.max_grad_norm), seconds)
+    loss, not_finite = over_ranks.loss / batch.num_targets, ""
     if math.isfinite(loss) and not over_ranks.is_bad_norm:
         set_learning_rate(optimizer, settings.learning_rate)
         optimizer.step()
@@ -181,18 +184,13 @@ def train_step(
         not_finite = why_not_finite(runtime, loss, own_loss=over_ranks.own_loss, grad_norm=over_ranks.grad_norm)
         refuse_broken_weights(runtime, model, f"step {settings.step}: {not_finite}")
     optimizer.zero_grad()
-    metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
     result = StepResult(settings.step, loss, over_ranks.grad_norm, settings.learning_rate, *batch.as_in_result)
-    result = result._replace(not_finite=not_finite, metrics=metrics)
-    return result if placement.needs_equal_microbatches else result._replace(rank_seconds=over_ranks.rank_seconds)
+    metrics = _means(_names(compute), over_ranks.metrics, batch.num_targets)
+    return result._replace(not_finite=not_finite, metrics=metrics, rank_seconds=over_ranks.rank_seconds)
 
 
 def _seeded(
-    runtime: Runtime,
-    microbatches: Sequence[tuple[int, Microbatch]],
-    settings: StepSettings,
-    *,
-    num_microbatches: int,
+    runtime: Runtime, microbatches: Sequence[tuple[int, Microbatch]], settings: StepSettings, *, num_microbatches: int
 ) -> Sequence[tuple[int, Microbatch]]:
     """Return this rank's micro-batches with the seed of each, and empty ones where all ranks need equally many.
 
@@ -272,9 +270,8 @@ class _Attempt:
         StepTooLargeError: on all ranks, on exit.
     """
 
-    def __init__(self, runtime: Runtime, parameters: Sequence[torch.nn.Parameter]) -> None:
-        self._runtime = runtime
-        self._parameters = parameters
+    def __init__(self, runtime: Runtime, parameters: Sequence[torch.nn.Parameter], graphs: Any) -> None:
+        self._runtime, self._parameters, self._graphs = runtime, parameters, graphs
 
     def __enter__(self) -> None:
         pass
@@ -289,6 +286,8 @@ class _Attempt:
         if sum(self._runtime.collectives.sum([float(out_of_memory is not None)])):
             for parameter in self._parameters:
                 parameter.grad = None
+            if self._graphs is not None:
+                self._graphs.free()
             if self._runtime.device.type == "cuda":
                 torch.cuda.empty_cache()
             raise StepTooLargeError(out_of_memory) from None
@@ -332,7 +331,7 @@ def _read_over_ranks(runtime: Runtime, sums: torch.Tensor, norm: torch.Tensor, s
         loss=read["loss"][0],
         metrics=read["metrics"],
         is_bad_norm=bool(read["is_bad_norm"][0]),
-        rank_seconds=tuple(read["rank_seconds"]),
+        rank_seconds=() if runtime.placement.needs_equal_microbatches else tuple(read["rank_seconds"]),
         grad_norm=read["grad_norm"][0],
         own_loss=read["own_loss"][0],
     )

@@ -88,6 +88,11 @@ class TrainingRun:
             setup.objective.no_gradient,
             may_lack_gradient=setup.objective.may_lack_gradient,
         )
+        self._graphs = None
+        if setup.config.training.graphs is True:
+            from finetune.training.captures import captured_microbatches
+
+            self._graphs = captured_microbatches(setup)
         self._first_step: FirstStep | None = None
         if not setup.runtime.placement.needs_equal_microbatches:
             self._first_step = FirstStep(
@@ -248,6 +253,7 @@ class TrainingRun:
                 StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=scale),
                 compute=self._compute,
                 may_be_too_large=may_be_too_large,
+                graphs=self._graphs,
             )
             if self.loss_scale is None:
                 return result

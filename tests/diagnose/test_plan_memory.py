@@ -20,6 +20,7 @@ from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
 from finetune.model.lora import add_lora
 from finetune.training.forward import Computation
+from finetune.training.memory import forecast
 from finetune.training.memory.forecast import OptimizerNeed, forecast_step, optimizer_need
 from finetune.training.optim import build_optimizer
 from finetune.training.preferences.losses import PreferenceLoss
@@ -194,6 +195,24 @@ def test_the_copies_of_an_adapter_in_the_type_of_the_run_are_there_all_the_time(
     assert abs(predicted.total / measured - 1) < 0.05, (predicted, measured)
     copies = predicted.parts["adapter"] // 2
     assert copies > 0.1 * measured, "so that it would be seen if they were not counted"
+
+
+def test_graphs_keep_the_memory_of_a_pass_unless_gradients_are_checkpointed(monkeypatch):
+    microbatch = pack(rows(1))
+
+    def peak(*, checkpointed: bool = False, captures: bool = True):
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_phi3_config())
+            model = prepare(model, "lora", checkpointed=checkpointed)
+        how = Computation(loss_of=sft, device_type="cpu")
+        return forecast_step(model, microbatch, how, captures=captures).peak(OptimizerNeed(0, 0))
+
+    alone, graphed = peak(captures=False), peak()
+    of_pass = sum(alone.parts[part] for part in ("activations", "logits", "workspace"))
+    assert graphed.total - alone.total == graphed.parts["workspace"] - alone.parts["workspace"] == of_pass > 0
+    assert peak(checkpointed=True) == peak(checkpointed=True, captures=False)
+    monkeypatch.setattr(forecast, "TOKENS_WITHOUT_PADDING", microbatch.num_computed / 2)
+    assert peak().total - alone.total == round(of_pass / 2)
 
 
 def test_gradients_that_are_added_up_are_there_all_the_time():

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoConfig
 
-from finetune.config.schema import Config
+from finetune.config.schema import Config, LoraSection
 from finetune.distributed.launch import launch
 from finetune.engine import attention_cuda
+from finetune.engine.attention_cuda import prepare_varlen
+from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import Processor
 from finetune.errors import ConfigError
+from finetune.model.lora import add_lora
 from finetune.model.shrunken import random_model, shrunken_config
-from finetune.training import forward
+from finetune.training import captures, forward
+from finetune.training.captures import captured_microbatches, why_not_captured
 from finetune.training.forward import agree_on_forward
-from tests.tiny_models import build_tiny, tiny_phi3_config
+from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
@@ -84,3 +91,54 @@ def test_an_fp32_run_says_what_bf16_would_change(
         assert runtime.fallbacks.as_records() == []
     said = [line for line in capsys.readouterr().err.splitlines() if "training.precision=bf16" in line]
     assert [f"({expected})" in line for line in said] == [True] * (expected is not None)
+
+
+def test_why_a_run_captures_no_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    adapted = add_lora(build_tiny(tiny_phi3_config()), LoraSection(r=2))
+
+    def setup(runtime: Any, model: Any = adapted, *, strict: bool = False, **given: Any) -> Any:
+        """The parts of a run that matter here."""
+        own = {name: given.pop(name) for name in ("loss", "gradient_checkpointing", "is_packed") if name in given}
+        return SimpleNamespace(
+            runtime=runtime,
+            config=Config.model_validate({"strict": strict, "training": {"graphs": True, **given}}),
+            model=model,
+            loss=summed_cross_entropy,
+            hooks=SimpleNamespace(loss=own.get("loss")),
+            memory=SimpleNamespace(gradient_checkpointing=own.get("gradient_checkpointing", False)),
+            is_packed=own.get("is_packed", True),
+        )
+
+    config = Config.model_validate({"training": {"device": "cpu", "precision": "bf16", "fused": False}})
+    with launch(config) as runtime:
+        assert captured_microbatches(setup(runtime)) is None
+        [taken] = runtime.fallbacks.as_records()
+        assert (taken["used"], taken["why"]) == (
+            "one launch for each kernel",
+            "the device is cpu, and only CUDA has graphs",
+        )
+        monkeypatch.setattr(captures, "prepared_by_the_host", lambda *_: prepare_varlen)
+        here, runtime.context = runtime.context, runtime.context._replace(device=torch.device("cuda", 0))
+        try:
+            assert why_not_captured(setup(runtime)) is None
+            for key, value, name in (
+                ("objective", "dpo", "dpo"),
+                ("deterministic", True, "deterministic"),
+                ("profile", 2, "profile"),
+                ("neftune_alpha", 5.0, "neftune"),
+                ("loss", print, "script's own"),
+                ("gradient_checkpointing", True, "checkpointed"),
+                ("is_packed", False, "all layers"),
+            ):
+                assert name in (why_not_captured(setup(runtime, **{key: value})) or "")
+            noisy = add_lora(build_tiny(tiny_phi_config(resid_pdrop=0.1)), LoraSection(r=2))
+            assert why_not_captured(setup(runtime, noisy)) == "the base has dropout of its own"
+            whole = build_tiny(tiny_phi3_config())
+            assert why_not_captured(setup(runtime, whole)) == "weights other than those of LoRA are trained"
+            monkeypatch.setattr(captures, "prepared_by_the_host", lambda *_: None)
+            assert "flash attention" in (why_not_captured(setup(runtime)) or "")
+        finally:
+            runtime.context = here
+    strict = Config.model_validate({"strict": True, "training": {"device": "cpu", "precision": "bf16", "fused": False}})
+    with launch(strict) as runtime, pytest.raises(ConfigError, match=r"one launch for each kernel.*strict=true"):
+        captured_microbatches(setup(runtime))

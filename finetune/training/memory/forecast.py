@@ -11,18 +11,19 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from finetune.engine.decoder import bare_model
+from finetune.engine.layout import TOKENS_WITHOUT_PADDING
 from finetune.engine.microbatch import Microbatch, WithRows
 from finetune.engine.products import is_in_4_bits
 from finetune.engine.quantized import state_bytes, weight_without_data
 from finetune.model.base import checkpoint_gradients
-from finetune.training.forward import Computation
+from finetune.training.forward import Computation, wants_padding
 from finetune.training.memory.tracing import (
     BETWEEN,
     FORWARD,
@@ -43,6 +44,8 @@ PARTS: tuple[Part, ...] = (
     *("weights", "adapter", "gradients", "optimizer", "activations", "logits", "workspace"),
     "gathered",  # where weights are sharded
 )
+_IN_PASS: tuple[Part, ...] = ("activations", "logits", "workspace")
+"""What a CUDA graph keeps of its pass."""
 _AT_ONCE = 2
 """The number of layers that are gathered at the same time: the current layer, and the next one, gathered ahead."""
 
@@ -173,12 +176,14 @@ class StepForecast:
         weights: of the model.
         device_type: of the device that computes.
         learns: see `Computation`.
+        captured_share: the part of a pass for which CUDA graphs keep memory; 0 without graphs.
     """
 
     moments: Phases
     weights: Weights
     device_type: str
     learns: bool = True
+    captured_share: float = 0.0
 
     def peak(self, optimizer: OptimizerNeed, *, world_size: int = 1, shards: Shards = WHOLE) -> Peak:
         """Predict the peak of the second training step or a later one, or of a validation after it, on one rank.
@@ -191,6 +196,8 @@ class StepForecast:
             "adapter": weights.adapter,
             "optimizer": optimizer.state // trained_shards,
         }
+        of_pass = max(sum(size for part, size in parts.items() if part in _IN_PASS) for parts in self.moments.values())
+        graphs = round(self.captured_share * of_pass)
         peaks = [
             Peak(when=when, parts={**resident, **self._in_pass(when, parts, shards)})
             for when, parts in self.moments.items()
@@ -204,8 +211,8 @@ class StepForecast:
         if self.learns and world_size > 1 and trained_shards == 1:
             peaks.append(Peak(when="sum of gradients", parts={**at_its_end, "workspace": gradients}))
         highest = max(peaks, key=lambda peak: peak.total)
-        parts = PARTS if shards.size > 1 else PARTS[:-1]
-        return Peak(when=highest.when, parts={part: highest.parts.get(part, 0) for part in parts})
+        sizes = {part: highest.parts.get(part, 0) for part in (PARTS if shards.size > 1 else PARTS[:-1])}
+        return Peak(when=highest.when, parts={**sizes, "workspace": sizes["workspace"] + graphs})
 
     def _in_pass(self, when: str, parts: Mapping[Part, int], shards: Shards) -> dict[Part, int]:
         """Return the parts of a moment of a pass, with the gathered weights, and with the gradients that shards leave.
@@ -226,7 +233,9 @@ class StepForecast:
         return sizes
 
 
-def forecast_step(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation) -> StepForecast:
+def forecast_step(
+    model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Computation, *, captures: bool = False
+) -> StepForecast:
     """Run a step without data.
 
     Args:
@@ -234,12 +243,21 @@ def forecast_step(model: torch.nn.Module, microbatch: Microbatch | WithRows, how
             out and put back.
         microbatch: the largest of the run, on the CPU.
         how: how the run computes a step.
+        captures: see `wants_captures`.
 
     Raises:
         RuntimeError: the model cannot run without data; or one of `CANNOT_TRACE`.
     """
     moments = trace_deep(model, lambda: trace(model, microbatch, how))
-    return StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type, learns=how.learns)
+    forecast = StepForecast(moments=moments, weights=Weights(model), device_type=how.device_type, learns=how.learns)
+    if not captures or getattr(bare_model(model).get_decoder(), "gradient_checkpointing", False):
+        return forecast
+    return replace(forecast, captured_share=min(1.0, TOKENS_WITHOUT_PADDING / microbatch.num_computed))
+
+
+def wants_captures(config: Config, how: Computation) -> bool:
+    """Return whether CUDA graphs replay small micro-batches, if nothing else forbids it (`training/captures.py`)."""
+    return config.objective.learns_answers and wants_padding(config.training, how.device_type, how.dtype)
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer, *, device_type: str) -> OptimizerNeed | None:
@@ -317,7 +335,8 @@ def predict_sizes(
             checkpoint_twin()
         rows = rows_of(num_rows, longest)
         microbatch = collate([rows[index] for index in range(num_rows)])
-        peak = forecast_step(twin, microbatch, how).peak(optimizer, world_size=world_size, shards=shards)
+        forecast = forecast_step(twin, microbatch, how, captures=wants_captures(config, how))
+        peak = forecast.peak(optimizer, world_size=world_size, shards=shards)
         weights = sum(peak.parts.get(part, 0) for part in ("weights", "adapter", "gathered"))
         return Size(microbatch.num_computed, peak.total - weights)
 
