@@ -14,6 +14,7 @@ import torch
 
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExample
+from finetune.data.splits import shuffled
 from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
@@ -35,6 +36,8 @@ _AT_ONCE = 4
 _LEAST_SECONDS = 5.0
 """What the measurement is expected to take before anything is known."""
 _NUM_LISTED = 3
+_MOST_WATCHED = 16
+"""The most prompts whose divergence is measured in each validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +145,45 @@ def measure_forgetting(
     )
 
 
+class ForgettingWatch:
+    """Measure the divergence of a model in training from its base, again and again, on the same few prompts.
+
+    The base, which is the model with its adapter switched off, answers them once. A measurement is two forwards over
+    at most 16 prompts and answers.
+
+    Args:
+        runtime: this process's place in the world.
+        tuned: the placed model with its adapter, and its tokenizer.
+        general_prompts: `testing.general_prompts`.
+    """
+
+    def __init__(self, runtime: Runtime, tuned: LoadedRun, general_prompts: str) -> None:
+        self._runtime, self._tuned = runtime, tuned
+        prompts = read_general_prompts(general_prompts)
+        few = sorted(shuffled(len(prompts), 0)[:_MOST_WATCHED])
+        ids = [encode_prompt(AnswerTokens(tuned.tokenizer), prompts[row]) for row in few]
+        batches = group_prompts(tuned.model, ids, batch_size=_AT_ONCE, max_new_tokens=_MAX_NEW_TOKENS)
+        # All ranks forward the same batches if the weights are sharded.
+        self._is_shared = runtime.world_size > 1 and runtime.placement.shard_size is None
+        own = batches[runtime.rank :: runtime.world_size] if self._is_shared else batches
+        self._num_prompts, self._prompts = len(ids), [[ids[row] for row in rows] for rows in own]
+        self._answers: list[list[list[int]]] | None = None
+
+    def measure(self) -> float:
+        """Return KL(base || tuned) in nats per token, the same on all ranks. Collective."""
+        with waiting("measuring what it forgot"):
+            if self._answers is None:
+                self._answers = [_answer(self._runtime, self._tuned, None, prompts) for prompts in self._prompts]
+            total = sum(
+                divergence
+                for both in zip(self._prompts, self._answers, strict=True)
+                for divergence, *_ in _compare(self._runtime, self._tuned, None, *both)
+            )
+        if self._is_shared:
+            (total,) = self._runtime.collectives.sum([total])
+        return self._runtime.collectives.broadcast_from_main(total / self._num_prompts)
+
+
 def _least_seconds(runtime: Runtime, model: Any, prompts: Sequence[list[int]], num_batches: int) -> float:
     """Return a bound below the time of all batches, from one forward over the prompts of a batch.
 
@@ -163,12 +205,34 @@ def _measure(
 
     An answer includes the token that ends it.
     """
+    return _compare(runtime, tuned, base, prompts, _answer(runtime, tuned, base, prompts))
+
+
+def _answer(
+    runtime: Runtime, tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]
+) -> list[list[int]]:
+    """Return the base's greedy answers to the prompts of a batch. Collective if the weights are sharded."""
     model = tuned.model if base is None else base.model
     as_base = tuned.model.disable_adapter if base is None else nullcontext
     ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
     decoding = Decoding(stop_ids=ends, max_new_tokens=_MAX_NEW_TOKENS, keeps_stop=True)
+    if runtime.placement.shard_size is None:
+        with as_base():
+            return generate_answers(model, prompts, decoding, batch_size=_AT_ONCE)
     with as_base():
-        answers = generate_answers(model, prompts, decoding, batch_size=_AT_ONCE)
+        return generate_answers(model, prompts, decoding, batch_size=_AT_ONCE, runtime=runtime)
+
+
+def _compare(
+    runtime: Runtime,
+    tuned: LoadedRun,
+    base: LoadedRun | None,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]],
+) -> Iterator[list[float]]:
+    """Yield the values of `_measure` for prompts that the base has answered."""
+    model = tuned.model if base is None else base.model
+    as_base = tuned.model.disable_adapter if base is None else nullcontext
     rows = [torch.tensor([*both[0], *both[1]]) for both in zip(prompts, answers, strict=True)]
     targets = [torch.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     microbatch = pad([EncodedExample(*both) for both in zip(rows, targets, strict=True)])

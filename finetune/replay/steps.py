@@ -238,9 +238,12 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         "validation.metrics": [],
         "checkpoint.best_metric": LOSS,
         "early_stopping.metric": LOSS,
+        "early_stopping.max_forgotten": None,
         "training.num_workers": 0,
         "training.prefetch_factor": None,
     }
+    if config.data.keep is not None:
+        chosen["data.keep_prompts"] = str(run.folder.base_answers)  # recorded, so that nothing is generated again
     values = {key: (value, "run.json") for key, value in chosen.items() if config.origin(key) != COMMAND_LINE}
     config = config.with_values(values)
     return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.errors import RunFailedError, ServerError
 from finetune.runs.state import TrainerState
 from finetune.signals import end_steps
-from finetune.training.cadence import Cadence, StopRules
+from finetune.training.cadence import Cadence, Reason, StopRules
 from finetune.training.checks import refuse_no_update
 from finetune.training.hooks import EndResult
 from finetune.training.preemption import preempted_in_training
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     from finetune.training.objective import Setup
     from finetune.training.reporting.journal import Journal
 
-Reason = Literal["complete", "no improvement", "preempted", "stopped"]
+
+_log = logging.getLogger(__name__)
 
 
 class LoopEnd(NamedTuple):
@@ -48,7 +50,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
-    end: Reason | None = "no improvement" if is_patience_exhausted(state, rules.patience) else None
+    end = _early_stop(state, rules)
     end = "stopped" if state.is_stopped else end
     if run.validates and cadence.owes_validation(state):
         state, end = _after_step(state, cadence, run, rules)
@@ -94,6 +96,15 @@ def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_l
     if end.reason == "preempted":
         raise preempted_in_training(runtime, step)
     refuse_no_update(end.state, setup.config, setup.objective.no_gradient)
+    if end.reason == "forgot too much":
+        bound, holds = setup.config.early_stopping.max_forgotten, "the best weights before it"
+        if end.state.best_step is None:
+            holds = "these weights, since no validation was within it. Lower optim.learning_rate, or set data.keep=5%"
+        _log.warning(
+            "training ended: after step %d the model diverges from its base by %.3f nats per token, and "
+            "early_stopping.max_forgotten is %g; adapter/ holds %s",
+            *(step, end.state.forgotten, bound, holds),
+        )
     setup.on_main(lambda journal: _publish(journal, end.state, cadence, run, setup), "publishing the adapter")
     if val_loader is not None:
         setup.objective.after_training(setup, val_loader, step)
@@ -139,14 +150,20 @@ def _after_step(
         else:
             _refuse_not_finite(state, validated.loss)
             state = after_validation(state, validated, rules.criteria)
-            if run.agree_to_stop(is_patience_exhausted(state, rules.patience)):
-                end = "no improvement"
+            end = run.agree_to_stop(_early_stop(state, rules))
     if "stop" in run.callbacks.requests and end is None and not is_last:
         state, end = replace(state, is_stopped=True), "stopped"
     if cadence.saves_after(state.step) or end is not None or "save" in run.callbacks.requests:
         run.callbacks.requests.clear()
         run.save(state)
     return state, end or ("complete" if is_last else None)
+
+
+def _early_stop(state: TrainerState, rules: StopRules) -> Reason | None:
+    """Return why training should stop after the last validation; None if it goes on."""
+    if rules.criteria.has_forgotten(state):
+        return "forgot too much"
+    return "no improvement" if is_patience_exhausted(state, rules.patience) else None
 
 
 def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:

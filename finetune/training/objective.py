@@ -171,6 +171,7 @@ class Setup:
         model: on its device, sharded if the run shards.
         tokenizer: the model's.
         splits: encoded rows.
+        base_answers: the rows of `data.keep`, which training has on top of its split; None without them.
         objective: what the run minimises.
         journal: the journal of the run on the main process; None on the others.
         metrics: `validation.metrics`, by name.
@@ -187,6 +188,7 @@ class Setup:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     splits: EncodedSplits
+    base_answers: EncodedExamples | None
     objective: Objective
     journal: Journal | None
     metrics: Mapping[str, Any]

@@ -126,7 +126,16 @@ def set_up(
     folder = RunFolder(checked.config.output_dir)
     journal = _open(runtime, checked, folder, model, tokenizer, hooks)
     placed = _place(runtime, checked, journal, model)
-    memory = _choose_memory(runtime, checked, journal, placed)
+    base_answers = None
+    if checked.config.data.keep is not None:
+        from finetune.training.keeping import base_answers as answer_with_base
+
+        rows, of_base = checked.splits.train, {"journal": journal, "base": checked.base}
+        base_answers = answer_with_base(runtime, checked.config, model, tokenizer, rows, **of_base)
+    longest = max(
+        checked.objective.longest_row(checked.splits), 0 if base_answers is None else int(base_answers.lengths.max())
+    )
+    memory = _choose_memory(runtime, checked, journal, placed, longest)
     if memory.gradient_checkpointing:
         checkpoint_gradients(model, offloads=memory.offloads)
     if memory.embedding_on_host:
@@ -142,6 +151,7 @@ def set_up(
         model=model,
         tokenizer=tokenizer,
         splits=checked.splits,
+        base_answers=base_answers,
         objective=checked.objective,
         journal=journal,
         metrics=checked.metrics,
@@ -230,8 +240,13 @@ def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: 
     return placed
 
 
-def _choose_memory(runtime: Runtime, checked: _Checked, journal: Journal | None, placed: _Placed) -> MemoryChoice:
-    """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective."""
+def _choose_memory(
+    runtime: Runtime, checked: _Checked, journal: Journal | None, placed: _Placed, longest: int
+) -> MemoryChoice:
+    """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective.
+
+    `longest` is the number of tokens of the longest row to train on.
+    """
     objective = checked.objective
     how = Computation(
         # A script's own loss may refuse tensors without data, and takes about as much memory.
@@ -245,10 +260,10 @@ def _choose_memory(runtime: Runtime, checked: _Checked, journal: Journal | None,
         checked.config,
         placed.memory_twin,
         how,
-        longest=objective.longest_row(checked.splits),
+        longest=longest,
         rows_of=objective.filler_rows,
         collate=placed.collate,
-        recorded=None if journal is None else journal.recorded_memory(),
+        recorded=None if journal is None else journal.recorded("memory"),
     )
 
 

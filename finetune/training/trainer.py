@@ -135,11 +135,15 @@ class Trainer:
             DataError: `drop_last` leaves nothing of a split.
         """
         _log.info("Preparing data loaders...")
-        setup = self._setup
+        setup, splits = self._setup, self.splits
+        if setup.base_answers is not None:
+            from finetune.training.keeping import with_rows_on_top
+
+            splits = with_rows_on_top(splits, setup.base_answers)
         loaders = build_loaders(
             self.runtime,
             setup.memory.resolve(self.config),
-            self.splits,
+            splits,
             collate=setup.collate,
             is_packed=setup.is_packed,
             boundary=longrope_boundary(self.model),

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader
 from finetune.engine.loss import BY_DEVICE
 from finetune.engine.microbatch import Microbatch
@@ -18,8 +19,10 @@ from finetune.errors import FinetuneError
 from finetune.inference.losses import LossSums
 from finetune.logs import waiting
 from finetune.runs.checkpoints import Snapshot, take_snapshot
+from finetune.runs.metrics import FORGOTTEN
+from finetune.runs.model_files import LoadedRun
 from finetune.runs.state import TrainerState
-from finetune.training.cadence import Cadence
+from finetune.training.cadence import Cadence, Reason
 from finetune.training.checks import UpdateWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import TrainRows, log_microbatches
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     import torch
 
     from finetune.inference.evaluation import Dialogues
+    from finetune.inference.forgetting import ForgettingWatch
     from finetune.training.loss_scale import LossScale
     from finetune.training.profiling import StepProfiler
     from finetune.training.reporting.journal import Journal
@@ -144,10 +148,17 @@ class TrainingRun:
         assert self._val_loader is not None
         self._runtime.liveness.enter_phase("evaluation", state.step)
         setup = self._setup
-        measured = setup.objective.measure(setup, self._val_loader).over_ranks(self._runtime)
+        measured = setup.objective.measure(setup, self._val_loader)
+        if setup.base_answers is not None:
+            from finetune.training.keeping import SUBSET, measure_base_answers
+
+            of_base = measure_base_answers(setup, setup.base_answers)
+            measured = measured._replace(subsets={**measured.subsets, SUBSET: of_base})
+        measured = measured.over_ranks(self._runtime)
         sums, metrics = measured.whole, measured.metrics
         if sums.num_cut_short:
             return None
+        metrics = {**metrics, **self._measure_forgetting(state)}
         spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
         _log.info("Validation: loss=%.3f%s", sums.loss, spread)
         if setup.metrics:
@@ -177,6 +188,13 @@ class TrainingRun:
             setup.journal.validation(state, sums, metrics=metrics)
         self.callbacks.call("on_validation", ValidationResult(state.step, sums.loss, MappingProxyType(dict(metrics))))
         return Validated(sums.loss, metrics)
+
+    def _measure_forgetting(self, state: TrainerState) -> Mapping[str, float]:
+        """Return the divergence from the base if it may stop the run. Collective."""
+        if self._config.early_stopping.max_forgotten is None:
+            return {}
+        self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
+        return {FORGOTTEN: self._forgetting.measure()}
 
     def save(self, state: TrainerState) -> None:
         """Commit a checkpoint of the state."""
@@ -230,9 +248,9 @@ class TrainingRun:
         keep, has_best = self._config.checkpoint.save_total_limit, self._setup.splits.validation is not None
         log_disk_need(journal.folder, self._snapshot(state), self._cadence, keep=keep, has_best=has_best)
 
-    def agree_to_stop(self, is_exhausted: bool) -> bool:
+    def agree_to_stop(self, reason: Reason | None) -> Reason | None:
         """Return rank 0's argument on every rank."""
-        return self._runtime.collectives.broadcast_from_main(is_exhausted)
+        return self._runtime.collectives.broadcast_from_main(reason)
 
     def _take_step(
         self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool = False
@@ -261,6 +279,17 @@ class TrainingRun:
         """Read an epoch again from a step whose micro-batches were halved. Return the micro-batches of this step."""
         self._batches = self._train_loader.steps(epoch, place)
         return next(self._batches)
+
+    @cached_property
+    def _forgetting(self) -> ForgettingWatch:
+        """Measures the divergence from the base. The base answers the prompts once, at the first validation."""
+        from finetune.inference.forgetting import ForgettingWatch
+
+        # A callback may have changed the current folder.
+        default = self._config.testing.general_prompts
+        prompts = recorded_paths(self._setup.folder.path).get("testing.general_prompts", default)
+        loaded = LoadedRun(self._setup.model, self._setup.tokenizer)
+        return ForgettingWatch(self._runtime, loaded, prompts)
 
     @cached_property
     def _sample(self) -> Dialogues:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.keys import did_you_mean
 from finetune.data.splits import shuffled
 from finetune.errors import ConfigError, DataError
-from finetune.runs.metrics import sign_of, subset_key
+from finetune.runs.metrics import FORGOTTEN, sign_of, subset_key
 from finetune.runs.state import TrainerState
 
 if TYPE_CHECKING:
@@ -49,19 +49,27 @@ class Criteria(NamedTuple):
     """`early_stopping.metric`."""
     min_delta: float = 0.0
     """The smallest improvement of `stopping` that counts, and of `best` if both are the same metric."""
+    max_forgotten: float | None = None
+    """`early_stopping.max_forgotten`. Weights beyond it are never the best."""
 
     @classmethod
     def of(cls, config: Config) -> Criteria:
         """Make the criteria of a configuration."""
         stopping = config.early_stopping
-        return cls(best=config.checkpoint.best_metric, stopping=stopping.metric, min_delta=stopping.min_delta)
+        return cls(config.checkpoint.best_metric, stopping.metric, stopping.min_delta, stopping.max_forgotten)
+
+    def has_forgotten(self, state: TrainerState) -> bool:
+        """Return whether the weights of the last validation diverge too far from the base."""
+        forgotten, bound = state.forgotten, self.max_forgotten
+        return forgotten is not None and bound is not None and forgotten > bound
 
 
 def after_validation(state: TrainerState, validated: Validated, criteria: Criteria) -> TrainerState:
     """Return the state after one more validation. A metric that is not finite is no improvement."""
     is_one = criteria.best == criteria.stopping
+    state = replace(state, forgotten=validated.metrics.get(FORGOTTEN))
     merit, best = validated.merit(criteria.best), best_merit(state, criteria.best)
-    is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0)
+    is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0) and not criteria.has_forgotten(state)
     if is_best:
         value = None if criteria.best == LOSS else validated.metrics[criteria.best]
         state = replace(state, best_loss=validated.loss, best_step=state.step, best_value=value)
@@ -199,14 +207,15 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
 
 
 def refuse_early_stopping(config: Config, splits: Any) -> None:
-    """Raise ConfigError for `early_stopping.patience` in a run without a validation split."""
-    patience = config.early_stopping.patience
-    if patience is not None and splits.validation is None:
-        raise ConfigError(
-            f"early_stopping.patience is {patience} ({config.origin('early_stopping.patience')}), but the run has no "
-            f"validation split that could stop it: data.validation is {config.data.validation or 'null'}. Set "
-            "data.validation=5%, or name a file or a split; or remove early_stopping.patience."
-        )
+    """Raise ConfigError for a rule of early stopping in a run without a validation split."""
+    for name in ("patience", "max_forgotten"):
+        key, value = f"early_stopping.{name}", getattr(config.early_stopping, name)
+        if value is not None and splits.validation is None:
+            raise ConfigError(
+                f"{key} is {value} ({config.origin(key)}), but the run has no validation split that could stop it: "
+                f"data.validation is {config.data.validation or 'null'}. Set data.validation=5%, or name a file or a "
+                f"split; or remove {key}."
+            )
 
 
 def refuse_rows_without_answers(config: Config, row_type: str) -> None:
