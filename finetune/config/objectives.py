@@ -12,7 +12,6 @@ from typing import Literal
 SECTIONS = ("preference", "grpo", "rollout", "reward")
 """Sections with keys that only some objectives read."""
 _KEYS = ("data.keep", "data.keep_prompts")
-"""Such keys of other sections."""
 
 
 @dataclass(frozen=True, kw_only=True)

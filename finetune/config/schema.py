@@ -364,16 +364,6 @@ class DataSection(Section):
     def _read_number_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
-    @field_validator("keep")
-    @classmethod
-    def _check_keep(cls, value: str | None) -> str | None:
-        match = re.fullmatch(r"(0*[1-9][0-9]*)|([0-9]*\.?[0-9]+)(%?)", value or "1")
-        if match is None or not (match[1] or 0 < float(match[2]) < (100 if match[3] else 1)):
-            raise ValueError(
-                f"expected a share of the training rows below all (5% or 0.05) or a number of rows (200), got '{value}'"
-            )
-        return value
-
     @field_validator("template_date")
     @classmethod
     def _check_date(cls, value: str | None) -> str | None:

@@ -211,7 +211,7 @@ class Planner:
             if config.data.keep is not None and isinstance(splits.train, EncodedExamples):
                 from finetune.training.keeping import assumed_rows, describe_rows_on_top, with_rows_on_top
 
-                on_top = assumed_rows(config, tokenizer, splits.train)
+                on_top = assumed_rows(config, tokenizer, len(splits.train))
                 self.findings.append(ok("Data", describe_rows_on_top(config, on_top)))
                 splits = with_rows_on_top(splits, on_top)
             return splits

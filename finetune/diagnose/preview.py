@@ -300,7 +300,7 @@ def _mention_rows_on_top(config: Config, splits: Any, tokenizer: PreTrainedToken
     if config.data.keep is not None:
         from finetune.training.keeping import assumed_rows, describe_rows_on_top
 
-        yield ok("Data", describe_rows_on_top(config, assumed_rows(config, tokenizer, splits.train)))
+        yield ok("Data", describe_rows_on_top(config, assumed_rows(config, tokenizer, len(splits.train))))
 
 
 def _judge_fit(

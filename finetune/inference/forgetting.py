@@ -14,7 +14,6 @@ import torch
 
 from finetune.data.batches import pad
 from finetune.data.encoded import EncodedExample
-from finetune.data.splits import shuffled
 from finetune.data.templates import AnswerTokens, stop_ids
 from finetune.data.values import quote
 from finetune.distributed.runtime import Runtime
@@ -30,14 +29,12 @@ from finetune.units import counted, format_duration
 if TYPE_CHECKING:
     from finetune.runs.model_files import LoadedRun
 
-_MAX_NEW_TOKENS = 32
-_AT_ONCE = 4
+MAX_NEW_TOKENS = 32
+AT_ONCE = 4
 """Prompts that are answered together. After each such batch, the remaining time is predicted."""
 _LEAST_SECONDS = 5.0
 """What the measurement is expected to take before anything is known."""
 _NUM_LISTED = 3
-_MOST_WATCHED = 16
-"""The most prompts whose divergence is measured in each validation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +106,7 @@ def measure_forgetting(
         )
         if ids != others:
             return Forgetting(why_not="the two models read the prompts as different tokens")
-        batches = group_prompts(reference, ids, batch_size=_AT_ONCE, max_new_tokens=_MAX_NEW_TOKENS)
+        batches = group_prompts(reference, ids, batch_size=AT_ONCE, max_new_tokens=MAX_NEW_TOKENS)
     except DataError as error:
         return Forgetting(why_not=str(error))
     rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
@@ -126,7 +123,9 @@ def measure_forgetting(
             )
             return Forgetting(why_not=why_not)
         with waiting(f"measuring what it forgot, batch {number} of {len(own)}"):
-            for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
+            for row, values in zip(
+                rows, compare_answers(runtime, tuned, base, [ids[row] for row in rows]), strict=True
+            ):
                 measured[row] = values
         predicted = (time.monotonic() - begun) / number * len(own)
     if world_size > 1:
@@ -145,45 +144,6 @@ def measure_forgetting(
     )
 
 
-class ForgettingWatch:
-    """Measure the divergence of a model in training from its base, again and again, on the same few prompts.
-
-    The base, which is the model with its adapter switched off, answers them once. A measurement is two forwards over
-    at most 16 prompts and answers.
-
-    Args:
-        runtime: this process's place in the world.
-        tuned: the placed model with its adapter, and its tokenizer.
-        general_prompts: `testing.general_prompts`.
-    """
-
-    def __init__(self, runtime: Runtime, tuned: LoadedRun, general_prompts: str) -> None:
-        self._runtime, self._tuned = runtime, tuned
-        prompts = read_general_prompts(general_prompts)
-        few = sorted(shuffled(len(prompts), 0)[:_MOST_WATCHED])
-        ids = [encode_prompt(AnswerTokens(tuned.tokenizer), prompts[row]) for row in few]
-        batches = group_prompts(tuned.model, ids, batch_size=_AT_ONCE, max_new_tokens=_MAX_NEW_TOKENS)
-        # All ranks forward the same batches if the weights are sharded.
-        self._is_shared = runtime.world_size > 1 and runtime.placement.shard_size is None
-        own = batches[runtime.rank :: runtime.world_size] if self._is_shared else batches
-        self._num_prompts, self._prompts = len(ids), [[ids[row] for row in rows] for rows in own]
-        self._answers: list[list[list[int]]] | None = None
-
-    def measure(self) -> float:
-        """Return KL(base || tuned) in nats per token, the same on all ranks. Collective."""
-        with waiting("measuring what it forgot"):
-            if self._answers is None:
-                self._answers = [_answer(self._runtime, self._tuned, None, prompts) for prompts in self._prompts]
-            total = sum(
-                divergence
-                for both in zip(self._prompts, self._answers, strict=True)
-                for divergence, *_ in _compare(self._runtime, self._tuned, None, *both)
-            )
-        if self._is_shared:
-            (total,) = self._runtime.collectives.sum([total])
-        return self._runtime.collectives.broadcast_from_main(total / self._num_prompts)
-
-
 def _least_seconds(runtime: Runtime, model: Any, prompts: Sequence[list[int]], num_batches: int) -> float:
     """Return a bound below the time of all batches, from one forward over the prompts of a batch.
 
@@ -198,41 +158,23 @@ def _least_seconds(runtime: Runtime, model: Any, prompts: Sequence[list[int]], n
     return 3 * (time.monotonic() - begun) * num_batches
 
 
-def _measure(
-    runtime: Runtime, tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]
-) -> Iterator[list[float]]:
-    """Yield, for each prompt, the divergence and the log-probabilities of the base's answer, as means over its tokens.
-
-    An answer includes the token that ends it.
-    """
-    return _compare(runtime, tuned, base, prompts, _answer(runtime, tuned, base, prompts))
-
-
-def _answer(
-    runtime: Runtime, tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]
-) -> list[list[int]]:
-    """Return the base's greedy answers to the prompts of a batch. Collective if the weights are sharded."""
-    model = tuned.model if base is None else base.model
-    as_base = tuned.model.disable_adapter if base is None else nullcontext
-    ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
-    decoding = Decoding(stop_ids=ends, max_new_tokens=_MAX_NEW_TOKENS, keeps_stop=True)
-    if runtime.placement.shard_size is None:
-        with as_base():
-            return generate_answers(model, prompts, decoding, batch_size=_AT_ONCE)
-    with as_base():
-        return generate_answers(model, prompts, decoding, batch_size=_AT_ONCE, runtime=runtime)
-
-
-def _compare(
+def compare_answers(
     runtime: Runtime,
     tuned: LoadedRun,
     base: LoadedRun | None,
     prompts: Sequence[list[int]],
-    answers: Sequence[list[int]],
+    answers: Sequence[list[int]] = (),
 ) -> Iterator[list[float]]:
-    """Yield the values of `_measure` for prompts that the base has answered."""
+    """Yield, for each prompt, the divergence and the log-probabilities of the base's answer, as means over its tokens.
+
+    An answer includes the token that ends it. The base generates the answers, unless they are given.
+    """
     model = tuned.model if base is None else base.model
     as_base = tuned.model.disable_adapter if base is None else nullcontext
+    ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
+    decoding = Decoding(stop_ids=ends, max_new_tokens=MAX_NEW_TOKENS, keeps_stop=True)
+    with as_base():
+        answers = answers or generate_answers(model, prompts, decoding, batch_size=AT_ONCE)
     rows = [torch.tensor([*both[0], *both[1]]) for both in zip(prompts, answers, strict=True)]
     targets = [torch.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     microbatch = pad([EncodedExample(*both) for both in zip(rows, targets, strict=True)])

@@ -81,14 +81,14 @@ def read_prompts_file(path: Path, *, named_by: str = "--from") -> list[Prompt]:
     return _read_rows(rows.rows(), rows.label, rows.place)
 
 
-def read_general_prompts(value: str, *, named_by: str = "testing.general_prompts") -> list[Prompt]:
+def read_general_prompts(value: str) -> list[Prompt]:
     """Read the prompts that `testing.general_prompts` names; empty for `none`.
 
     Raises:
         DataError: the file does not exist, or has rows that are not prompts.
     """
     path = Path(resolve_shipped(value)).expanduser()
-    return [] if value == "none" else read_prompts_file(path, named_by=named_by)
+    return [] if value == "none" else read_prompts_file(path, named_by="testing.general_prompts")
 
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:

@@ -28,7 +28,6 @@ from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
-from finetune.training.checks import named_splits
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer, restore_trained_weights
 from finetune.training.rewards.rollouts import RolloutLoader
@@ -259,7 +258,7 @@ def _global_batch_size(run: RecordedRun, config: Config) -> int | None:
 
 def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
     recorded = run.part("fingerprints").get("data.train")
-    fingerprint = named_splits(trainer.splits)["train"].fingerprint
+    fingerprint = RecordedRun(trainer.folder).part("fingerprints")["data.train"]  # without the rows of data.keep
     if recorded != fingerprint:
         raise CheckpointError(
             f"{run.folder.path} cannot be replayed: its training rows are not those that it was trained on (their "

@@ -120,6 +120,7 @@ class RunRecord:
             "starts": [*(earlier.get("starts") or []), now],
             "num_steps": None,
             "memory": earlier.get("memory"),
+            **{name: earlier[name] for name in ("base_answers",) if name in earlier},
             "low_precision": None,
             "script": None,
             "opening": earlier.get("opening"),
@@ -167,7 +168,7 @@ class _Opening(BaseModel, strict=True):
 
 _TYPES: dict[str, Any] = {
     **get_type_hints(RunStart),
-    **dict.fromkeys(("memory", "low_precision", "script", "profile", "result"), Mapping[str, Any]),
+    **dict.fromkeys(("memory", "base_answers", "low_precision", "script", "profile", "result"), Mapping[str, Any]),
     **dict.fromkeys(("status", "git_commit", "finished"), str),
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},
 }

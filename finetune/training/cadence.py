@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.runs.state import TrainerState
 from finetune.training.validation import Criteria
@@ -11,8 +11,6 @@ from finetune.units import ceil_share
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
-
-Reason = Literal["complete", "no improvement", "forgot too much", "preempted", "stopped"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +26,6 @@ class Cadence:
     validate_every: int | None = None
     save_every: int | None = None
     save_every_epochs: int | None = None
-    saves_validated: bool = False
-    """Whether each validated step is saved, so that the best weights within `early_stopping.max_forgotten` exist."""
 
     @classmethod
     def of(cls, config: Config, steps_per_epoch: int) -> Cadence:
@@ -40,7 +36,6 @@ class Cadence:
             validate_every=config.validation.validate_every,
             save_every=config.checkpoint.save_every,
             save_every_epochs=config.checkpoint.save_every_epochs,
-            saves_validated=config.early_stopping.max_forgotten is not None,
         )
 
     def is_last(self, step: int) -> bool:
@@ -56,8 +51,7 @@ class Cadence:
         epochs, within = divmod(step, self.steps_per_epoch)
         by_steps = self.save_every is not None and step % self.save_every == 0
         by_epochs = self.save_every_epochs is not None and within == 0 and epochs % self.save_every_epochs == 0
-        by_validations = self.saves_validated and self.validates_after(step)
-        return by_steps or by_epochs or by_validations or self.is_last(step)
+        return by_steps or by_epochs or self.is_last(step)
 
     def most_checkpoints(self, *, keep: int, has_best: bool) -> int:
         """Return the most checkpoints on the disk at once: `keep` of them stay, and the best with `has_best`."""

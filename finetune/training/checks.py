@@ -44,7 +44,10 @@ def check_settings(config: Config, runtime: Runtime | None = None) -> None:
         ConfigError: no run can have this configuration.
     """
     check_objective(config)
-    _check_forgetting(config)
+    if config.data.keep is not None or config.early_stopping.max_forgotten is not None:
+        from finetune.training.keeping import check_keeping
+
+        check_keeping(config)
     if not config.objective.learns_answers and config.data.train_on == "each_turn":
         from finetune.data.preferences import refuse_each_turn
 
@@ -106,42 +109,16 @@ def check_objective(config: Config) -> None:
         )
 
 
-def _check_forgetting(config: Config) -> None:
-    """Raise ConfigError for a key that asks the base, in a run whose base cannot be asked or knows nothing."""
-    problems = []
-    if config.model.init == "random":
-        problems = [
-            "model.init is random, and random weights know nothing that could be forgotten. Name a trained model"
-        ]
-    for key, value in (
-        ("data.keep", config.data.keep),
-        ("early_stopping.max_forgotten", config.early_stopping.max_forgotten),
-    ):
-        if key != "data.keep" and config.training.method != "lora":
-            problems.append("training.method is full, so no base is left to compare with. Set training.method=lora")
-        elif key != "data.keep" and config.lora.init != "default":
-            moved = f"lora.init is {config.lora.init}, which moves a part of the base into the adapter"
-            problems.append(f"{moved}, so that the base cannot be computed alone. Set lora.init=default")
-        elif key != "data.keep" and config.testing.general_prompts == "none":
-            problems.append("testing.general_prompts is none, so there is nothing to measure it on. Name a file")
-        if value is not None and problems:
-            raise ConfigError(f"{key} is {value} ({config.origin(key)}), but {problems[0]}, or remove {key}.")
-
-
 def check_paths(config: Config) -> None:
     """Raise DataError or ModelError for files and folders that do not exist, all in one. The hub is not asked."""
     problems = missing_here(config.data)
-    for key, value in (
-        ("testing.general_prompts", config.testing.general_prompts),
-        ("data.keep_prompts", config.data.keep_prompts),
-    ):
-        if config.origin(key) != "default" and not value.endswith(".safetensors"):  # of recorded answers
-            from finetune.inference.prompts import read_general_prompts
+    if config.origin("testing.general_prompts") != "default":
+        from finetune.inference.prompts import read_general_prompts
 
-            try:
-                read_general_prompts(value, named_by=key)
-            except DataError as error:
-                problems.append(str(error))
+        try:
+            read_general_prompts(config.testing.general_prompts)
+        except DataError as error:
+            problems.append(str(error))
     try:
         list(_parts_at_hub(config.model, needs_weights=True))
     except ModelError as error:

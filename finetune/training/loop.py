@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.errors import RunFailedError, ServerError
 from finetune.runs.state import TrainerState
 from finetune.signals import end_steps
-from finetune.training.cadence import Cadence, Reason, StopRules
+from finetune.training.cadence import Cadence, StopRules
 from finetune.training.checks import refuse_no_update
 from finetune.training.hooks import EndResult
 from finetune.training.preemption import preempted_in_training
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from finetune.training.reporting.journal import Journal
 
 
-_log = logging.getLogger(__name__)
+Reason = Literal["complete", "no improvement", "forgot too much", "preempted", "stopped"]
 
 
 class LoopEnd(NamedTuple):
@@ -97,14 +96,9 @@ def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_l
         raise preempted_in_training(runtime, step)
     refuse_no_update(end.state, setup.config, setup.objective.no_gradient)
     if end.reason == "forgot too much":
-        bound, holds = setup.config.early_stopping.max_forgotten, "the best weights before it"
-        if end.state.best_step is None:
-            holds = "these weights, since no validation was within it. Lower optim.learning_rate, or set data.keep=5%"
-        _log.warning(
-            "training ended: after step %d the model diverges from its base by %.3f nats per token, and "
-            "early_stopping.max_forgotten is %g; adapter/ holds %s",
-            *(step, end.state.forgotten, bound, holds),
-        )
+        from finetune.training.keeping import warn_of_forgetting
+
+        warn_of_forgetting(setup.config, end.state)
     setup.on_main(lambda journal: _publish(journal, end.state, cadence, run, setup), "publishing the adapter")
     if val_loader is not None:
         setup.objective.after_training(setup, val_loader, step)

@@ -170,8 +170,8 @@ class Setup:
         folder: the run's, found once: a script may change the current folder, to which `config.output_dir` is relative.
         model: on its device, sharded if the run shards.
         tokenizer: the model's.
-        splits: encoded rows.
-        base_answers: the rows of `data.keep`, which training has on top of its split; None without them.
+        splits: encoded rows; those to train on end with the `base_answers`.
+        base_answers: the rows of `data.keep`, if it is set.
         objective: what the run minimises.
         journal: the journal of the run on the main process; None on the others.
         metrics: `validation.metrics`, by name.

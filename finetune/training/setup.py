@@ -67,7 +67,7 @@ class CheckedConfig(NamedTuple):
     """`validation.metrics` and the script's own metrics, by name."""
 
 
-class _Checked(NamedTuple):
+class CheckedParts(NamedTuple):
     """The parts of a run, which fit each other. Nothing is written yet."""
 
     config: Config
@@ -128,14 +128,11 @@ def set_up(
     placed = _place(runtime, checked, journal, model)
     base_answers = None
     if checked.config.data.keep is not None:
-        from finetune.training.keeping import base_answers as answer_with_base
+        from finetune.training.keeping import answer_with_base, with_rows_on_top
 
-        rows, of_base = checked.splits.train, {"journal": journal, "base": checked.base}
-        base_answers = answer_with_base(runtime, checked.config, model, tokenizer, rows, **of_base)
-    longest = max(
-        checked.objective.longest_row(checked.splits), 0 if base_answers is None else int(base_answers.lengths.max())
-    )
-    memory = _choose_memory(runtime, checked, journal, placed, longest)
+        base_answers = answer_with_base(runtime, checked, journal, model, tokenizer)
+        checked = checked._replace(splits=with_rows_on_top(checked.splits, base_answers))
+    memory = _choose_memory(runtime, checked, journal, placed)
     if memory.gradient_checkpointing:
         checkpoint_gradients(model, offloads=memory.offloads)
     if memory.embedding_on_host:
@@ -172,7 +169,7 @@ def _check(
     tokenizer: PreTrainedTokenizerBase,
     rows: AnySplits,
     hooks: Hooks,
-) -> _Checked:
+) -> CheckedParts:
     """Refuse parts that do not fit each other, and ranks that have other parts. Collective."""
     objective, metrics = checked.objective, checked.metrics
     hooks.refuse_no_sum(model, runtime.device)
@@ -192,12 +189,12 @@ def _check(
     runtime.collectives.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
     runtime.placement.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
-    return _Checked(config, objective, splits, metrics, base)
+    return CheckedParts(config, objective, splits, metrics, base)
 
 
 def _open(
     runtime: Runtime,
-    checked: _Checked,
+    checked: CheckedParts,
     folder: RunFolder,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -214,7 +211,7 @@ def _open(
     return journal
 
 
-def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: Any) -> _Placed:
+def _place(runtime: Runtime, checked: CheckedParts, journal: Journal | None, model: Any) -> _Placed:
     """Place or shard the model, and decide how a step computes it. Collective."""
     config = checked.config
     if runtime.placement.shard_size is None:
@@ -240,13 +237,8 @@ def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: 
     return placed
 
 
-def _choose_memory(
-    runtime: Runtime, checked: _Checked, journal: Journal | None, placed: _Placed, longest: int
-) -> MemoryChoice:
-    """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective.
-
-    `longest` is the number of tokens of the longest row to train on.
-    """
+def _choose_memory(runtime: Runtime, checked: CheckedParts, journal: Journal | None, placed: _Placed) -> MemoryChoice:
+    """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective."""
     objective = checked.objective
     how = Computation(
         # A script's own loss may refuse tensors without data, and takes about as much memory.
@@ -260,7 +252,7 @@ def _choose_memory(
         checked.config,
         placed.memory_twin,
         how,
-        longest=longest,
+        longest=objective.longest_row(checked.splits),
         rows_of=objective.filler_rows,
         collate=placed.collate,
         recorded=None if journal is None else journal.recorded("memory"),
@@ -285,7 +277,9 @@ def _digests_of_rows(splits: EncodedSplits) -> list[str]:
     return [*digests, *rows.subset_names, digest_tensors([rows.subset])]
 
 
-def _try_precision(runtime: Runtime, checked: _Checked, journal: Journal | None, model: Any, placed: _Placed) -> None:
+def _try_precision(
+    runtime: Runtime, checked: CheckedParts, journal: Journal | None, model: Any, placed: _Placed
+) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
     config, splits, forward, collate = checked.config, checked.splits, placed.forward, placed.collate
     if forward.why_not_engine is None:
@@ -342,7 +336,7 @@ def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
 
 
 def _open_journal(
-    runtime: Runtime, checked: _Checked, model: Any, tokenizer: PreTrainedTokenizerBase, hooks: Hooks
+    runtime: Runtime, checked: CheckedParts, model: Any, tokenizer: PreTrainedTokenizerBase, hooks: Hooks
 ) -> Journal:
     environment, config, splits = runtime.environment, checked.config, checked.splits
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}

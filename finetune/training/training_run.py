@@ -11,7 +11,6 @@ from functools import cached_property, partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader
 from finetune.engine.loss import BY_DEVICE
 from finetune.engine.microbatch import Microbatch
@@ -19,10 +18,8 @@ from finetune.errors import FinetuneError
 from finetune.inference.losses import LossSums
 from finetune.logs import waiting
 from finetune.runs.checkpoints import Snapshot, take_snapshot
-from finetune.runs.metrics import FORGOTTEN
-from finetune.runs.model_files import LoadedRun
 from finetune.runs.state import TrainerState
-from finetune.training.cadence import Cadence, Reason
+from finetune.training.cadence import Cadence
 from finetune.training.checks import UpdateWatch
 from finetune.training.hooks import Callbacks, SaveResult, ValidationResult
 from finetune.training.loaders import TrainRows, log_microbatches
@@ -36,8 +33,9 @@ from finetune.training.validation import Validated, answered_rows
 if TYPE_CHECKING:
     import torch
 
+    from finetune.distributed.collectives import Value
     from finetune.inference.evaluation import Dialogues
-    from finetune.inference.forgetting import ForgettingWatch
+    from finetune.training.keeping import Keeper
     from finetune.training.loss_scale import LossScale
     from finetune.training.profiling import StepProfiler
     from finetune.training.reporting.journal import Journal
@@ -149,16 +147,12 @@ class TrainingRun:
         self._runtime.liveness.enter_phase("evaluation", state.step)
         setup = self._setup
         measured = setup.objective.measure(setup, self._val_loader)
-        if setup.base_answers is not None:
-            from finetune.training.keeping import SUBSET, measure_base_answers
-
-            of_base = measure_base_answers(setup, setup.base_answers)
-            measured = measured._replace(subsets={**measured.subsets, SUBSET: of_base})
+        if self._keeper is not None:
+            measured = self._keeper.measure(measured)
         measured = measured.over_ranks(self._runtime)
         sums, metrics = measured.whole, measured.metrics
         if sums.num_cut_short:
             return None
-        metrics = {**metrics, **self._measure_forgetting(state)}
         spread = f" ± {sums.standard_error:.3f}" if sums.num_examples > 1 else " (1 row)"
         _log.info("Validation: loss=%.3f%s", sums.loss, spread)
         if setup.metrics:
@@ -188,13 +182,6 @@ class TrainingRun:
             setup.journal.validation(state, sums, metrics=metrics)
         self.callbacks.call("on_validation", ValidationResult(state.step, sums.loss, MappingProxyType(dict(metrics))))
         return Validated(sums.loss, metrics)
-
-    def _measure_forgetting(self, state: TrainerState) -> Mapping[str, float]:
-        """Return the divergence from the base if it may stop the run. Collective."""
-        if self._config.early_stopping.max_forgotten is None:
-            return {}
-        self._runtime.liveness.enter_phase("evaluation", state.step)  # begins the time limit anew
-        return {FORGOTTEN: self._forgetting.measure()}
 
     def save(self, state: TrainerState) -> None:
         """Commit a checkpoint of the state."""
@@ -248,7 +235,7 @@ class TrainingRun:
         keep, has_best = self._config.checkpoint.save_total_limit, self._setup.splits.validation is not None
         log_disk_need(journal.folder, self._snapshot(state), self._cadence, keep=keep, has_best=has_best)
 
-    def agree_to_stop(self, reason: Reason | None) -> Reason | None:
+    def agree_to_stop(self, reason: Value) -> Value:
         """Return rank 0's argument on every rank."""
         return self._runtime.collectives.broadcast_from_main(reason)
 
@@ -281,15 +268,13 @@ class TrainingRun:
         return next(self._batches)
 
     @cached_property
-    def _forgetting(self) -> ForgettingWatch:
-        """Measures the divergence from the base. The base answers the prompts once, at the first validation."""
-        from finetune.inference.forgetting import ForgettingWatch
+    def _keeper(self) -> Keeper | None:
+        """Measures what is left of the base in each validation, if a key asks for it."""
+        if self._setup.base_answers is None and self._config.early_stopping.max_forgotten is None:
+            return None
+        from finetune.training.keeping import Keeper
 
-        # A callback may have changed the current folder.
-        default = self._config.testing.general_prompts
-        prompts = recorded_paths(self._setup.folder.path).get("testing.general_prompts", default)
-        loaded = LoadedRun(self._setup.model, self._setup.tokenizer)
-        return ForgettingWatch(self._runtime, loaded, prompts)
+        return Keeper(self._setup)
 
     @cached_property
     def _sample(self) -> Dialogues:

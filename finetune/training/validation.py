@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from finetune.data.encoded import EncodedExamples
     from finetune.inference.answers import Metric
 
-_log = logging.getLogger(__name__)
 LOSS = "loss"
 """The metric that every validation has. For it and for the loss of a source, lower is better; for others, higher is."""
 _HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin", "reward")
@@ -86,30 +84,6 @@ def after_validation(state: TrainerState, validated: Validated, criteria: Criter
         validated_step=state.step,
         validations_without_improvement=without,
     )
-
-
-def without_other_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
-    """Return a resumed state that fits the criteria of this run.
-
-    If the metric of a criterion has changed, the best value of the old metric is dropped, because values of different
-    metrics cannot be compared. A checkpoint of an older version records no metric. Its metric counts as unchanged.
-    """
-    best, stopping = state.best_metric or criteria.best, state.stopping_metric or criteria.stopping
-    if best == stopping:  # one value was kept for both
-        state = replace(state, stopping_merit=best_merit(state, best))
-    if stopping != criteria.stopping:
-        _log.warning(
-            "early_stopping.metric is %s now and was %s: validations without improvement are counted anew",
-            *(criteria.stopping, stopping),
-        )
-        state = replace(state, stopping_merit=None, validations_without_improvement=0)
-    if best != criteria.best:
-        _log.warning(
-            "checkpoint.best_metric is %s now and was %s: the best step so far, %s, is forgotten",
-            *(criteria.best, best, state.best_step),
-        )
-        state = replace(state, best_loss=None, best_step=None, best_value=None)
-    return replace(state, stopping_merit=None) if criteria.best == criteria.stopping else state
 
 
 def best_merit(state: TrainerState, name: str) -> float | None:
