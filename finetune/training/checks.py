@@ -44,10 +44,6 @@ def check_settings(config: Config, runtime: Runtime | None = None) -> None:
         ConfigError: no run can have this configuration.
     """
     check_objective(config)
-    if config.data.keep is not None or config.early_stopping.max_forgotten is not None:
-        from finetune.training.keeping import check_keeping
-
-        check_keeping(config)
     if not config.objective.learns_answers and config.data.train_on == "each_turn":
         from finetune.data.preferences import refuse_each_turn
 

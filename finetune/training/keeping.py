@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from finetune.runs.state import TrainerState
     from finetune.training.objective import Setup
     from finetune.training.reporting.journal import Journal
-    from finetune.training.setup import CheckedParts
 
 SUBSET = "base_answers"
 """The name of these rows in the losses of validations: `loss/base_answers`."""
@@ -95,20 +94,26 @@ def check_keeping(config: Config) -> None:
 
 
 def answer_with_base(
-    runtime: Runtime, checked: CheckedParts, journal: Journal | None, model: Any, tokenizer: PreTrainedTokenizerBase
+    runtime: Runtime,
+    config: Config,
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    train: EncodedExamples,
+    base: str | None,
+    journal: Journal | None,
 ) -> EncodedExamples:
     """Return the rows that an epoch has on top of the training rows, and record them in the run's folder.
 
-    Collective: every rank, with a placed model that is not trained yet.
+    Collective: every rank, with a placed model that is not trained yet, and the fingerprint of its base.
 
     Raises:
         CheckpointError: the recorded rows are gone, and the base now gives other answers.
         DataError: the prompts cannot be used.
     """
-    config, rows = checked.config, None
+    rows = None
     with runtime.collectives.failing_together("reading data.keep_prompts"):
-        prompts = _encode_prompts(config, tokenizer, len(checked.splits.train))
-    parts = [prompts, _LONGEST_ANSWER, checked.base, config.data.max_length, config.lora.quantize, runtime.precision]
+        prompts = _encode_prompts(config, tokenizer, len(train))
+    parts = [prompts, _LONGEST_ANSWER, base, config.data.max_length, config.lora.quantize, runtime.precision]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     cached = Path(config.data.cache_dir).expanduser() / f"base-answers-{key[:32]}.safetensors"
     with runtime.collectives.failing_together("reading the base's answers"):
@@ -116,7 +121,7 @@ def answer_with_base(
             if _is_recorded(config):
                 rows = _read(Path(config.data.keep_prompts), None, model.config.vocab_size)
             else:  # without an adapter, no fingerprint tells bases apart
-                places = [journal.folder.base_answers, *([] if checked.base is None else [cached])]
+                places = [journal.folder.base_answers, *([] if base is None else [cached])]
                 found = (_read(place, key, model.config.vocab_size) for place in places)
                 rows = next((of_place for of_place in found if of_place), None)
     rows = runtime.collectives.broadcast_from_main(rows)
@@ -129,9 +134,9 @@ def answer_with_base(
             _record(config, journal, kept)
             with disk_failures_end_the_run("Writing", journal.folder.base_answers):
                 write_rows(journal.folder.base_answers, lambda writer: _write(answered, writer, key))
-            if checked.base is not None and not cached.exists():
+            if base is not None and not cached.exists():
                 _write_to_cache(runtime, cached, answered, key)
-    return _epoch(config, kept, len(checked.splits.train))
+    return _epoch(config, kept, len(train))
 
 
 def assumed_rows(config: Config, tokenizer: PreTrainedTokenizerBase, num_rows: int) -> EncodedExamples:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import resolved_yaml
@@ -43,11 +41,9 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.inference.answers import Metric
-    from finetune.training.low_precision import LowPrecisionError
     from finetune.training.objective import AnySplits
 
 _log = logging.getLogger(__name__)
-_TOKENS_FOR_ERROR = 1024
 _SAME_BASE = "Give every node the same files at model.path."
 _NOT_IN_BACKGROUND = Fallback(
     what="checkpoint.background",
@@ -67,7 +63,7 @@ class CheckedConfig(NamedTuple):
     """`validation.metrics` and the script's own metrics, by name."""
 
 
-class CheckedParts(NamedTuple):
+class _Checked(NamedTuple):
     """The parts of a run, which fit each other. Nothing is written yet."""
 
     config: Config
@@ -102,6 +98,10 @@ def check_config(
     hooks = hooks or Hooks()
     hooks.check(config)
     check_settings(hooks.config(config), runtime)
+    if config.data.keep is not None or config.early_stopping.max_forgotten is not None:
+        from finetune.training.keeping import check_keeping
+
+        check_keeping(config)
     if runtime is not None:
         config = runtime.with_launcher_values(config)
     objective = objective_of(config)
@@ -130,7 +130,8 @@ def set_up(
     if checked.config.data.keep is not None:
         from finetune.training.keeping import answer_with_base, with_rows_on_top
 
-        base_answers = answer_with_base(runtime, checked, journal, model, tokenizer)
+        rows, base = checked.splits.train, checked.base
+        base_answers = answer_with_base(runtime, checked.config, model, tokenizer, rows, base, journal)
         checked = checked._replace(splits=with_rows_on_top(checked.splits, base_answers))
     memory = _choose_memory(runtime, checked, journal, placed)
     if memory.gradient_checkpointing:
@@ -169,7 +170,7 @@ def _check(
     tokenizer: PreTrainedTokenizerBase,
     rows: AnySplits,
     hooks: Hooks,
-) -> CheckedParts:
+) -> _Checked:
     """Refuse parts that do not fit each other, and ranks that have other parts. Collective."""
     objective, metrics = checked.objective, checked.metrics
     hooks.refuse_no_sum(model, runtime.device)
@@ -189,12 +190,12 @@ def _check(
     runtime.collectives.refuse_differences("the base model", base or "", remedy=_SAME_BASE)
     runtime.placement.fit_threads(model)
     _refuse_background_of_shards(runtime, config)
-    return CheckedParts(config, objective, splits, metrics, base)
+    return _Checked(config, objective, splits, metrics, base)
 
 
 def _open(
     runtime: Runtime,
-    checked: CheckedParts,
+    checked: _Checked,
     folder: RunFolder,
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
@@ -211,7 +212,7 @@ def _open(
     return journal
 
 
-def _place(runtime: Runtime, checked: CheckedParts, journal: Journal | None, model: Any) -> _Placed:
+def _place(runtime: Runtime, checked: _Checked, journal: Journal | None, model: Any) -> _Placed:
     """Place or shard the model, and decide how a step computes it. Collective."""
     config = checked.config
     if runtime.placement.shard_size is None:
@@ -237,7 +238,7 @@ def _place(runtime: Runtime, checked: CheckedParts, journal: Journal | None, mod
     return placed
 
 
-def _choose_memory(runtime: Runtime, checked: CheckedParts, journal: Journal | None, placed: _Placed) -> MemoryChoice:
+def _choose_memory(runtime: Runtime, checked: _Checked, journal: Journal | None, placed: _Placed) -> MemoryChoice:
     """Choose gradient checkpointing and the size of micro-batches, as recorded in a resumed run. Collective."""
     objective = checked.objective
     how = Computation(
@@ -277,9 +278,7 @@ def _digests_of_rows(splits: EncodedSplits) -> list[str]:
     return [*digests, *rows.subset_names, digest_tensors([rows.subset])]
 
 
-def _try_precision(
-    runtime: Runtime, checked: CheckedParts, journal: Journal | None, model: Any, placed: _Placed
-) -> None:
+def _try_precision(runtime: Runtime, checked: _Checked, journal: Journal | None, model: Any, placed: _Placed) -> None:
     """Compute a few rows before step 1, if the run's precision may be too coarse for this model. Collective."""
     config, splits, forward, collate = checked.config, checked.splits, placed.forward, placed.collate
     if forward.why_not_engine is None:
@@ -290,34 +289,10 @@ def _try_precision(
         row = splits.train[0]
         is_plain = isinstance(splits.train, EncodedExamples) and runtime.placement.shard_size is None
         refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
-    if config.model.frozen_precision == "fp8":
-        from finetune.model.quantized import refuse_fp8_without_engine
-        from finetune.training.low_precision import round_base_to_fp8
+    if config.model.frozen_precision == "fp8" or placed.states_in_4_bits:
+        from finetune.training.low_precision import measure_base
 
-        refuse_fp8_without_engine(config, forward.why_not_engine)
-        compare: Callable[..., LowPrecisionError | None] = round_base_to_fp8
-    elif not placed.states_in_4_bits:
-        return
-    elif forward.why_not_engine is not None or forward.called_layers:
-        _log.warning("the error of a base in 4 bits is not measured, because the engine does not compute all layers")
-        return
-    else:
-        from finetune.training.low_precision import compare_nf4_with_disk
-
-        compare = partial(compare_nf4_with_disk, states=placed.states_in_4_bits)
-    with runtime.collectives.failing_together("measuring the error of the base's precision"):
-        tokens = 0 if config.training.memory == "least" else _TOKENS_FOR_ERROR
-        measured = compare(runtime, config, model, collate(_first_rows(splits.train, tokens)))
-        if journal is not None and measured is not None:
-            journal.record(low_precision=asdict(measured))
-
-
-def _first_rows(rows: Any, tokens: int) -> list[Any]:
-    """Return the first rows that carry loss, with no more tokens than the longest row, or than `tokens`."""
-    first = int((rows.sides[0].num_targets > 0).int().argmax())
-    most = max(int(rows.lengths.max()), tokens)
-    count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))
-    return [rows[first + index] for index in range(count)]
+        measure_base(runtime, config, model, splits.train, collate, forward, placed.states_in_4_bits, journal)
 
 
 def _saves_base(config: Config) -> bool:
@@ -336,7 +311,7 @@ def _refuse_background_of_shards(runtime: Runtime, config: Config) -> None:
 
 
 def _open_journal(
-    runtime: Runtime, checked: CheckedParts, model: Any, tokenizer: PreTrainedTokenizerBase, hooks: Hooks
+    runtime: Runtime, checked: _Checked, model: Any, tokenizer: PreTrainedTokenizerBase, hooks: Hooks
 ) -> Journal:
     environment, config, splits = runtime.environment, checked.config, checked.splits
     inputs = {f"data.{name}": split.fingerprint for name, split in named_splits(splits).items()}

@@ -117,7 +117,9 @@ def test_a_plan_counts_the_rows_and_generates_nothing(run, tmp_path, monkeypatch
     assert finding == "7 rows an epoch on top of the training rows: the base's own answers (data.keep=7)"
     assert not (tmp_path / "run").exists()
     (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "pens " * 2048}))
-    config = load_config(run.words("run", "data.keep=7", f"data.keep_prompts={tmp_path / 'long.jsonl'}"))
+    config = load_config(
+        run.words("run", "data.keep=7", f"data.keep_prompts={tmp_path / 'long.jsonl'}"), run="quickstart"
+    )
     with pytest.raises(DataError, match=r"an answer may have 64 more, but data\.max_length is"):
         keeping.assumed_rows(config, build_tokenizer(config.model), NUM_ROWS)
 
