@@ -11,6 +11,7 @@ from typing import Literal
 
 SECTIONS = ("preference", "grpo", "rollout", "reward")
 """Sections with keys that only some objectives read."""
+_KEYS = ("data.keep", "data.keep_prompts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class ObjectiveFacts:
 
     def reads_key(self, key: str) -> bool:
         """Return whether the objective reads a key, for example `preference.beta`."""
-        is_of_some = key.partition(".")[0] in SECTIONS
+        is_of_some = key.partition(".")[0] in SECTIONS or key in _KEYS
         return not is_of_some or any(key == own or key.startswith(f"{own}.") for own in self.keys)
 
     @property
@@ -99,6 +100,7 @@ OBJECTIVES: Mapping[str, ObjectiveFacts] = {
             computed_by="finetune.training.supervised:Supervised",
             title="supervised fine-tuning",
             rows="answers",
+            keys=_KEYS,
             formula="−log p(y)",
         ),
         ObjectiveFacts(

@@ -19,7 +19,7 @@ from finetune.logs import warn_once
 _KEYS = (
     *("output_dir", "model.path", "model.tokenizer", "model.chat_template", "lora.start_from"),
     *("data.path", "data.train", "data.validation", "data.test", "data.chat_template"),
-    "testing.general_prompts",
+    *("data.keep_prompts", "testing.general_prompts"),
 )
 _MAY_BE_FOLDER = ("path", "tokenizer", "start_from")
 """Of these keys and of those in a mixture. The others take a file, or a name that is no path and has no suffix."""

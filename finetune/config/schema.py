@@ -90,6 +90,7 @@ BaseModelKey = Annotated[T, OnResume("always", "the model that is trained")]
 TokenKey = Annotated[T, OnResume("always", "the tokens that the model is given")]
 # The rows themselves are compared, so a file may be moved.
 RowKey = Annotated[T, OnResume("rows", "the rows to train and validate on")]
+_KEPT = OnResume("always", "the rows to train on")
 AdapterKey = Annotated[T, OnResume("adapter", "the update that the adapter adds to the model")]
 AdapterShape = Annotated[T, OnResume("adapter", "the weights of the adapter", fits=False)]
 UpdateKey = Annotated[T, OnResume("always", "the updates of the weights")]
@@ -297,6 +298,10 @@ class DataSection(Section):
     """Files, a split at `path`, or how many rows (`5%`, `200`); auto: the split of that name, or 5% of one file."""
     test: RowKey[str | list[str] | None] = None
     """Files, a split at `path`, or how many training rows. Default: the split of that name, if there is one."""
+    keep: Annotated[str | None, _KEPT] = None
+    """Also train on this many of the base's own answers an epoch: `5%` of the training rows, or `200`; null: none."""
+    keep_prompts: Annotated[str, _KEPT] = "shipped:keep_prompts.jsonl"
+    """With `keep`: a file of prompts for the base to answer. Prompts of `testing.general_prompts` are left out."""
     split_seed: RowKey[Annotated[int, Field(ge=0, lt=2**63)]] = 0
     """Chooses the rows that are held out. Runs that differ in `seed` are therefore tested on the same rows."""
     split_rule: RowKey[Literal["content", "position"]] = "content"
@@ -354,7 +359,7 @@ class DataSection(Section):
             if address in (None, untrusted):
                 raise ConfigError(message)
 
-    @field_validator("train", "validation", "test", mode="before")
+    @field_validator("train", "validation", "test", "keep", mode="before")
     @classmethod
     def _read_number_as_text(cls, value: object) -> object:
         return str(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
@@ -786,6 +791,8 @@ class EarlyStoppingSection(Section):
     """Stop after this many validations in a row without improvement; null: never."""
     min_delta: Free[NonNegativeFloat] = 0.0
     """The smallest change of `metric` that counts as an improvement; of the loss, in nats per target token."""
+    max_forgotten: MeasureKey[PositiveFloat | None] = None
+    """Stop when the model diverges further from its base on general prompts, in nats per token (docs/tasks/keep.md)."""
     metric: MeasureKey[str] = "loss"
     """What should improve: loss, loss/NAME of a source, one of `validation.metrics`, or a reward (docs/methods.md)."""
 

@@ -31,7 +31,7 @@ from finetune.engine.fused import why_not_fused
 from finetune.engine.host_embedding import keep_embedding_on_host
 from finetune.errors import ConfigError, DataError, ModelError, first_line
 from finetune.fallbacks import Fallbacks
-from finetune.findings import Finding, warning
+from finetune.findings import Finding, ok, warning
 from finetune.inference.decoding import room_for_answer, wants_replays
 from finetune.inference.replayed_answers import why_not_replayed
 from finetune.model.base import checkpoint_gradients, count_parameters, longrope_boundary
@@ -209,6 +209,12 @@ class Planner:
             splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
             if learns_prompts and isinstance(splits.train, EncodedExamples):
                 self._prompts = PromptRows(splits.train, tokenizer, None).prompts
+            if config.data.keep is not None and isinstance(splits.train, EncodedExamples):
+                from finetune.training.keeping import assumed_rows, describe_rows_on_top, with_rows_on_top
+
+                on_top = assumed_rows(config, tokenizer, len(splits.train))
+                self.findings.append(ok("Data", describe_rows_on_top(config, on_top)))
+                splits = with_rows_on_top(splits, on_top)
             return splits
         except (DataError, ModelError) as error:
             first = on_one_line(first_line(error)).rstrip(".")

@@ -32,7 +32,7 @@ from finetune.diagnose.preview_splits import (
 )
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallbacks
-from finetune.findings import Finding, exit_code, problem, warning, what_and_fix
+from finetune.findings import Finding, exit_code, ok, problem, warning, what_and_fix
 from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import disk_failures_end_the_run, replacing
@@ -215,6 +215,7 @@ def preview_data(
             *_judge_fit(splits, model, tokenizer),
             *_judge_duplicates(summaries),
             *([] if are_prompts else _judge_targets(summaries)),
+            *_mention_rows_on_top(config, encoded, tokenizer),
         ],
         raw_digests=[digest for of_split in splits.values() for digest in of_split.sides[0].raw_digests()],
     )
@@ -352,6 +353,14 @@ def _describe_group(group: NamedRows) -> str:
     named = ", ".join(f"row {place.row} ({place.source})" for place in group.first[:_MOST_NAMED])
     more = group.count - min(len(group.first), _MOST_NAMED)
     return f"{named} and {more:,} more" if more else named
+
+
+def _mention_rows_on_top(config: Config, splits: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[Finding]:
+    """Say how many rows `data.keep` adds. The base has not generated them yet."""
+    if config.data.keep is not None:
+        from finetune.training.keeping import assumed_rows, describe_rows_on_top
+
+        yield ok("Data", describe_rows_on_top(config, assumed_rows(config, tokenizer, len(splits.train))))
 
 
 def _judge_fit(

@@ -29,8 +29,8 @@ from finetune.units import counted, format_duration
 if TYPE_CHECKING:
     from finetune.runs.model_files import LoadedRun
 
-_MAX_NEW_TOKENS = 32
-_AT_ONCE = 4
+MAX_NEW_TOKENS = 32
+AT_ONCE = 4
 """Prompts that are answered together. After each such batch, the remaining time is predicted."""
 _LEAST_SECONDS = 5.0
 """What the measurement is expected to take before anything is known."""
@@ -106,7 +106,7 @@ def measure_forgetting(
         )
         if ids != others:
             return Forgetting(why_not="the two models read the prompts as different tokens")
-        batches = group_prompts(reference, ids, batch_size=_AT_ONCE, max_new_tokens=_MAX_NEW_TOKENS)
+        batches = group_prompts(reference, ids, batch_size=AT_ONCE, max_new_tokens=MAX_NEW_TOKENS)
     except DataError as error:
         return Forgetting(why_not=str(error))
     rank, world_size = (0, 1) if is_alone else (runtime.rank, runtime.world_size)
@@ -123,7 +123,9 @@ def measure_forgetting(
             )
             return Forgetting(why_not=why_not)
         with waiting(f"measuring what it forgot, batch {number} of {len(own)}"):
-            for row, values in zip(rows, _measure(runtime, tuned, base, [ids[row] for row in rows]), strict=True):
+            for row, values in zip(
+                rows, compare_answers(runtime, tuned, base, [ids[row] for row in rows]), strict=True
+            ):
                 measured[row] = values
         predicted = (time.monotonic() - begun) / number * len(own)
     if world_size > 1:
@@ -156,19 +158,23 @@ def _least_seconds(runtime: Runtime, model: Any, prompts: Sequence[list[int]], n
     return 3 * (time.monotonic() - begun) * num_batches
 
 
-def _measure(
-    runtime: Runtime, tuned: LoadedRun, base: LoadedRun | None, prompts: Sequence[list[int]]
+def compare_answers(
+    runtime: Runtime,
+    tuned: LoadedRun,
+    base: LoadedRun | None,
+    prompts: Sequence[list[int]],
+    answers: Sequence[list[int]] = (),
 ) -> Iterator[list[float]]:
     """Yield, for each prompt, the divergence and the log-probabilities of the base's answer, as means over its tokens.
 
-    An answer includes the token that ends it.
+    An answer includes the token that ends it. The base generates the answers, unless they are given.
     """
     model = tuned.model if base is None else base.model
     as_base = tuned.model.disable_adapter if base is None else nullcontext
     ends = stop_ids(tuned.tokenizer, model.generation_config.eos_token_id)
-    decoding = Decoding(stop_ids=ends, max_new_tokens=_MAX_NEW_TOKENS, keeps_stop=True)
+    decoding = Decoding(stop_ids=ends, max_new_tokens=MAX_NEW_TOKENS, keeps_stop=True)
     with as_base():
-        answers = generate_answers(model, prompts, decoding, batch_size=_AT_ONCE)
+        answers = answers or generate_answers(model, prompts, decoding, batch_size=AT_ONCE)
     rows = [torch.tensor([*both[0], *both[1]]) for both in zip(prompts, answers, strict=True)]
     targets = [torch.arange(len(row)) >= len(prompt) for row, prompt in zip(rows, prompts, strict=True)]
     microbatch = pad([EncodedExample(*both) for both in zip(rows, targets, strict=True)])

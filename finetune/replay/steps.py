@@ -28,7 +28,6 @@ from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
-from finetune.training.checks import named_splits
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer, restore_trained_weights
 from finetune.training.rewards.rollouts import RolloutLoader
@@ -238,9 +237,12 @@ def replay_config(run: RecordedRun, overrides: Sequence[str] = ()) -> Config:
         "validation.metrics": [],
         "checkpoint.best_metric": LOSS,
         "early_stopping.metric": LOSS,
+        "early_stopping.max_forgotten": None,
         "training.num_workers": 0,
         "training.prefetch_factor": None,
     }
+    if config.data.keep is not None:
+        chosen["data.keep_prompts"] = str(run.folder.base_answers)  # recorded, so that nothing is generated again
     values = {key: (value, "run.json") for key, value in chosen.items() if config.origin(key) != COMMAND_LINE}
     config = config.with_values(values)
     return config.model_copy(update={"parallel": ParallelSection(), "ddp": False, "resume": "never"})
@@ -256,7 +258,7 @@ def _global_batch_size(run: RecordedRun, config: Config) -> int | None:
 
 def _refuse_other_rows(run: RecordedRun, trainer: Trainer) -> None:
     recorded = run.part("fingerprints").get("data.train")
-    fingerprint = named_splits(trainer.splits)["train"].fingerprint
+    fingerprint = RecordedRun(trainer.folder).part("fingerprints")["data.train"]  # without the rows of data.keep
     if recorded != fingerprint:
         raise CheckpointError(
             f"{run.folder.path} cannot be replayed: its training rows are not those that it was trained on (their "

@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from finetune.report.sentences import format_number
-from finetune.runs.metrics import measured_beside_loss, subset_key, subset_metrics_in
+from finetune.runs.metrics import FORGOTTEN, measured_beside_loss, subset_key, subset_metrics_in
 from finetune.runs.recorded_run import Points, RecordedRun, finite
 from finetune.terminal import visible
 
@@ -260,7 +260,8 @@ def _metrics(runs: Sequence[RecordedRun]) -> Iterator[Chart]:
     for index, name in enumerate(_measured(runs)):
         if not any(run.points("step", name) for run in runs):  # rewards have a chart by steps
             title = visible(name).replace("_", " ").capitalize()
-            yield _chart(runs, f"metric-{index}", title, "mean over answers", "validation", name, smooth=False)
+            unit = "nats per token" if name == FORGOTTEN else "mean over answers"
+            yield _chart(runs, f"metric-{index}", title, unit, "validation", name, smooth=False)
 
 
 def _measured(runs: Sequence[RecordedRun]) -> dict[str, None]:

@@ -27,7 +27,7 @@ _ROLLOUT_FILE = re.compile(r"step-(\d{6,})\.json\.gz")
 _MARKS = {"run.json", "metrics.jsonl", "checkpoints"}
 """Names that only a run writes."""
 _FOLDERS = {"checkpoints", "adapter", "base", "profile", "rollouts"}
-_NAMES = {*_MARKS, *_FOLDERS, "config.yaml", "rows.safetensors", "log.txt"}
+_NAMES = {*_MARKS, *_FOLDERS, "config.yaml", "rows.safetensors", "base_answers.safetensors", "log.txt"}
 """All that a run writes, except its lock."""
 _LEFT_BY_OTHERS = {SCHEMA_FILE, ".DS_Store", ".gitignore", ".gitkeep", "lost+found"}
 
@@ -51,6 +51,7 @@ class RunFolder:
         self.record_file = self.path / "run.json"
         self.metrics_file = self.path / "metrics.jsonl"
         self.row_file = self.path / "rows.safetensors"
+        self.base_answers = self.path / "base_answers.safetensors"
         self.log_file = self.path / "log.txt"
         self.checkpoints = self.path / "checkpoints"
         self.adapter = self.path / "adapter"

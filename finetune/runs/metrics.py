@@ -38,6 +38,8 @@ _MOST_BYTES = 6 << 20
 """The most bytes of lines that are kept, about 25,000 steps. As Python objects they take up to 20 times as much."""
 _LARGEST_STEP = 2**53
 """The largest integer that JavaScript, on the page of a report, represents exactly."""
+FORGOTTEN = "forgotten"
+"""The metric of a validation that is the divergence from the base on general prompts, in nats per token."""
 _log = logging.getLogger(__name__)
 
 
@@ -246,8 +248,8 @@ def subset_metrics_in(event: Event) -> list[str]:
 
 
 def sign_of(metric: str) -> int:
-    """Return 1 if a higher value of a metric is better, and -1 for the loss, of all rows or of a subset."""
-    return -1 if metric.partition("/")[0] == "loss" else 1
+    """Return 1 if a higher value of a metric is better, and -1 if a lower one is: `loss`, `loss/NAME`, `forgotten`."""
+    return -1 if metric.partition("/")[0] in ("loss", FORGOTTEN) else 1
 
 
 def as_json(value: object) -> object:

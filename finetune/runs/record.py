@@ -122,6 +122,7 @@ class RunRecord:
             "parameters": None,
             "memory": earlier.get("memory"),
             "row_counts": None,
+            **{name: earlier[name] for name in ("base_answers",) if name in earlier},
             "low_precision": None,
             "script": None,
             "opening": earlier.get("opening"),
@@ -169,7 +170,8 @@ class _Opening(BaseModel, strict=True):
 
 _TYPES: dict[str, Any] = {
     **get_type_hints(RunStart),
-    **dict.fromkeys(("memory", "low_precision", "parameters", "script", "profile", "result"), Mapping[str, Any]),
+    **dict.fromkeys(("memory", "base_answers", "low_precision", "parameters"), Mapping[str, Any]),
+    **dict.fromkeys(("script", "profile", "result"), Mapping[str, Any]),
     **dict.fromkeys(("status", "git_commit", "finished"), str),
     **{"row_counts": Mapping[str, Sequence[Mapping[str, Any]]]},
     **{"versions": Mapping[str, str], "starts": Sequence[str], "num_steps": int, "opening": _Opening},

@@ -19,7 +19,7 @@ SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
 _ADDED_LATER = {
     *("num_skipped_steps", "best_value", "stopping_merit", "best_metric", "stopping_metric", "validated_step"),
-    *("loss_scale", "steps_at_loss_scale", "num_overflows", "is_stopped", "num_without_gradient"),
+    *("loss_scale", "steps_at_loss_scale", "num_overflows", "is_stopped", "num_without_gradient", "forgotten"),
 }
 """Fields that older checkpoints lack. Their defaults are the values that they had then."""
 _MOST = 1 << 62
@@ -58,6 +58,8 @@ class TrainerState:
     """`early_stopping.metric`, likewise."""
     validations_without_improvement: _Count = 0
     """Consecutive validations without improvement, for early stopping."""
+    forgotten: _Value | None = None
+    """The divergence from the base in the last validation; None unless `early_stopping.max_forgotten` is set."""
     validated_step: _Count | None = None
     """The step after which the last validation was; None before the first, and in older checkpoints."""
     num_targets: _Count = 0

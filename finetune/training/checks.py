@@ -72,7 +72,7 @@ def check_objective(config: Config) -> None:
     A server takes only adapters. A reference is the model with its adapter switched off.
     """
     objective, is_lora = config.objective, config.training.method == "lora"
-    for section in SECTIONS:
+    for section in (*SECTIONS, "data"):
         values = getattr(config, section)
         for name, field in type(values).model_fields.items():
             key, value = f"{section}.{name}", getattr(values, name)

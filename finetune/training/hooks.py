@@ -66,7 +66,7 @@ class EndResult(NamedTuple):
 
     step: int
     reason: str
-    """`complete`, `no improvement`, or `stopped` if a callback ended training."""
+    """`complete`, `no improvement`, `forgot too much`, or `stopped` if a callback ended training."""
     loss: float
     """The loss of the last step, in nats per target token; nan if no step was left to do."""
     folder: Path

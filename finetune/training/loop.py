@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from finetune.training.objective import Setup
     from finetune.training.reporting.journal import Journal
 
-Reason = Literal["complete", "no improvement", "preempted", "stopped"]
+
+Reason = Literal["complete", "no improvement", "forgot too much", "preempted", "stopped"]
 
 
 class LoopEnd(NamedTuple):
@@ -48,7 +49,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
-    end: Reason | None = "no improvement" if is_patience_exhausted(state, rules.patience) else None
+    end = _early_stop(state, rules)
     end = "stopped" if state.is_stopped else end
     if run.validates and cadence.owes_validation(state):
         state, end = _after_step(state, cadence, run, rules)
@@ -94,6 +95,10 @@ def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_l
     if end.reason == "preempted":
         raise preempted_in_training(runtime, step)
     refuse_no_update(end.state, setup.config, setup.objective.no_gradient)
+    if end.reason == "forgot too much":
+        from finetune.training.keeping import warn_of_forgetting
+
+        warn_of_forgetting(setup.config, end.state)
     setup.on_main(lambda journal: _publish(journal, end.state, cadence, run, setup), "publishing the adapter")
     if val_loader is not None:
         setup.objective.after_training(setup, val_loader, step)
@@ -139,14 +144,20 @@ def _after_step(
         else:
             _refuse_not_finite(state, validated.loss)
             state = after_validation(state, validated, rules.criteria)
-            if run.agree_to_stop(is_patience_exhausted(state, rules.patience)):
-                end = "no improvement"
+            end = run.agree_to_stop(_early_stop(state, rules))
     if "stop" in run.callbacks.requests and end is None and not is_last:
         state, end = replace(state, is_stopped=True), "stopped"
     if cadence.saves_after(state.step) or end is not None or "save" in run.callbacks.requests:
         run.callbacks.requests.clear()
         run.save(state)
     return state, end or ("complete" if is_last else None)
+
+
+def _early_stop(state: TrainerState, rules: StopRules) -> Reason | None:
+    """Return why training should stop after the last validation; None if it goes on."""
+    if rules.criteria.has_forgotten(state):
+        return "forgot too much"
+    return "no improvement" if is_patience_exhausted(state, rules.patience) else None
 
 
 def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:

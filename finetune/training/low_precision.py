@@ -8,9 +8,10 @@ may not do without.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -22,12 +23,14 @@ from finetune.engine.microbatch import rows_of
 from finetune.engine.quantized import MULTIPLE, ROUNDING
 from finetune.errors import ConfigError, ModelError
 from finetune.fallbacks import Fallback
-from finetune.model.quantized import round_frozen_layers, weights_from_disk
+from finetune.model.quantized import refuse_fp8_without_engine, round_frozen_layers, weights_from_disk
 from finetune.training.optim import trainable_parameters
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config
     from finetune.distributed.runtime import Runtime
+    from finetune.training.forward import Forward
+    from finetune.training.reporting.journal import Journal
 
 _log = logging.getLogger(__name__)
 GRADIENT_LIMIT = 0.5
@@ -40,6 +43,42 @@ a layer has two products of two factors each (4.7 %), and the residual stream su
 so it is off by 4.7 % · sqrt(1 + 1/2 + … + 1/32) = 9.5 % in both directions, forward and backward:
 sqrt(2) · 9.5 % = 13 %.
 """
+
+_TOKENS_FOR_ERROR = 1024
+
+
+def measure_base(
+    runtime: Runtime,
+    config: Config,
+    model: Any,
+    rows: Any,
+    collate: Callable[[Sequence[Any]], Any],
+    forward: Forward,
+    states_in_4_bits: Mapping[str, Any],
+    journal: Journal | None,
+) -> None:
+    """Measure the error of a base in fp8 or NF4 on a few training rows, and record it. Collective."""
+    if config.model.frozen_precision == "fp8":
+        refuse_fp8_without_engine(config, forward.why_not_engine)
+        compare: Callable[..., LowPrecisionError | None] = round_base_to_fp8
+    elif forward.why_not_engine is not None or forward.called_layers:
+        _log.warning("the error of a base in 4 bits is not measured, because the engine does not compute all layers")
+        return
+    else:
+        compare = partial(compare_nf4_with_disk, states=states_in_4_bits)
+    with runtime.collectives.failing_together("measuring the error of the base's precision"):
+        tokens = 0 if config.training.memory == "least" else _TOKENS_FOR_ERROR
+        measured = compare(runtime, config, model, collate(_first_rows(rows, tokens)))
+        if journal is not None and measured is not None:
+            journal.record(low_precision=asdict(measured))
+
+
+def _first_rows(rows: Any, tokens: int) -> list[Any]:
+    """Return the first rows that carry loss, with no more tokens than the longest row, or than `tokens`."""
+    first = int((rows.sides[0].num_targets > 0).int().argmax())
+    most = max(int(rows.lengths.max()), tokens)
+    count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))
+    return [rows[first + index] for index in range(count)]
 
 
 @torch.no_grad()

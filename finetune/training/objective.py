@@ -170,7 +170,8 @@ class Setup:
         folder: the run's, found once: a script may change the current folder, to which `config.output_dir` is relative.
         model: on its device, sharded if the run shards.
         tokenizer: the model's.
-        splits: encoded rows.
+        splits: encoded rows; those to train on end with the `base_answers`.
+        base_answers: the rows of `data.keep`, if it is set.
         objective: what the run minimises.
         journal: the journal of the run on the main process; None on the others.
         metrics: `validation.metrics`, by name.
@@ -187,6 +188,7 @@ class Setup:
     model: Any
     tokenizer: PreTrainedTokenizerBase
     splits: EncodedSplits
+    base_answers: EncodedExamples | None
     objective: Objective
     journal: Journal | None
     metrics: Mapping[str, Any]

@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,11 +24,13 @@ from finetune.runs.recorded_run import RecordedRun
 from finetune.runs.state import read_state
 from finetune.runs.verification import newest_valid
 from finetune.training.memory.choice import masks_follow_microbatches
+from finetune.training.validation import best_merit
 from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.runs.folder import RunFolder
     from finetune.runs.state import TrainerState
+    from finetune.training.validation import Criteria
 
 
 _log = logging.getLogger(__name__)
@@ -101,6 +104,30 @@ def accepted_changes(folder: RunFolder, config: Config, fingerprints: Mapping[st
     for difference in matters:
         _log.warning("accepted by resume.allow: %s", difference)
     return [{"key": difference.key, "before": difference.before, "now": difference.now} for difference in matters]
+
+
+def without_other_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
+    """Return a resumed state that fits the criteria of this run.
+
+    If the metric of a criterion has changed, the best value of the old metric is dropped, because values of different
+    metrics cannot be compared. A checkpoint of an older version records no metric. Its metric counts as unchanged.
+    """
+    best, stopping = state.best_metric or criteria.best, state.stopping_metric or criteria.stopping
+    if best == stopping:  # one value was kept for both
+        state = replace(state, stopping_merit=best_merit(state, best))
+    if stopping != criteria.stopping:
+        _log.warning(
+            "early_stopping.metric is %s now and was %s: validations without improvement are counted anew",
+            *(criteria.stopping, stopping),
+        )
+        state = replace(state, stopping_merit=None, validations_without_improvement=0)
+    if best != criteria.best:
+        _log.warning(
+            "checkpoint.best_metric is %s now and was %s: the best step so far, %s, is forgotten",
+            *(criteria.best, best, state.best_step),
+        )
+        state = replace(state, best_loss=None, best_step=None, best_value=None)
+    return replace(state, stopping_merit=None) if criteria.best == criteria.stopping else state
 
 
 def refuse_other_global_batch(folder: RunFolder, config: Config, *, global_batch_size: int, world_size: int) -> None:

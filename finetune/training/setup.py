@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.config.compose import resolved_yaml
@@ -44,11 +42,9 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import Config
     from finetune.inference.answers import Metric
-    from finetune.training.low_precision import LowPrecisionError
     from finetune.training.objective import AnySplits
 
 _log = logging.getLogger(__name__)
-_TOKENS_FOR_ERROR = 1024
 _SAME_BASE = "Give every node the same files at model.path."
 _NOT_IN_BACKGROUND = Fallback(
     what="checkpoint.background",
@@ -103,6 +99,10 @@ def check_config(
     hooks = hooks or Hooks()
     hooks.check(config)
     check_settings(hooks.config(config), runtime)
+    if config.data.keep is not None or config.early_stopping.max_forgotten is not None:
+        from finetune.training.keeping import check_keeping
+
+        check_keeping(config)
     if runtime is not None:
         config = runtime.with_launcher_values(config)
     objective = objective_of(config)
@@ -127,6 +127,13 @@ def set_up(
     folder = RunFolder(checked.config.output_dir)
     journal = _open(runtime, checked, folder, model, tokenizer, hooks)
     placed = _place(runtime, checked, journal, model)
+    base_answers = None
+    if checked.config.data.keep is not None:
+        from finetune.training.keeping import answer_with_base, with_rows_on_top
+
+        rows, base = checked.splits.train, checked.base
+        base_answers = answer_with_base(runtime, checked.config, model, tokenizer, rows, base, journal)
+        checked = checked._replace(splits=with_rows_on_top(checked.splits, base_answers))
     memory = _choose_memory(runtime, checked, journal, placed)
     if memory.gradient_checkpointing:
         checkpoint_gradients(model, offloads=memory.offloads)
@@ -143,6 +150,7 @@ def set_up(
         model=model,
         tokenizer=tokenizer,
         splits=checked.splits,
+        base_answers=base_answers,
         objective=checked.objective,
         journal=journal,
         metrics=checked.metrics,
@@ -249,7 +257,7 @@ def _choose_memory(runtime: Runtime, checked: _Checked, journal: Journal | None,
         longest=objective.longest_row(checked.splits),
         rows_of=objective.filler_rows,
         collate=placed.collate,
-        recorded=None if journal is None else journal.recorded_memory(),
+        recorded=None if journal is None else journal.recorded("memory"),
     )
 
 
@@ -282,34 +290,10 @@ def _try_precision(runtime: Runtime, checked: _Checked, journal: Journal | None,
         row = splits.train[0]
         is_plain = isinstance(splits.train, EncodedExamples) and runtime.placement.shard_size is None
         refuse_overflow(runtime, model, collate([row]), row if is_plain else None)
-    if config.model.frozen_precision == "fp8":
-        from finetune.model.quantized import refuse_fp8_without_engine
-        from finetune.training.low_precision import round_base_to_fp8
+    if config.model.frozen_precision == "fp8" or placed.states_in_4_bits:
+        from finetune.training.low_precision import measure_base
 
-        refuse_fp8_without_engine(config, forward.why_not_engine)
-        compare: Callable[..., LowPrecisionError | None] = round_base_to_fp8
-    elif not placed.states_in_4_bits:
-        return
-    elif forward.why_not_engine is not None or forward.called_layers:
-        _log.warning("the error of a base in 4 bits is not measured, because the engine does not compute all layers")
-        return
-    else:
-        from finetune.training.low_precision import compare_nf4_with_disk
-
-        compare = partial(compare_nf4_with_disk, states=placed.states_in_4_bits)
-    with runtime.collectives.failing_together("measuring the error of the base's precision"):
-        tokens = 0 if config.training.memory == "least" else _TOKENS_FOR_ERROR
-        measured = compare(runtime, config, model, collate(_first_rows(splits.train, tokens)))
-        if journal is not None and measured is not None:
-            journal.record(low_precision=asdict(measured))
-
-
-def _first_rows(rows: Any, tokens: int) -> list[Any]:
-    """Return the first rows that carry loss, with no more tokens than the longest row, or than `tokens`."""
-    first = int((rows.sides[0].num_targets > 0).int().argmax())
-    most = max(int(rows.lengths.max()), tokens)
-    count = max(1, int((rows.lengths[first:].cumsum(0) <= most).sum()))
-    return [rows[first + index] for index in range(count)]
+        measure_base(runtime, config, model, splits.train, collate, forward, placed.states_in_4_bits, journal)
 
 
 def _saves_base(config: Config) -> bool:

@@ -35,7 +35,7 @@ from finetune.training.reporting.journal import Journal
 from finetune.training.reporting.summary import show_summary
 from finetune.training.setup import CheckedConfig, check_config, set_up
 from finetune.training.training_run import TrainingRun
-from finetune.training.validation import Criteria, without_other_criteria
+from finetune.training.validation import Criteria
 
 if TYPE_CHECKING:
     import torch
@@ -296,6 +296,8 @@ class Trainer:
             state = load_checkpoint(Path(path), model=self.model, optimizer=optimizer)
             restore_trained_weights(optimizer)
         _log.info("resumed from step=%d", state.step)
+        from finetune.training.resume import without_other_criteria
+
         state = without_other_criteria(state, Criteria.of(self.config))
         return replace(state, world_size=self.runtime.world_size)  # the processes that continue it
 

@@ -33,7 +33,9 @@ from finetune.training.validation import Validated, answered_rows
 if TYPE_CHECKING:
     import torch
 
+    from finetune.distributed.collectives import Value
     from finetune.inference.evaluation import Dialogues
+    from finetune.training.keeping import Keeper
     from finetune.training.loss_scale import LossScale
     from finetune.training.profiling import StepProfiler
     from finetune.training.reporting.journal import Journal
@@ -149,7 +151,10 @@ class TrainingRun:
         assert self._val_loader is not None
         self._runtime.liveness.enter_phase("evaluation", state.step)
         setup = self._setup
-        measured = setup.objective.measure(setup, self._val_loader).over_ranks(self._runtime)
+        measured = setup.objective.measure(setup, self._val_loader)
+        if self._keeper is not None:
+            measured = self._keeper.measure(measured)
+        measured = measured.over_ranks(self._runtime)
         sums, metrics = measured.whole, measured.metrics
         if sums.num_cut_short:
             return None
@@ -235,9 +240,9 @@ class TrainingRun:
         keep, has_best = self._config.checkpoint.save_total_limit, self._setup.splits.validation is not None
         log_disk_need(journal.folder, self._snapshot(state), self._cadence, keep=keep, has_best=has_best)
 
-    def agree_to_stop(self, is_exhausted: bool) -> bool:
+    def agree_to_stop(self, reason: Value) -> Value:
         """Return rank 0's argument on every rank."""
-        return self._runtime.collectives.broadcast_from_main(is_exhausted)
+        return self._runtime.collectives.broadcast_from_main(reason)
 
     def _take_step(
         self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool = False
@@ -267,6 +272,15 @@ class TrainingRun:
         """Read an epoch again from a step whose micro-batches were halved. Return the micro-batches of this step."""
         self._batches = self._train_loader.steps(epoch, place)
         return next(self._batches)
+
+    @cached_property
+    def _keeper(self) -> Keeper | None:
+        """Measures what is left of the base in each validation, if a key asks for it."""
+        if self._setup.base_answers is None and self._config.early_stopping.max_forgotten is None:
+            return None
+        from finetune.training.keeping import Keeper
+
+        return Keeper(self._setup)
 
     @cached_property
     def _sample(self) -> Dialogues:

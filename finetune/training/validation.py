@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from finetune.config.keys import did_you_mean
 from finetune.data.splits import shuffled
 from finetune.errors import ConfigError, DataError
-from finetune.runs.metrics import sign_of, subset_key
+from finetune.runs.metrics import FORGOTTEN, sign_of, subset_key
 from finetune.runs.state import TrainerState
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from finetune.data.encoded import EncodedExamples
     from finetune.inference.answers import Metric
 
-_log = logging.getLogger(__name__)
 LOSS = "loss"
 """The metric that every validation has. For it and for the loss of a source, lower is better; for others, higher is."""
 _HIGHER_IS_BETTER = ("reward_accuracy", "reward_margin", "reward")
@@ -49,19 +47,27 @@ class Criteria(NamedTuple):
     """`early_stopping.metric`."""
     min_delta: float = 0.0
     """The smallest improvement of `stopping` that counts, and of `best` if both are the same metric."""
+    max_forgotten: float | None = None
+    """`early_stopping.max_forgotten`. Weights beyond it are never the best."""
 
     @classmethod
     def of(cls, config: Config) -> Criteria:
         """Make the criteria of a configuration."""
         stopping = config.early_stopping
-        return cls(best=config.checkpoint.best_metric, stopping=stopping.metric, min_delta=stopping.min_delta)
+        return cls(config.checkpoint.best_metric, stopping.metric, stopping.min_delta, stopping.max_forgotten)
+
+    def has_forgotten(self, state: TrainerState) -> bool:
+        """Return whether the weights of the last validation diverge too far from the base."""
+        forgotten, bound = state.forgotten, self.max_forgotten
+        return forgotten is not None and bound is not None and forgotten > bound
 
 
 def after_validation(state: TrainerState, validated: Validated, criteria: Criteria) -> TrainerState:
     """Return the state after one more validation. A metric that is not finite is no improvement."""
     is_one = criteria.best == criteria.stopping
+    state = replace(state, forgotten=validated.metrics.get(FORGOTTEN))
     merit, best = validated.merit(criteria.best), best_merit(state, criteria.best)
-    is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0)
+    is_best = _improves(merit, best, criteria.min_delta if is_one else 0.0) and not criteria.has_forgotten(state)
     if is_best:
         value = None if criteria.best == LOSS else validated.metrics[criteria.best]
         state = replace(state, best_loss=validated.loss, best_step=state.step, best_value=value)
@@ -78,30 +84,6 @@ def after_validation(state: TrainerState, validated: Validated, criteria: Criter
         validated_step=state.step,
         validations_without_improvement=without,
     )
-
-
-def without_other_criteria(state: TrainerState, criteria: Criteria) -> TrainerState:
-    """Return a resumed state that fits the criteria of this run.
-
-    If the metric of a criterion has changed, the best value of the old metric is dropped, because values of different
-    metrics cannot be compared. A checkpoint of an older version records no metric. Its metric counts as unchanged.
-    """
-    best, stopping = state.best_metric or criteria.best, state.stopping_metric or criteria.stopping
-    if best == stopping:  # one value was kept for both
-        state = replace(state, stopping_merit=best_merit(state, best))
-    if stopping != criteria.stopping:
-        _log.warning(
-            "early_stopping.metric is %s now and was %s: validations without improvement are counted anew",
-            *(criteria.stopping, stopping),
-        )
-        state = replace(state, stopping_merit=None, validations_without_improvement=0)
-    if best != criteria.best:
-        _log.warning(
-            "checkpoint.best_metric is %s now and was %s: the best step so far, %s, is forgotten",
-            *(criteria.best, best, state.best_step),
-        )
-        state = replace(state, best_loss=None, best_step=None, best_value=None)
-    return replace(state, stopping_merit=None) if criteria.best == criteria.stopping else state
 
 
 def best_merit(state: TrainerState, name: str) -> float | None:
@@ -199,14 +181,15 @@ def measured_in_subsets(config: Config, rows: EncodedExamples | None) -> list[st
 
 
 def refuse_early_stopping(config: Config, splits: Any) -> None:
-    """Raise ConfigError for `early_stopping.patience` in a run without a validation split."""
-    patience = config.early_stopping.patience
-    if patience is not None and splits.validation is None:
-        raise ConfigError(
-            f"early_stopping.patience is {patience} ({config.origin('early_stopping.patience')}), but the run has no "
-            f"validation split that could stop it: data.validation is {config.data.validation or 'null'}. Set "
-            "data.validation=5%, or name a file or a split; or remove early_stopping.patience."
-        )
+    """Raise ConfigError for a rule of early stopping in a run without a validation split."""
+    for name in ("patience", "max_forgotten"):
+        key, value = f"early_stopping.{name}", getattr(config.early_stopping, name)
+        if value is not None and splits.validation is None:
+            raise ConfigError(
+                f"{key} is {value} ({config.origin(key)}), but the run has no validation split that could stop it: "
+                f"data.validation is {config.data.validation or 'null'}. Set data.validation=5%, or name a file or a "
+                f"split; or remove {key}."
+            )
 
 
 def refuse_rows_without_answers(config: Config, row_type: str) -> None:

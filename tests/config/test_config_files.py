@@ -38,7 +38,8 @@ KEYS = {
     "trust_remote_code",
     "data": "path mixture name revision train validation test split_seed split_rule format separator columns train_on "
     "max_length max_rows on_bad_row on_long_row on_no_target on_truncated_answer on_doubled_bos on_untrained_end "
-    "on_overlap on_ignored_key chat_template template_date num_processes cache_dir",
+    "on_overlap on_ignored_key chat_template template_date num_processes cache_dir "
+    "keep keep_prompts",
     "lora": (
         "r alpha dropout target_modules layers rank_pattern alpha_pattern rslora dora init start_from "
         "start_from_any_base quantize new_tokens modules_to_save"
@@ -60,7 +61,7 @@ KEYS = {
     "reward": "functions functions_from weights pattern timeout_seconds",
     "validation": f"{LOADER_KEYS} validate_every by metrics metrics_from num_samples max_new_tokens",
     "testing": f"{LOADER_KEYS} metrics compare_base max_new_tokens num_samples general_prompts",
-    "early_stopping": "patience min_delta metric",
+    "early_stopping": "patience min_delta metric max_forgotten",
     "checkpoint": "save_every save_every_epochs save_total_limit best_metric background on_disk_failure",
 }
 

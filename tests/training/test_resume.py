@@ -44,7 +44,8 @@ REFUSED = {
     "reward": "functions weights pattern",
     "preference": "beta gamma desirable_weight undesirable_weight",
     "validation": "drop_last by num_samples max_new_tokens",
-    "early_stopping": "metric",
+    "data": "keep keep_prompts",
+    "early_stopping": "metric max_forgotten",
     "checkpoint": "best_metric",
 }
 """Without dropout, and with rows that are the same."""

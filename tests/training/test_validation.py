@@ -14,6 +14,7 @@ from finetune.errors import ConfigError, DataError, PreemptedError
 from finetune.inference import evaluation
 from finetune.runs.state import TrainerState
 from finetune.training.hooks import Hooks
+from finetune.training.resume import without_other_criteria
 from finetune.training.setup import check_config
 from finetune.training.validation import (
     Criteria,
@@ -21,7 +22,6 @@ from finetune.training.validation import (
     after_validation,
     check_metrics,
     refuse_rows_without_answers,
-    without_other_criteria,
 )
 from tests.launches import run_launched
 from tests.methods import tiny_training

@@ -108,13 +108,13 @@ class Journal:
             opened.callback(self._events.close)
             self._opened = opened.pop_all()
 
-    def recorded_memory(self) -> Mapping[str, Any] | None:
-        """Return the recorded memory choice of a resumed run, empty if it has none; None if the run is new."""
+    def recorded(self, name: str) -> Mapping[str, Any] | None:
+        """Return a mapping in run.json of a resumed run: `memory`. Empty if it is missing; None if the run is new."""
         if not self.folder.checkpoint_steps():
             return None
         from finetune.runs.recorded_run import RecordedRun
 
-        return RecordedRun(self.folder.path).part("memory")
+        return RecordedRun(self.folder.path).part(name)
 
     def record(self, **entries: Any) -> None:
         """Record in run.json what was chosen or measured before step 1, for example the memory choice."""

@@ -1,0 +1,194 @@
+"""`data.keep` and `early_stopping.max_forgotten`: train without forgetting what the base could do."""
+
+import json
+import shutil
+import sys
+
+import pytest
+
+from finetune import build_base_model, build_tokenizer, load_config
+from finetune.data.row_file import map_rows
+from finetune.diagnose.plan_devices import find_device
+from finetune.diagnose.planner import make_plan
+from finetune.errors import CheckpointError, ConfigError, DataError
+from finetune.replay.steps import replay_losses
+from finetune.runs.recorded_run import RecordedRun
+from finetune.training import keeping
+from finetune.training.train import train
+from tests.launches import REPOSITORY, run_command
+
+PROMPTS = ["Order six pens.", "Two cups for Ida, please.", "Good morning.", "Name a colour."]
+NUM_ROWS = 16
+BOUND = "early_stopping.max_forgotten"
+GENERAL = "shipped:general_prompts.jsonl"
+TRAIN = REPOSITORY / "finetune/assets/orders/train.jsonl"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with the weights of phi_tiny, and two files of prompts that share one."""
+    folder, config = tmp_path_factory.mktemp("keeping"), load_config([], run="quickstart")
+    build_base_model(config.model).save_pretrained(folder / "base")
+    build_tokenizer(config.model).save_pretrained(folder / "base")
+    for name, prompts in (("kept", PROMPTS), ("measured", ["Good morning.", "Send a chair."])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
+    return folder
+
+
+@pytest.fixture
+def run(base, tmp_path):
+    """Train a few steps in a folder of this name. `run.words` returns the overrides of this run of quickstart."""
+
+    def words(name, *more):
+        own = [f"model.path={base / 'base'}", "model.init=pretrained", f"data.keep_prompts={base / 'kept.jsonl'}"]
+        limits = [f"data.max_rows={NUM_ROWS}", "training.max_steps=4", "training.batch_size=8", "optim.warmup_steps=0"]
+        often = ["validation.validate_every=2", "checkpoint.save_every=2", "checkpoint.save_total_limit=9"]
+        short = ["testing.metrics=[]", "testing.num_samples=0", f"testing.general_prompts={base / 'measured.jsonl'}"]
+        return [
+            *own,
+            *limits,
+            *often,
+            *short,
+            f"output_dir={tmp_path / name}",
+            f"data.cache_dir={base / 'cache'}",
+            *more,
+        ]
+
+    def run(name, *more):
+        train(load_config(words(name, *more), run="quickstart"))
+        return tmp_path / name
+
+    run.words = words
+    return run
+
+
+def events(folder, event):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [each for each in map(json.loads, lines) if each["event"] == event]
+
+
+def losses(folder):
+    return [step["loss"] for step in events(folder, "step")]
+
+
+@pytest.mark.slow
+def test_the_answers_are_trained_on_recorded_and_never_generated_again(run, base, tmp_path, monkeypatch):
+    first = run("first", "data.keep=25%")
+    rows = map_rows(first / "base_answers.safetensors")
+    assert len(rows.numbers) == 3, "four were asked for, but one of the four prompts is measured"
+    fingerprints, kept = (RecordedRun(first).part(name) for name in ("fingerprints", "base_answers"))
+    plain = run("plain")
+    assert RecordedRun(plain).part("fingerprints")["data.validation"] == fingerprints["data.validation"]
+    assert losses(plain)[0] != losses(first)[0]
+    validation, without = events(first, "validation")[0], events(plain, "validation")[0]
+    assert validation["num_targets"] == without["num_targets"], "they are not among the user's rows"
+    assert 0 < validation["loss/base_answers"] != validation["loss"]
+    assert kept["rows"] == 3
+    assert "loss/base_answers" not in without
+
+    # A resumed run reads its own file, another run reads the cache, and a replay the folder of the run.
+    monkeypatch.setattr(keeping, "generate_answers", lambda *_, **__: pytest.fail("generated again"))
+    assert losses(run("second", "data.keep=25%"))[0] == losses(first)[0]
+    shutil.rmtree(base / "cache")
+    files = first / "checkpoints/step-000004/adapter_model.safetensors", first / "base_answers.safetensors"
+    before = [file.read_bytes() for file in files]
+    shutil.rmtree(files[0].parent)
+    run("first", "data.keep=25%", "resume=auto")
+    assert [file.read_bytes() for file in files] == before
+    replay = replay_losses(first, 4)
+    assert (len(replay.steps), replay.mismatches) == (4, [])
+
+    # Without any file, other answers are refused.
+    shutil.rmtree(files[0].parent)
+    files[1].unlink()
+    monkeypatch.setattr(keeping, "generate_answers", lambda _, prompts, *__, **___: [[5, 6]] * len(prompts))
+    words = ["data.keep=25%", "resume=auto", f"data.cache_dir={tmp_path / 'other'}"]
+    with pytest.raises(CheckpointError, match=r"is gone or damaged.*resume\.allow=data\.keep"):
+        run("first", *words)
+    run("first", *words, "resume.allow=data.keep")
+    assert len(losses(first)) == 4
+
+
+def test_a_plan_counts_the_rows_and_generates_nothing(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(keeping, "generate_answers", lambda *_, **__: pytest.fail("generated"))
+    plan = make_plan(load_config(run.words("run", "data.keep=7"), run="quickstart"), find_device("cpu"))
+    assert plan.batches.rows == NUM_ROWS + 7, "of three prompts, each is repeated"
+    (finding,) = [finding.what for finding in plan.findings if "on top" in finding.what]
+    assert finding == "7 rows an epoch on top of the training rows: the base's own answers (data.keep=7)"
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "pens " * 2048}))
+    config = load_config(
+        run.words("run", "data.keep=7", f"data.keep_prompts={tmp_path / 'long.jsonl'}"), run="quickstart"
+    )
+    with pytest.raises(DataError, match=r"an answer may have 64 more, but data\.max_length is"):
+        keeping.assumed_rows(config, build_tokenizer(config.model), NUM_ROWS)
+
+
+@pytest.mark.slow
+def test_a_run_that_forgets_too_much_ends_and_keeps_the_best_weights_within_the_bound(run, tmp_path):
+    words = ["optim.schedule=constant", "training.max_steps=8", "early_stopping.max_forgotten=100"]
+    loose = run("loose", *words, "training.max_steps=4")
+    forgotten = [event["forgotten"] for event in events(loose, "validation")]
+    assert len(forgotten) == 2
+    assert forgotten[0] < forgotten[1]
+    bound = (forgotten[0] + forgotten[1]) / 2
+    words[-1] = f"early_stopping.max_forgotten={bound}"
+    tight = run("tight", *words)
+    assert [event["forgotten"] for event in events(tight, "validation")] == forgotten[:2]
+    result = RecordedRun(tight).part("result")
+    assert (result["step"], result["best_step"]) == (4, 2), "step 4 has a lower loss, but is beyond the bound"
+    assert (tight / "adapter/adapter_model.safetensors").read_bytes() == (
+        (tight / "checkpoints/step-000002/adapter_model.safetensors").read_bytes()
+    )
+    before = losses(tight)
+    run("tight", *words, "resume=auto")  # is over
+    assert losses(tight) == before
+    shutil.rmtree(tight / "checkpoints/step-000004")
+    run("tight", *words, "resume=auto")
+    assert losses(tight) == before
+    assert [event["forgotten"] for event in events(tight, "validation")] == forgotten[:2]
+    none = run("none", *words[:-1], f"early_stopping.max_forgotten={forgotten[0] / 2}")
+    assert len(losses(none)) == 2
+    assert "since no validation was within it" in (none / "log.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.few(1)
+@pytest.mark.parametrize("more", [[], ["parallel.sharding=fsdp2"]], ids=["whole", "sharded"])
+def test_two_processes_share_the_prompts_and_give_one_curve(run, tmp_path, more):
+    words = ["data.keep=25%", "training.global_batch_size=8", "early_stopping.max_forgotten=100"]
+    alone = run("alone", *words)
+    words += [f"data.cache_dir={tmp_path / 'cache'}", "training.device=cpu", "parallel.num_processes=2", *more]
+    done = run_command([sys.executable, "-m", "finetune", "train", "quickstart", *run.words("two", *words)])
+    assert done.returncode == 0, done.stdout
+    assert losses(tmp_path / "two") == pytest.approx(losses(alone), rel=1e-6)
+    answers = [map_rows(folder / "base_answers.safetensors").token_ids for folder in (alone, tmp_path / "two")]
+    assert answers[0].equal(answers[1])
+    for name in ("forgotten", "loss/base_answers"):
+        one, two = ([event[name] for event in events(folder, "validation")] for folder in (alone, tmp_path / "two"))
+        assert two == pytest.approx(one, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["data.keep=0"], r"data\.keep=0 .*is neither a share of the training rows nor a number of rows"),
+        (["data.keep=100%"], r"data\.keep=100% .*is neither a share"),
+        (["data.keep=5%", "model.init=random"], r"data\.keep=5% .*but model\.init is random"),
+        (["data.keep=5%", "training.objective=dpo"], r"data\.keep is 5%.*does not read it: it belongs to sft"),
+        (
+            ["data.keep=5%", "data.keep_prompts=gone.jsonl"],
+            r"data\.keep_prompts is gone\.jsonl, but that file does not",
+        ),
+        (["data.keep=5%", f"data.keep_prompts={GENERAL}", f"testing.general_prompts={GENERAL}"], r"are all in testing"),
+        ([f"{BOUND}=1", "training.method=full"], r"max_forgotten=1\.0 .*needs an adapter"),
+        ([f"{BOUND}=1", "lora.init=pissa"], r"needs lora\.init=default"),
+        ([f"{BOUND}=1", "testing.general_prompts=none"], r"needs prompts"),
+        ([f"{BOUND}=1", "checkpoint.save_every=3"], r"validated step\. Set checkpoint\.save_every=2"),
+        ([f"{BOUND}=1", f"data.path={TRAIN}", "data.validation=null"], r"no validation split that could stop it"),
+    ],
+)
+def test_wrong_values_are_refused(run, tmp_path, words, message):
+    with pytest.raises((ConfigError, DataError), match=message):
+        run("refused", *words)
