@@ -18,7 +18,8 @@ pytestmark = pytest.mark.process
 FEW = (
     "not bf16 and not fp16 and not dora and not pissa and not rslora and not neftune and not workers"
     " and not (answers and phi-3) and not (prefixes and full) and not (peak and False)"
-    " and not ends_close and not (graphs and dropout) and not (on_the_cpu and not checkpointing) and not (outputs and heads4)"
+    " and not ends_close and not (on_the_cpu and not checkpointing) and not (outputs and heads4)"
+    " and not (graphs and dropout)"
 )
 """A CPU is slow in 16 bits, and runs what is left out here in tests/methods, tests/inference and tests/engine."""
 PRINTS = "import os; print('sees', repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
