@@ -42,8 +42,8 @@ from finetune.errors import FinetuneError, ModelError, RunFailedError, first_lin
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.logs import waiting
 from finetune.model.base import longrope_boundary, prepare_base, read_model_config
-from finetune.model.from_hub import published_sizes
 from finetune.model.lora import add_lora
+from finetune.model.published import published_sizes
 from finetune.model.shrunken import random_model, shrunken_config
 from finetune.model.tokens import build_tokenizer
 from finetune.runs.recorded_run import RecordedRun

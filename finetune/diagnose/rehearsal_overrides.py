@@ -12,7 +12,7 @@ import torch
 from finetune.config.keys import values
 from finetune.distributed.device import accelerator_type
 from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
-from finetune.model.from_hub import with_sizes_here
+from finetune.model.published import with_sizes_here
 from finetune.model.shrunken import shrink
 from finetune.threads import num_cores
 from finetune.training.loaders import global_batch_size

@@ -193,37 +193,28 @@ def convert_parameters(
     """Do as `convert_weights`, for some weights of a model."""
     frozen = DTYPES[precision]
     is_copied = device is not None and device.type == "cpu"
-    mappings = [] if device is None else _mappings_of_files()
+    files = [] if device is None else _mapped_files()
     for parameter in parameters:
         if parameter.is_floating_point():
             dtype, weight = torch.float32 if parameter.requires_grad else frozen, parameter.data
             parameter.data = weight.to(weight.device if device is None else device, dtype, copy=is_copied)
-            _release_pages(weight, mappings)
+            if files:
+                _release_pages(weight, files)
 
 
-def _mappings_of_files() -> list[tuple[int, int]]:
-    """Return the first address and the end of each mapped file; empty on other systems than Linux."""
-    try:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    ranges = (line.partition(" ")[0].partition("-") for line in lines if "/" in line)
-    return [(int(first, 16), int(end, 16)) for first, _, end in ranges]
+def _mapped_files() -> list[range]:
+    """Return the addresses of mapped files; empty on other systems than Linux."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text(errors="replace").splitlines() if maps.is_file() else []
+    return [range(*(int(end, 16) for end in line.partition(" ")[0].split("-"))) for line in lines if "/" in line]
 
 
-def _release_pages(weight: torch.Tensor, mappings: Sequence[tuple[int, int]]) -> None:
-    """Remove the pages of a weight from this process's resident memory, if the weight is mapped from a file.
-
-    The operating system still has them in its cache of the file. Without this call, a mapped file and the copies of its
-    weights would be in resident memory together.
-    """
-    if not mappings or weight.device.type != "cpu" or not weight.is_contiguous():
-        return
-    start, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-    if any(first <= start and end <= last for first, last in mappings):
-        first_page, last_page = ceil_div(start, mmap.PAGESIZE), end // mmap.PAGESIZE  # others may use the rest
-        address, length = first_page * mmap.PAGESIZE, max(0, last_page - first_page) * mmap.PAGESIZE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+def _release_pages(weight: torch.Tensor, files: Sequence[range]) -> None:
+    """Take a weight that is mapped from a file out of resident memory. It stays in the system's cache of the file."""
+    start, end, page = weight.data_ptr(), weight.data_ptr() + weight.nbytes, mmap.PAGESIZE
+    if weight.is_cpu and weight.is_contiguous() and any(start in file and end <= file.stop for file in files):
+        first, last = ceil_div(start, page) * page, end // page * page  # others may use the rest of its pages
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(max(0, last - first)), mmap.MADV_DONTNEED)
 
 
 @contextmanager

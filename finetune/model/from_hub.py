@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-
-import yaml
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from finetune.config.config_files import resolve_shipped
 from finetune.errors import ModelError, first_line
@@ -20,8 +16,6 @@ from finetune.model.unsupported import refuse_irregular_folder
 from finetune.units import name_first
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from finetune.config.hub import HubFault, Repository
     from finetune.config.schema import ModelSection
 
@@ -30,45 +24,7 @@ Part = Literal["config", "tokenizer", "weights"]
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_PUBLISHED = Path(__file__).with_name("published.yaml")
 _log = logging.getLogger(__name__)
-
-
-class Published(NamedTuple):
-    """The included facts about a published model."""
-
-    source: str
-    """The address of its config.json."""
-    sizes: dict[str, Any]
-    """Keys of config.json, and `rope_type`."""
-    rope: Mapping[str, Any] = {}
-    """Keys of config.json for rotary positions that are scaled otherwise than by LongRoPE. They change no size."""
-    pretraining_tokens: float | None = None
-    """The tokens of its training, as its model card says."""
-
-    def as_config(self) -> dict[str, Any]:
-        """Return the sizes and the rotary positions as `model.config`."""
-        from finetune.engine.decoder import family_of
-
-        sizes = {**self.sizes, **copy.deepcopy(self.rope)}
-        if (rope_type := sizes.pop("rope_type", None)) is not None:
-            head = sizes["hidden_size"] // sizes["num_attention_heads"]
-            num_pairs = int(head * sizes.get("partial_rotary_factor", 1.0)) // 2
-            original = sizes["original_max_position_embeddings"]
-            # The published factors change no size. These differ, so that a proof sees which of them are used.
-            short, long = ([1 + most * pair / num_pairs for pair in range(num_pairs)] for most in (1, 8))
-            rope = {"type": rope_type, "short_factor": short, "long_factor": long}
-            rope |= family_of(sizes["model_type"]).rope_sizes
-            sizes["rope_scaling"] = {**rope, "original_max_position_embeddings": original}
-        return sizes
-
-    def differences(self, config: PretrainedConfig) -> Iterator[str]:
-        """Name the sizes that differ in the hub's config.json."""
-        rope = getattr(config, "rope_parameters", None) or {}
-        for key, shipped in self.sizes.items():
-            published = getattr(config, key, rope.get(key, shipped))
-            if published != shipped:
-                yield f"{key} is {published} in its config.json and {shipped} in the sizes shipped with finetune"
 
 
 def locate_model(section: ModelSection) -> str:
@@ -231,38 +187,5 @@ def stored_weights(where: str, revision: str | None) -> dict[str, Any]:
         return {}
 
 
-def published_sizes(section: ModelSection) -> Published | None:
-    """Return the included facts about the model of this section; None for another model or another revision."""
-    return None if section.config or section.revision is not None else _all_published().get(section.path or "")
-
-
-def with_sizes_here(section: ModelSection) -> tuple[ModelSection, str | None]:
-    """Return the section with the model's sizes, and why they are the included ones, if they are.
-
-    Raises:
-        ModelError: `model.path` names no model.
-    """
-    published = published_sizes(section)
-    repository = None if published is None else repository_of(locate_model(section), section.revision)
-    if published is None or repository is None or missing_from_cache(repository, "config") is None:
-        return section, None
-    from finetune.config.hub import find_fault
-
-    fault = find_fault(repository)
-    if fault is None:
-        return section, None
-    reason = f"{fault.text}, so the sizes of {section.path} are those shipped with finetune ({published.source})"
-    return section.model_copy(update={"config": published.as_config()}), reason
-
-
 def _files_in(index: Path) -> list[str]:
     return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-
-
-@cache
-def _all_published() -> dict[str, Published]:
-    models = yaml.safe_load(_PUBLISHED.read_text(encoding="utf-8"))
-    return {
-        name: Published(facts["source"], facts["config"], facts.get("rope", {}), facts.get("pretraining_tokens"))
-        for name, facts in models.items()
-    }

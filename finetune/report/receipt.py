@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.errors import CheckpointError, ConfigError, RequirementError
 from finetune.limits import read_regular
-from finetune.model.from_hub import published_sizes
+from finetune.model.published import published_sizes
 from finetune.report.page import page_template
 from finetune.runs.durable import describe_os_error, replace_file
 from finetune.runs.metrics import number_in
@@ -85,14 +85,14 @@ def _computation(run: RecordedRun) -> dict[str, Any]:
     tokens = sum(number_in(step, "num_tokens") or 0 for step in steps)
     computed = sum(number_in(step, "num_computed") or number_in(step, "num_tokens") or 0 for step in steps)
     counts = run.part("parameters")
-    operations, trained, total = None, counts.get("trained"), counts.get("all")
+    trained, total = counts.get("trained"), counts.get("all")
+    published = published_sizes(run.config.model) if run.config is not None else None
+    operations = pretraining = None
     if isinstance(trained, int) and isinstance(total, int):
         operations = (4 * total + 2 * trained) * computed
-    published = published_sizes(run.config.model) if run.config is not None else None
-    pretraining = None
-    if published is not None and published.pretraining_tokens is not None and isinstance(total, int):
-        base = total - trained if run.config and run.config.training.method == "lora" else total
-        pretraining = 6 * base * published.pretraining_tokens
+        if run.config is not None and published is not None and published.pretraining_tokens is not None:
+            base = total - trained if run.config.training.method == "lora" else total
+            pretraining = 6 * base * published.pretraining_tokens
     return {
         "steps": len(steps),
         "tokens": int(tokens),

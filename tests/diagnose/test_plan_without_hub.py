@@ -17,7 +17,7 @@ from finetune.diagnose.planner import Planner
 from finetune.engine.supported import unsupported_reason
 from finetune.logs import warn_once
 from finetune.model.base import longrope_boundary
-from finetune.model.from_hub import published_sizes
+from finetune.model.published import published_sizes
 from tests.in_process import run_finetune
 from tests.model.phi_table import PAGE
 from tests.readable_hub import point_to, running_hub

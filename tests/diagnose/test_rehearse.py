@@ -22,7 +22,7 @@ from finetune.diagnose.rehearsal_overrides import (
     write_stand_in,
 )
 from finetune.model.base import longrope_boundary
-from finetune.model.from_hub import published_sizes
+from finetune.model.published import published_sizes
 from finetune.model.shrunken import HEAD_SIZE, shrink
 from finetune.model.targets import resolve_targets
 from tests.in_process import Ended, run_finetune

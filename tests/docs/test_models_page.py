@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from finetune.config.compose import compose, list_configs
 from finetune.diagnose.family import PROMISES
-from finetune.model.from_hub import published_sizes
+from finetune.model.published import published_sizes
 from tools.families import BEGIN, END, FAMILIES, PAGE, read_record, table
 
 

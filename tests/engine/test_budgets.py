@@ -35,8 +35,8 @@ from finetune.engine.layout import pack
 from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
 from finetune.model.base import checkpoint_gradients
-from finetune.model.from_hub import published_sizes
 from finetune.model.lora import add_lora
+from finetune.model.published import published_sizes
 from finetune.training.forward import agree_on_forward
 from finetune.training.objective import objective_of
 from finetune.training.optim import trainable_parameters
