@@ -113,7 +113,10 @@ def write_merged(
         _refuse_other(report, problems={}, dtypes=[name], is_tied=tied, stop_ids=stops, rendered=rendered)
         difference = compare_logits(logits, tuned, base)
         refuse_far(difference, name, most_difference)
-        digests: dict[str, Any] = {"trained": digest_weight_files(run.weights), "written": digest_weight_files(writer.path)}
+        digests: dict[str, Any] = {
+            "trained": digest_weight_files(run.weights),
+            "written": digest_weight_files(writer.path),
+        }
         vectors = replace(vectors, stored_as=name, rounding=difference.most_relative, note=note, **digests)
         vectors = replace(vectors, files=digest_files(writer.path), system=None if adds_system else system)
         merged = Merged(
