@@ -11,9 +11,8 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from finetune.config.config_files import resolve_shipped
 from finetune.config.run_paths import recorded_paths
@@ -55,7 +54,6 @@ _MOST_PROMPTS = 16
 """The most general prompts on which a validation measures the divergence."""
 _MOST_BYTES = 1 << 28
 """Of a file that is read."""
-_Splits = TypeVar("_Splits")
 _Row = tuple[list[int], int]
 """The tokens of a prompt and its answer, and the number of tokens of the answer, which are the targets."""
 _log = logging.getLogger(__name__)
@@ -72,7 +70,7 @@ def check_keeping(config: Config) -> None:
     every = validation.validate_every
     is_saved = saving.save_every_epochs == 1 if every is None else saving.save_every and every % saving.save_every == 0
     save = "checkpoint.save_every_epochs=1" if every is None else f"checkpoint.save_every={every}"
-    problems = {
+    problems: dict[str, dict[str, object]] = {
         "data.keep": {
             "is neither a share of the training rows nor a number of rows. Write 5% or 200": keep
             and not _is_size(keep),
@@ -152,10 +150,9 @@ def describe_rows_on_top(config: Config, rows: EncodedExamples) -> str:
     return f"{num_rows} an epoch on top of the training rows: the base's own answers (data.keep={config.data.keep})"
 
 
-def with_rows_on_top(splits: _Splits, rows: EncodedExamples) -> _Splits:
+def with_rows_on_top(splits: Any, rows: EncodedExamples) -> Any:
     """Return the splits with these rows after the training rows. The other splits do not change."""
-    assert isinstance(splits, EncodedSplits)  # other objectives refuse data.keep
-    return replace(splits, train=EncodedExamples.joined([splits.train, rows]))
+    return EncodedSplits(**vars(splits) | {"train": EncodedExamples.joined([splits.train, rows])})
 
 
 class Keeper:

@@ -131,8 +131,8 @@ def set_up(
     if checked.config.data.keep is not None:
         from finetune.training.keeping import answer_with_base, with_rows_on_top
 
-        rows, base = checked.splits.train, checked.base
-        base_answers = answer_with_base(runtime, checked.config, model, tokenizer, rows, base, journal)
+        train = checked.splits.train
+        base_answers = answer_with_base(runtime, checked.config, model, tokenizer, train, checked.base, journal)
         checked = checked._replace(splits=with_rows_on_top(checked.splits, base_answers))
     memory = _choose_memory(runtime, checked, journal, placed)
     if memory.gradient_checkpointing:
