@@ -17,7 +17,7 @@ from finetune.config.config_files import list_model_families
 from finetune.config.schema import Config
 from finetune.diagnose.plan_devices import GIB, read_device
 from finetune.diagnose.planner import make_plan
-from finetune.model.from_hub import published_sizes
+from finetune.model.published import published_sizes
 
 PAGE = Path(__file__).parent.parent / "docs/which-gpu.md"
 BEGIN, END = "<!-- table: written by benchmarks/which_gpu.py -->\n", "<!-- end of table -->\n"

@@ -83,6 +83,7 @@ SHOWN = {
     "generate": (["generate", "finished/run", "hello", "--compare", "--max-new-tokens", "3"], ["base", "tuned"]),
     "chat": (["chat", "finished/run", "--max-new-tokens", "2"], ["/help lists commands; Ctrl-D leaves."]),
     "evaluate": (["evaluate", "finished/run"], ["loss (nats per target token)", "perplexity", "base", "tuned"]),
+    "receipt": (["receipt", "finished/run"], ["Written: finished/run/receipt.json", "finished/run/receipt.html"]),
     "push": (
         ["push", "finished/run", "someone/model", "--base", "someone/base", "--dry-run"],
         ["HF_TOKEN"],

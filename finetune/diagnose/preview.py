@@ -245,13 +245,12 @@ def write_table(table: Path, rows: Rows, tokenizer: PreTrainedTokenizerBase, *, 
     names, file_of, line = rows.sides[0].files()
 
     def read(index: int) -> Iterator[dict[str, Any]]:
-        sides = ("chosen", "rejected") if isinstance(rows, EncodedPairs) else (None,)
-        for side, examples in zip(sides, rows.sides, strict=True):
+        for side, examples in zip(_names_of_sides(rows), rows.sides, strict=True):
             ids, is_target = examples[index]
             loss = (is_target & (not are_prompts)).int().tolist()
             row = {"source": names[int(file_of[index])], "line": int(line[index])}
             row |= {} if side is None else {"side": side}
-            row |= {"is_good": bool(rows.is_good[index])} if isinstance(rows, EncodedLabelled) else {}
+            row |= {} if (is_good := _label(rows, index)) is None else {"is_good": is_good}
             text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
             yield {**row, "input_ids": as_cell(ids.tolist()), "loss_mask": as_cell(loss), "text": text}
 
@@ -262,6 +261,15 @@ def write_table(table: Path, rows: Rows, tokenizer: PreTrainedTokenizerBase, *, 
             for first in range(0, len(rows), _ROWS_AT_ONCE):
                 block = [row for index in range(first, min(len(rows), first + _ROWS_AT_ONCE)) for row in read(index)]
                 writer.write(pyarrow.Table.from_pylist(block, schema))
+
+
+def _names_of_sides(rows: Rows) -> tuple[Side | None, ...]:
+    return ("chosen", "rejected") if isinstance(rows, EncodedPairs) else (None,)
+
+
+def _label(rows: Rows, index: int) -> bool | None:
+    """Return whether a labelled row is good; None for a row without a label."""
+    return bool(rows.is_good[index]) if isinstance(rows, EncodedLabelled) else None
 
 
 def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySplits, list[Finding]]:
@@ -315,9 +323,7 @@ def _read_row(
     if isinstance(rows, EncodedExamples) and rows.has_branches:
         of_example = rows.rows_of_examples[int(rows.example_of[index])]
         answer = (index - of_example.start + 1, len(of_example))
-    is_pair = isinstance(rows, EncodedPairs)
-    names: tuple[Side | None, ...] = ("chosen", "rejected") if is_pair else (None,)
-    for name, examples in zip(names, rows.sides, strict=True):
+    for name, examples in zip(_names_of_sides(rows), rows.sides, strict=True):
         ids, is_target = examples[index]
         notes = []
         if are_prompts and bool(is_target.any()):
@@ -330,8 +336,8 @@ def _read_row(
             notes.append(f"cut at data.max_length from {int(examples.full_lengths[index]):,} tokens")
         if not bool(is_target.any()) and not are_prompts:
             notes.append("no token carries loss: nothing is learned from it")
-        if isinstance(rows, EncodedLabelled):
-            notes.append(f"labelled as a {'good' if bool(rows.is_good[index]) else 'bad'} answer")
+        if (is_good := _label(rows, index)) is not None:
+            notes.append(f"labelled as a {'good' if is_good else 'bad'} answer")
         for text in special_looking_text(pieces):
             notes.append(f"{text} is ordinary text here, not a special token of this tokenizer")
         yield PreviewedRow(

@@ -42,7 +42,14 @@ def test_every_objective_is_a_value_of_its_key_and_has_a_loss() -> None:
     assert get_args(TrainingSection.model_fields["objective"].annotation) == tuple(OBJECTIVES)
     assert OBJECTIVES.keys() - {"sft", "grpo"} == _LOSSES.keys()
     read = {key for objective in OBJECTIVES.values() for key in objective.keys}
-    assert read == {*(f"preference.{key}" for key in PreferenceSection.model_fields), "grpo", "rollout", "reward"}
+    assert read == {
+        *(f"preference.{key}" for key in PreferenceSection.model_fields),
+        "grpo",
+        "rollout",
+        "reward",
+        "data.keep",
+        "data.keep_prompts",
+    }
 
 
 def test_other_modules_ask_an_objective_and_do_not_compare_its_name_or_its_rows() -> None:
