@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from finetune.training.objective import Setup
     from finetune.training.reporting.journal import Journal
 
-
 Reason = Literal["complete", "no improvement", "forgot too much", "preempted", "stopped"]
 
 
