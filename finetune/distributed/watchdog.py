@@ -100,7 +100,7 @@ class Watchdog:
                     self._guardian.wait(_CLOSE_SECONDS)
                 self._guardian.kill()
             raise
-        if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
+        if signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):  # a job in the background ignores it
             # The C library calls `_exit` with the signal's number, which is 3, even while a C call holds Python's lock.
             ctypes.CDLL(None).signal(signal.SIGQUIT, ctypes.CDLL(None)._exit)
         threading.Thread(target=self._listen, name="watchdog", daemon=True).start()

@@ -36,6 +36,8 @@ import json, subprocess, sys
 processes = [subprocess.Popen(command) for command in json.loads(sys.argv[1])]
 [process.wait() for process in processes]
 """
+IN_THE_BACKGROUND = ["sh", "-c", "trap '' INT QUIT; exec \"$@\"", "sh"]
+"""Starts a command as a script starts a job with `&`: both signals of the keyboard are ignored."""
 
 
 class Play:
@@ -45,6 +47,7 @@ class Play:
         self.folder = folder
         self.world_size = world_size
         self.ranks = {}
+        self.starter = []
         self.began = time.monotonic()
         # Inherited by the guardians, which have nothing of this play in their command lines.
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "WATCHED_PLAY": str(folder)}
@@ -62,7 +65,9 @@ class Play:
 
     def start_process(self, rank, command):
         with (self.folder / f"stderr-{rank}").open("w") as stderr:
-            self.ranks[rank] = subprocess.Popen(command, env=self.environment, stderr=stderr, cwd=self.folder)
+            self.ranks[rank] = subprocess.Popen(
+                [*self.starter, *command], env=self.environment, stderr=stderr, cwd=self.folder
+            )
 
     def wait_for(self, name):
         wait_until((self.folder / name).exists, name, 20.0)
@@ -222,6 +227,7 @@ def a_hang_names_the_rank_that_the_others_wait_for(play):
 
 @scene(world_size=2)
 def a_hang_that_no_thread_of_the_process_could_notice(play):
+    play.starter = IN_THE_BACKGROUND
     play.start("wait_in_sum", ("hold_all_threads", {"seconds": 40}), step_timeout=2)
     assert play.end() == [3, 3]
     assert "rank 1 has been in training, step 12" in the_only(play.last_lines())

@@ -24,8 +24,6 @@ KILL_SECONDS = 6.0
 """After a fault: when its guardian ends a worker that is still there, with SIGQUIT, which gives it exit code 3."""
 QUIT_SECONDS = 2.0
 """After SIGQUIT, the worker is killed. On a busy machine, it may take a while until a process gets its signal."""
-QUIT_TICKS = 10
-"""The fewest ticks of the guardian after SIGQUIT until then."""
 SECOND_HAND_SECONDS = 1.5
 """For news of the cause, after an error that another rank may have caused."""
 LINGER_SECONDS = 1.0

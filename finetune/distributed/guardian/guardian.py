@@ -19,7 +19,6 @@ from finetune.distributed.guardian.faults import (
     KILL_SECONDS,
     LINGER_SECONDS,
     QUIT_SECONDS,
-    QUIT_TICKS,
     SECOND_HAND_SECONDS,
     STOPPED_SECONDS,
     TICK_SECONDS,
@@ -50,7 +49,6 @@ class Worker(Link):
         self._is_alone = settings["world_size"] == 1
         self._memory_kills = deque([_memory_kills()], maxlen=10)
         self._quit_at: float | None = None
-        self._num_quits = 0
 
     @property
     def is_stopped(self) -> bool:
@@ -117,10 +115,7 @@ class Worker(Link):
         if os.getppid() != self._pid:  # only while it is the parent, its number cannot belong to another process
             return
         with suppress(OSError):
-            self._num_quits += 1
-            # A machine that pauses for a while gives no time to the worker: its own ticks count too.
-            is_over = self._quit_at is not None and now - self._quit_at >= QUIT_SECONDS and self._num_quits > QUIT_TICKS
-            if self.is_stopped or is_over:
+            if self.is_stopped or (self._quit_at is not None and now - self._quit_at >= QUIT_SECONDS):
                 os.kill(self._pid, signal.SIGKILL)
             elif self._quit_at is None:
                 self._quit_at = now
