@@ -44,7 +44,7 @@ def why_not_captured(setup: Setup) -> str | None:
         "the run does not compute in 16 bits": dtype == torch.float32,
         f"{training.objective} is not captured, only sft": not setup.config.objective.learns_answers,
         "the loss is the script's own": setup.hooks.loss is not None,
-        "weights other than those of LoRA are trained": not all("lora_" in name for name in trained),
+        "other weights than LoRA's are trained": not all("lora_" in name for name in trained),
         "several processes shard the weights or use gradient_sync=ddp": runtime.placement.needs_equal_microbatches,
         "gradients are checkpointed": setup.memory.gradient_checkpointing,
         "training.deterministic=true": training.deterministic,

@@ -49,7 +49,7 @@ SUBSET = "base_answers"
 _LONGEST_ANSWER = 64
 _ANSWERED_AT_ONCE = 16
 _MOST_MEASURED = 32
-"""The most of these rows whose loss a validation measures."""
+"""A validation measures the loss of at most so many of these rows."""
 _MOST_PROMPTS = 16
 """The most general prompts on which a validation measures the divergence."""
 _MOST_BYTES = 1 << 28
@@ -253,8 +253,8 @@ def _read_prompts(config: Config) -> list[Any]:
     prompts = [prompt for prompt in read if prompt.shown not in general]
     if not prompts:
         raise DataError(
-            f"data.keep_prompts is {config.data.keep_prompts}, whose {counted(len(read), 'prompt')} are all in "
-            "testing.general_prompts too. What is trained on cannot show what was forgotten: give other prompts."
+            f"data.keep_prompts is {config.data.keep_prompts}, and testing.general_prompts has all its "
+            f"{counted(len(read), 'prompt')} too. What is trained on cannot show what was forgotten: use others."
         )
     if len(prompts) < len(read):
         _log.info("%d of data.keep_prompts left out, which testing.general_prompts has too", len(read) - len(prompts))

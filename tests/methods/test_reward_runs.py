@@ -403,7 +403,7 @@ def other_weights(answers, prompts, model):
 DRAWN = {
     "precision": (None, "Cause: the precision. .* those drawn are further from fp32"),
     "temperature": (colder, "Cause: the temperature. They are those at a temperature of about 0.7"),
-    "mask": (beside, "Cause: the mask. The log-probabilities are those of the tokens beside them"),
+    "mask": (beside, "Cause: the mask. The log-probabilities belong to the tokens beside them"),
     "filter": (filtered, "Cause: probably top_p or top_k"),
     "weights": (other_weights, "the sampler has other weights, or reads other tokens"),
 }

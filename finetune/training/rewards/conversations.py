@@ -65,7 +65,7 @@ class GeneratedConversation:
     """Whether the last answer is whole and calls nothing."""
     goes_on: bool = True
     prompt: list[int] | None = None
-    """The tokens of the prompt, if the environment added turns to it; None: the prompt is that of the row."""
+    """The tokens of the prompt, if the environment added turns to it; None: the row's own prompt."""
     score: float = math.nan
     """The score of the environment, if it is asked for."""
 

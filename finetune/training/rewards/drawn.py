@@ -59,7 +59,7 @@ class DrawnAnswer:
 
 
 def drawn_metrics(answers: Sequence[DrawnAnswer], turns: int) -> dict[str, Any]:
-    """Return the mean and the largest ratio of the probabilities that the run computes to those of drawing.
+    """Return the mean and the largest ratio of two probabilities of a token: as the run computes it, and as drawn.
 
     If answers may have several turns, the values of each turn follow as lists.
     """
@@ -132,11 +132,11 @@ def _cause(answers: Sequence[DrawnAnswer], drawn: Sequence[float], own: Sequence
     if any(len(answer.drawn) != len(answer.own) for answer in answers):
         return (
             "Cause: the mask. The sampler reports another number of log-probabilities than tokens were generated, so "
-            "they are compared with those of other tokens"
+            "each is compared with the one of another token"
         )
     explained = _EXPLAINS * fmean(_differences(drawn, own))
     if min(fmean(_differences(drawn[1:], own)), fmean(_differences(drawn, own[1:]))) < explained:
-        return "Cause: the mask. The log-probabilities are those of the tokens beside them"
+        return "Cause: the mask. The log-probabilities belong to the tokens beside them"
     if again is not None:
         by_temperature = {each: fmean(_differences(drawn, again.nats(each))) for each in _TEMPERATURES}
         best = min(by_temperature, key=by_temperature.__getitem__)

@@ -36,7 +36,7 @@ has one. `ratio` is the probability of a token now over the one when the answer 
 same after clipping; they are left out where both are the same by definition."""
 
 _OF_TURNS = ("clipped", "ratio", "clipped_ratio")
-"""Those of `METRICS` that are also measured for each turn."""
+"""The metrics of `METRICS` that are also measured for each turn."""
 _SMALLEST_DEVIATION = 1e-4
 """Added to the standard deviation of rewards, as in TRL."""
 

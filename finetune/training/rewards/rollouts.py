@@ -115,7 +115,7 @@ class RolloutLoader:
         self._server = None if config.rollout.server is None else RolloutServer(setup, config.rollout)
 
     def metrics_of(self, step: Mapping[str, float]) -> Mapping[str, Any]:
-        """Return the metrics of the last yielded step, with those of its answers. Collective."""
+        """Return the metrics of the last yielded step and of its answers. Collective."""
         assert self._rollout is not None
         own = torch.stack(self._largest).amax(0).tolist() if self._largest else [0.0] * self._loss.turns
         if self._runtime.world_size > 1:
@@ -245,7 +245,7 @@ class RolloutLoader:
         return replace(rollout, metrics={**numbers, **self._answering.by_turn(answers, values)})
 
     def _before_temperature(self, rollout: Rollout) -> Sequence[Sequence[float]] | None:
-        """Return the rollout's own -log p if they are before temperature, as those of the sampler are."""
+        """Return -log p of the rollout as the run computes it, if temperature does not change it; None otherwise."""
         return rollout.old_nats if self._config.rollout.temperature == 1 else None
 
     def _drawn(self, rollout: Rollout, nats: Sequence[Sequence[float]]) -> list[DrawnAnswer]:
