@@ -262,8 +262,9 @@ class LoaderKeys(Section):
         return value
 
 
-AUTO_VALIDATION = "auto"
-"""The default of `data.validation`. With null, a single file is all for training."""
+AUTO_VALIDATION, NO_ROWS = "auto", "none"
+"""The default of `data.validation`, and the value that leaves out a split which is there. With null, a single file is
+all for training."""
 
 OnRow = Literal["refuse", "drop", "warn"]
 """The action for rows that fail a check: end the run before step 1, drop them, or warn and go on."""
@@ -295,9 +296,9 @@ class DataSection(Section):
     train: RowKey[str | list[str] | None] = None
     """Files, or the name of a split at `path`. Default: the split `train`, or all rows of a single file."""
     validation: RowKey[str | list[str] | None] = AUTO_VALIDATION
-    """Files, a split at `path`, or how many rows (`5%`, `200`); auto: the split of that name, or 5% of one file."""
+    """Files, a split at `path`, how many rows (`5%`, `200`), none; auto: the split of that name, or 5% of one file."""
     test: RowKey[str | list[str] | None] = None
-    """Files, a split at `path`, or how many training rows. Default: the split of that name, if there is one."""
+    """Files, a split at `path`, how many training rows, or none. Default: the split of that name, if there is one."""
     keep: Annotated[str | None, _KEPT] = None
     """Also train on this many of the base's own answers an epoch: `5%` of the training rows, or `200`; null: none."""
     keep_prompts: Annotated[str, _KEPT] = "shipped:keep_prompts.jsonl"

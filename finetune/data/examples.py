@@ -14,18 +14,9 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
-from finetune.config.schema import AUTO_VALIDATION, DataSection, as_list, name_files
+from finetune.config.schema import AUTO_VALIDATION, NO_ROWS, DataSection, as_list, name_files
 from finetune.data.formats import Example, Reads
-from finetune.data.readers import (
-    SUFFIXES,
-    DatasetRows,
-    FileRows,
-    JoinedRows,
-    RowFile,
-    RowSource,
-    stem_of,
-    suffix_of,
-)
+from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, JoinedRows, RowFile, RowSource, stem_of, suffix_of
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.splits import (
     AUTO_NEEDS_ROWS,
@@ -288,7 +279,7 @@ def _load_source(
     at_path, sizes, sources = _find_sources(section, without)
     for split, source in sources.items():
         if source is None:
-            why_off[split] = _why_off(split, at_path)
+            why_off[split] = _why_off(split, at_path, getattr(section, split))
         if isinstance(source, JoinedRows):
             _log.info("%s: the files in this order: %s", split, ", ".join(part.label for part in source.parts))
     if at_path is not None and at_path.not_read:
@@ -325,9 +316,7 @@ def _find_sources(section: DataSection, without: Collection[str] = ()) -> _Sourc
     if settings.get("validation") == AUTO_VALIDATION:
         settings["validation"] = None  # the split of that name, unless rows are held out
     sources = {
-        split: _default_split(split, at_path) if text is None else _named_split(split, text, at_path, section)
-        for split, text in settings.items()
-        if split not in sizes
+        split: _find_source(split, text, at_path, section) for split, text in settings.items() if split not in sizes
     }
     return _Sources(at_path, sizes, sources)
 
@@ -353,11 +342,21 @@ def _is_one_source(at_path: _Splits | None) -> bool:
     return at_path.form == _PARTS and list(at_path.names) != ["train"]
 
 
-def _why_off(split: str, at_path: _Splits | None) -> str:
+def _why_off(split: str, at_path: _Splits | None, setting: str | list[str] | None) -> str:
+    if setting == NO_ROWS:
+        return f"data.{split} is {NO_ROWS}"
     if at_path is None or at_path.form in (_ONE_FILE, _FILES):
         form = _ONE_FILE if at_path is None else at_path.form
         return f"the data is {form}, which is all for training; data.{split} can name another file or a fraction (0.05)"
     return f"{at_path.label} has no split named {' or '.join(SPLIT_NAMES[split])}; data.{split} can name one"
+
+
+def _find_source(
+    split: str, setting: str | list[str] | None, at_path: _Splits | None, section: DataSection
+) -> RowSource | None:
+    if setting == NO_ROWS and split != "train":
+        return None
+    return _default_split(split, at_path) if setting is None else _named_split(split, setting, at_path, section)
 
 
 def _named_split(split: str, setting: str | list[str], at_path: _Splits | None, section: DataSection) -> RowSource:
@@ -371,7 +370,7 @@ def _named_split(split: str, setting: str | list[str], at_path: _Splits | None, 
         raise DataError(_not_there(split, setting))
     raise DataError(
         f"data.{split} is {setting}, which is neither a file nor a split of {at_path.label} ({at_path.form} with "
-        f"{', '.join(at_path.names)}). Name one of these, or a file ({', '.join(SUFFIXES)})."
+        f"{', '.join(at_path.names)}). Name one of these, a file ({', '.join(SUFFIXES)}), or {NO_ROWS}."
     )
 
 

@@ -41,6 +41,19 @@ def test_splits_can_be_named_or_be_files_elsewhere(make_section, write_jsonl, tm
     assert "rows has no split named test or testing; data.test can name one" in logged()[0]
 
 
+def test_a_split_that_is_there_can_be_left_out(make_section, write_jsonl, tmp_path, logged):
+    for name in ("train", "validation", "test"):
+        write_jsonl([CHAT], f"rows/{name}.jsonl")
+    folder = str(tmp_path / "rows")
+    alone = load_examples(make_section(path=folder, validation="none", test="none"))
+    assert (len(alone.train), alone.validation, alone.test) == (1, None, None)
+    assert logged()[:2] == ["validation is off: data.validation is none", "test is off: data.test is none"]
+    mixed = load_examples(make_section(mixture=[{"path": folder}, {"path": folder, "test": "none"}], validation="none"))
+    assert (len(mixed.train), mixed.validation, len(mixed.test)) == (2, None, 1)
+    with pytest.raises(DataError, match="data.train is none, which is neither"):
+        load_examples(make_section(path=folder, train="none"))
+
+
 def test_a_datasets_directory_with_and_without_splits(make_section, tmp_path):
     rows = Dataset.from_list([CHAT] * 2)
     DatasetDict({"train": rows, "dev": rows}).save_to_disk(tmp_path / "several")
