@@ -6,6 +6,7 @@ words of the chat template between two answers, and the results, are tokenised o
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,11 +22,12 @@ from finetune.data.templates import AnswerTokens, tokenize
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
 from finetune.data.values import BadRowError, quote
 from finetune.errors import ConfigError, DataError
+from finetune.fallbacks import Fallback
 from finetune.inference.answers import Answer, AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.model.base import max_context
 from finetune.training.rewards.tool_process import error_text
-from finetune.training.rewards.tools import Environment, Result, ToolProcess
+from finetune.training.rewards.tools import Environment, Result, ToolProcess, made_up_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,7 +107,7 @@ def is_generated(lengths: Sequence[int]) -> list[bool]:
 class SingleAnswers:
     """Lets a model answer each prompt once. `ToolUse` has the same methods, for conversations."""
 
-    why_rewritten = ""
+    fallback: Fallback | None = None
 
     def converse(
         self,
@@ -154,7 +156,7 @@ class ToolUse:
     Every rank has one. `schemas` describe the tools, see `offered_tools`.
 
     Attributes:
-        why_rewritten: why the chat template renders earlier answers differently in a longer conversation; else empty.
+        fallback: says so if the chat template leaves out thinking that a conversation keeps; else None.
 
     Raises:
         ConfigError: the chat template cannot go on after an answer, or shows no tools.
@@ -164,11 +166,12 @@ class ToolUse:
         self._section = config.rollout
         self._schemas = schemas
         self._tokens = AnswerTokens(tokenizer, config.data.chat_template or "")
+        self._end = str(tokenizer.convert_ids_to_tokens(self._tokens.end_id))
         self.reader = AnswerReader(self._tokens)
         self._process = ToolProcess(config.rollout.tools, config.rollout.tools_from)
         self._environment = Environment(config.rollout) if config.rollout.environment else None
         self._asks_score = "environment" in config.reward.functions
-        self.why_rewritten = ""
+        self.fallback: Fallback | None = None
         if config.rollout.tools:
             self._refuse_template()
         if self._environment is not None:
@@ -179,7 +182,7 @@ class ToolUse:
         advice = "Set data.chat_template to a template that does: phi4_mini, for a tokenizer with its tokens."
         if not any(self._tokens.template.renders(key) for key in (("", "tools"), ("system", "tools"))):
             raise ConfigError(f"rollout.tools is set, but the chat template of {name} shows no tools. {advice}")
-        if not self.reader.reads_calls:
+        if self.reader.call_marks is None:
             raise ConfigError(
                 f"rollout.tools is set, but the chat template of {name} writes calls in a form that is not read here; "
                 f"expected JSON with name and arguments. {advice}"
@@ -202,7 +205,10 @@ class ToolUse:
                 f"rollout.environment is set, but with the chat template of {self._tokens.template.name} a "
                 f"conversation cannot go on after an answer: {problem}. Set another template: data.chat_template."
             )
-        self.why_rewritten = of_thinking if isinstance(of_thinking, str) else ""
+        if isinstance(of_thinking, str):
+            wanted, used = "conversations as the chat template renders them", "conversations that keep all thinking"
+            why = f"after later turns, {of_thinking}, and no token is changed"
+            self.fallback = Fallback(what="rollout.environment", wanted=wanted, used=used, why=why)
 
     def converse(
         self,
@@ -258,6 +264,37 @@ class ToolUse:
             for conversation, score in zip(conversations, scores, strict=True):
                 conversation.score = score
         return conversations
+
+    def example(self) -> GeneratedConversation:
+        """Return a made-up conversation, which shows what carries loss. No tool and no environment is called."""
+        answers: list[str] = []
+        replies: list[tuple[Turn, list[Turn]]] = []
+        if self._section.tools:
+            call = made_up_call(self._schemas)
+            result = Result(**call, text="a result", failed=False)
+            answers.append(self._written(call))
+            replies.append((_turn_of_calls([result]), turns_of([result])))
+        if self._environment is not None:
+            answers.append("an answer")
+            replies.append((_ANSWER, [text_turn("user", "a reply")]))
+        first, *others = tokenize(self._tokens.tokenizer, [text + self._end for text in [*answers, "the last answer"]])
+        conversation = GeneratedConversation(list(first.ids), lengths=[len(first.ids)], has_end=True, goes_on=False)
+        for continuation, answer in zip(self._continuations(replies), others, strict=True):
+            conversation.add(_no_problem(continuation))
+            conversation.add(answer.ids)
+        return conversation
+
+    def _written(self, call: Mapping[str, Any]) -> str:
+        """Return the text of an answer with a call: as the template renders it, or between the marks of the reader."""
+        turn = text_turn("assistant", "") | {"tool_calls": [{"type": "function", "id": "call00000", "function": call}]}
+        asked = Dialogue((_QUESTION,), (), self._schemas)
+        (before,) = self._tokens.template.render([asked], with_prompt=True)
+        (rendered,) = self._tokens.template.render([asked._replace(turns=(_QUESTION, turn))])
+        text = str(rendered).removeprefix(str(before)).partition(self._end)[0]
+        if self.reader.read(tokenize(self._tokens.tokenizer, [text])[0].ids).calls:
+            return text
+        first, last = self.reader.call_marks or ("", "")
+        return f"{first}{json.dumps([call])}{last}"
 
     def as_record(self, answer: GeneratedConversation, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return what the file of a rollout has beside the tokens and the nats of a conversation."""
@@ -403,14 +440,14 @@ class ToolUse:
             for dialogue, (_, turns) in zip(called, replies, strict=True)
         ]
         asked = [dialogue._replace(turns=dialogue.turns[:1]) for dialogue in called]
-        template, end = self._tokens.template, str(self._tokens.tokenizer.convert_ids_to_tokens(self._tokens.end_id))
+        template = self._tokens.template
         texts = zip(
             template.render(asked, with_prompt=True),
             template.render(called),
             template.render(answered, with_prompt=True),
             strict=True,
         )
-        rests = [_after_the_answer(*rendered, end) for rendered in texts]
+        rests = [_after_the_answer(*rendered, self._end) for rendered in texts]
         problems = [str(rest) if isinstance(rest, BadRowError) else "" for rest in rests]
         good = ["" if problem else str(rest) for rest, problem in zip(rests, problems, strict=True)]
         encoded = tokenize(self._tokens.tokenizer, good)
