@@ -105,7 +105,7 @@ def is_generated(lengths: Sequence[int]) -> list[bool]:
 
 
 class SingleAnswers:
-    """Lets a model answer each prompt once. `ToolUse` has the same methods, for conversations."""
+    """Lets a model answer each prompt once. `ToolUse` lets it go on."""
 
     fallback: Fallback | None = None
 
@@ -122,11 +122,10 @@ class SingleAnswers:
         """Return the answer to each prompt, the same on every rank; None if a rank was asked to stop. Collective."""
         del rows, runtime, model
         answers = draw(prompts, decoding)
-        return None if answers is None else [self._answer(*answer, decoding.stop_ids) for answer in answers]
-
-    def _answer(self, ids: list[int], nats: list[float], stops: Sequence[int]) -> GeneratedConversation:
-        has_end = bool(ids) and ids[-1] in stops
-        return GeneratedConversation(ids, nats, [len(ids)], has_end=has_end, goes_on=False)
+        if answers is None:
+            return None
+        records = ({"ids": answer.ids, "sampled_nats": answer.nats} for answer in answers)
+        return [self.from_record(record, decoding.stop_ids) for record in records]
 
     def as_record(self, answer: GeneratedConversation, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return what the file of a rollout has beside the tokens and the nats of an answer: nothing."""
@@ -134,8 +133,17 @@ class SingleAnswers:
         return {}
 
     def from_record(self, record: Mapping[str, Any], stops: Sequence[int]) -> GeneratedConversation:
-        """Read an answer from the file of a rollout. `stops` are the tokens that end one."""
-        return self._answer(record["ids"], record.get("sampled_nats", []), stops)
+        """Read an answer or a conversation from the file of a rollout. `stops` are the tokens that end an answer."""
+        ids = record["ids"]
+        return GeneratedConversation(
+            ids,
+            record.get("sampled_nats", []),
+            record.get("parts", [len(ids)]),
+            [[Result(**result) for result in each] for each in record.get("calls", [])],
+            has_end=record.get("has_end", bool(ids) and ids[-1] in stops),
+            goes_on=False,
+            prompt=record.get("prompt"),
+        )
 
     def metrics_of(self, answers: Sequence[GeneratedConversation]) -> dict[str, float]:
         """Return the metrics that only conversations have: none."""
@@ -150,7 +158,7 @@ class SingleAnswers:
         return {}
 
 
-class ToolUse:
+class ToolUse(SingleAnswers):
     """Lets a model use the tools of a run and answer its environment. Only the main process calls them.
 
     Every rank has one. `schemas` describe the tools, see `offered_tools`.
@@ -171,7 +179,6 @@ class ToolUse:
         self._process = ToolProcess(config.rollout.tools, config.rollout.tools_from)
         self._environment = Environment(config.rollout) if config.rollout.environment else None
         self._asks_score = "environment" in config.reward.functions
-        self.fallback: Fallback | None = None
         if config.rollout.tools:
             self._refuse_template()
         if self._environment is not None:
@@ -302,19 +309,6 @@ class ToolUse:
         results = [[result.as_record() for result in each] for each in answer.results]
         prompt = {} if answer.prompt is None else {"prompt": answer.prompt}
         return {"parts": answer.lengths, "texts": texts, "calls": results, "has_end": answer.has_end, **prompt}
-
-    def from_record(self, record: Mapping[str, Any], stops: Sequence[int]) -> GeneratedConversation:
-        """Read a conversation from the file of a rollout."""
-        del stops  # `has_end` is on record
-        return GeneratedConversation(
-            record["ids"],
-            record.get("sampled_nats", []),
-            record["parts"],
-            [[Result(**result) for result in each] for each in record["calls"]],
-            has_end=record["has_end"],
-            goes_on=False,
-            prompt=record.get("prompt"),
-        )
 
     def metrics_of(self, conversations: Sequence[GeneratedConversation]) -> dict[str, float]:
         """Return the metrics of the turns and calls in a rollout; nan where there is nothing to measure."""

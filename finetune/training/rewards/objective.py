@@ -58,7 +58,7 @@ class RewardedAnswers(Objective):
         super().__init__(config)
         self._prompts: dict[str, PromptRows] = {}
         self._warnings = RewardWarnings()
-        self._answering: SingleAnswers | ToolUse = SingleAnswers()
+        self._answering = SingleAnswers()
         if schemas := offered_tools(config):  # a replay reads them instead of the code of the tools
             self.config = config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")})
 
