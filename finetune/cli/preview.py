@@ -205,9 +205,9 @@ def _shown_pieces(row: PreviewedRow, *, whole: bool) -> list[Piece]:
     """Return the pieces of a row. A piece with a remark stands for tokens that are not shown.
 
     Those are the prompt of a rejected side, which the chosen side has shown, and, unless `whole`, the middle of a long
-    row.
+    row. A made-up conversation follows the pieces of its prompt.
     """
-    pieces = row.own_pieces()
+    pieces = [*row.own_pieces(), *row.made_up]
     if not whole and len(pieces) > MOST_TOKENS:
         first, last = MOST_TOKENS - _TOKENS_AT_THE_END, len(pieces) - _TOKENS_AT_THE_END
         middle = pieces[first:last]

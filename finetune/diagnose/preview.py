@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,7 +31,7 @@ from finetune.diagnose.preview_splits import (
     summarize_split,
 )
 from finetune.errors import ConfigError, DataError
-from finetune.fallbacks import Fallbacks
+from finetune.fallbacks import Fallback, Fallbacks
 from finetune.findings import Finding, exit_code, ok, problem, warning, what_and_fix
 from finetune.model.base import read_model_config
 from finetune.model.tokens import build_run_tokenizer
@@ -52,6 +52,10 @@ SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 SplitName = Literal["train", "validation", "test"]
 Side = Literal["chosen", "rejected"]
 
+_MADE_UP = (
+    "what follows the prompt is made up to show which tokens of a conversation carry loss: no model answered, and no "
+    "tool or environment was called"
+)
 _MOST_NAMED = 3
 _ROWS_AT_ONCE = 512
 
@@ -74,10 +78,11 @@ class PreviewedRow:
     is_truncated: bool
     notes: list[str]
     """Remarks, as sentences without a full stop."""
+    made_up: list[Piece] = field(default_factory=list)
+    """With tools or an environment: a made-up conversation that follows the prompt."""
 
     def as_record(self) -> dict[str, Any]:
-        """Convert to plain values. The three lists of tokens are parallel."""
-        every = [(token_id, piece) for piece in self.pieces for token_id in piece.token_ids]
+        """Convert to plain values."""
         return {
             "split": self.split,
             **asdict(self.location),
@@ -89,13 +94,8 @@ class PreviewedRow:
             "target_tokens": self.num_targets,
             "is_truncated": self.is_truncated,
             "notes": self.notes,
-            "spans": [
-                {"text": span.text, "loss": span.carries_loss, "special": span.is_special}
-                for span in join_alike(self.pieces)
-            ],
-            "token_ids": [token_id for token_id, _ in every],
-            "loss": [piece.carries_loss for _, piece in every],
-            "special": [piece.is_special for _, piece in every],
+            **_tokens_as_record(self.pieces),
+            "made_up": _tokens_as_record(self.made_up) if self.made_up else None,
         }
 
     def own_pieces(self) -> list[Piece]:
@@ -108,6 +108,19 @@ class PreviewedRow:
             if piece.carries_loss or position > self.num_shared:
                 return self.pieces[first:]
         return []
+
+
+def _tokens_as_record(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Convert to plain values. The three lists of tokens are parallel."""
+    every = [(token_id, piece) for piece in pieces for token_id in piece.token_ids]
+    return {
+        "spans": [
+            {"text": span.text, "loss": span.carries_loss, "special": span.is_special} for span in join_alike(pieces)
+        ],
+        "token_ids": [token_id for token_id, _ in every],
+        "loss": [piece.carries_loss for _, piece in every],
+        "special": [piece.is_special for _, piece in every],
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,6 +207,7 @@ def preview_data(
     summaries = {name: summarize_split(of_split, are_prompts=are_prompts) for name, of_split in splits.items()}
     indices = [row - 1 for row in rows] or range(min(num_rows, len(shown)))
     tokens = AnswerTokens(tokenizer)
+    made_up, template_findings = _make_up(config, tokens)
     model = read_model_config(config.model)
     sources = [name_files(source["path"]) for source in config.data.mixture]
     read_as = dict.fromkeys(text for of_split in splits.values() for text in of_split.sides[0].read_as)
@@ -208,9 +222,14 @@ def preview_data(
         context=getattr(model, "max_position_embeddings", None),
         splits=summaries,
         shown_split=split,
-        rows=[side for index in indices for side in _read_row(split, shown, index, tokens, are_prompts)],
+        rows=[
+            replace(side, made_up=made_up, notes=[*side.notes, *([_MADE_UP] if made_up else [])])
+            for index in indices
+            for side in _read_row(split, shown, index, tokens, are_prompts)
+        ],
         findings=[
             *refusals,
+            *template_findings,
             *_judge_template(splits, tokenizer),
             *_judge_fit(splits, model, tokenizer),
             *_judge_duplicates(summaries),
@@ -291,9 +310,29 @@ def _encode(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[AnySpli
     findings = [problem("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in refused]
     unique = dict.fromkeys(warnings)
     findings += [warning("Data", *what_and_fix(on_one_line(text), page="docs/data.md")) for text in unique]
-    taken = dict.fromkeys((f"{each.what}: wanted {each.wanted}, using {each.used}", each.why) for each in fallbacks)
-    findings += [warning("Data", on_one_line(what), on_one_line(why)) for what, why in taken]
+    findings += map(_taken, dict.fromkeys(fallbacks))
     return passed, findings
+
+
+def _taken(fallback: Fallback) -> Finding:
+    what = f"{fallback.what}: wanted {fallback.wanted}, using {fallback.used}"
+    return warning("Data", on_one_line(what), on_one_line(fallback.why))
+
+
+def _make_up(config: Config, tokens: AnswerTokens) -> tuple[list[Piece], list[Finding]]:
+    """Make up a conversation with the tools and the environment of a run. Report a template that does not allow it."""
+    if not (config.objective.generates_answers and (config.rollout.tools or config.rollout.environment)):
+        return [], []
+    from finetune.training.rewards.conversations import ToolUse, is_generated
+    from finetune.training.rewards.tools import offered_tools
+
+    try:
+        use = ToolUse(config, tokens.tokenizer, offered_tools(config))
+    except ConfigError as error:
+        return [], [problem("Data", *what_and_fix(on_one_line(str(error)), page="docs/tasks/tools.md"))]
+    example = use.example()
+    pieces = read_pieces(tokens.tokenizer, example.ids, is_generated(example.lengths), tokens.special_ids)
+    return pieces, [] if use.fallback is None else [_taken(use.fallback)]
 
 
 @contextmanager

@@ -64,12 +64,16 @@ _MARKS_OF_CALLS = (_Marks("<|tool_call|>", "<|/tool_call|>"), _Marks("<tool_call
 
 
 class AnswerReader:
-    """Reads the answers of a model. Its tokenizer may have no chat template."""
+    """Reads the answers of a model. Its tokenizer may have no chat template.
+
+    Attributes:
+        call_marks: the marks around calls; None if the chat template writes them in a form that is not read here.
+    """
 
     def __init__(self, tokens: AnswerTokens) -> None:
         self._tokens = tokens
         self._thinking = self._find_thinking()
-        self._call = self._find_call()
+        self.call_marks = self._find_call()
 
     def read(self, ids: Sequence[int]) -> Answer:
         """Split an answer into its parts. Thinking that does not end leaves an empty text."""
@@ -87,16 +91,11 @@ class AnswerReader:
             text = str(self._tokens.tokenizer.decode(list(ids), skip_special_tokens=True)).strip()
         return Answer(text, reasoning, self._plain(content) if calls else text, tuple(calls), problem)
 
-    @property
-    def reads_calls(self) -> bool:
-        """Whether the form of calls is known."""
-        return self._call is not None
-
     def _split_calls(self, text: str) -> tuple[str, list[dict[str, Any]], str]:
         """Return the text before the first call, the calls, and why they cannot be read, if so."""
-        if self._call is None:
+        if self.call_marks is None:
             return text, [], ""
-        mark = self._call.before
+        mark = self.call_marks.before
         content, separator, rest = text.partition(mark) if mark else ("", text.lstrip()[:1] in ("{", "["), text)
         calls: list[dict[str, Any]] = []
         while separator:
@@ -109,7 +108,7 @@ class AnswerReader:
         return content, calls, ""
 
     def _plain(self, text: str) -> str:
-        for mark in self._call or ():
+        for mark in self.call_marks or ():
             text = text.replace(mark, "") if mark else text
         return self._tokens.without_special_text(text).strip()
 

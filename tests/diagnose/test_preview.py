@@ -256,6 +256,34 @@ def test_each_answer_is_shown_after_the_turns_as_they_are_served(base: Path, tmp
     assert "".join(span["text"] for span in other["spans"]).count("<think>") == 1
 
 
+@pytest.mark.process
+def test_a_conversation_with_tools_is_made_up_after_each_prompt(base: Path, tmp_path: Path, capsys) -> None:
+    rows = [json.dumps({"prompt": f"{n} + 1?", "completion": f"{n + 1}"}) for n in range(2)]
+    words = run_over(tmp_path, base, train=rows, validation=rows[:1])
+    words += ["task=finetune_grpo", "reward.functions=exact_match", "data.on_overlap=warn", "data.max_length=512"]
+    refusals = preview([*words, "rollout.tools=calculator"]).findings
+    assert any(each.level == "problem" and "calls in a form that is not read here" in each.what for each in refusals)
+
+    words = ["model=phi_tiny", *words[1:]]
+    assert preview(words).rows[0].as_record()["made_up"] is None
+    words += ["rollout.tools=calculator"]
+    assert preview_from_overrides(words) == 0
+    shown = capsys.readouterr().out
+    made_up = (
+        "<|assistant|>\n"
+        'loss | <|tool_call|>[{"name": "calculator", "arguments": {"expression": "a text"}}]<|/tool_call|><|end|>\n'
+        "     | <|tool_response|>a result<|end|><|assistant|>\n"
+        "loss | the last answer<|end|>\n"
+    )
+    assert shown.count(made_up) == shown.count("note: what follows the prompt is made up") == 2
+    seen = preview(words, num_rows=1)
+    record = seen.rows[0].as_record()
+    assert len(record["token_ids"]) == record["tokens"] == record["loss"].count(False), "of the prompt alone"
+    spans = record["made_up"]["spans"]
+    assert ("a result", False) in [(span["text"], span["loss"]) for span in spans]
+    assert len(record["made_up"]["token_ids"]) == len(record["made_up"]["loss"])
+
+
 def test_the_rows_of_a_split_are_written_for_another_trainer(words, tmp_path, monkeypatch):
     monkeypatch.setattr("finetune.diagnose.preview._ROWS_AT_ONCE", 3)  # the split has four rows
     config = load_config([*words, *TOLERANT])

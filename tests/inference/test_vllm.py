@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from contextlib import contextmanager, suppress
+from itertools import chain
 
 import pytest
 
@@ -25,9 +26,11 @@ from finetune.export.verifying import verify_run
 from finetune.export.vllm_served import InVllm, served_by_vllm
 from finetune.inference.vllm_server import VllmServer
 from finetune.training.rewards import rollout_server
+from finetune.training.rewards.conversations import parts_of
 from tests.bisect.scene import edit_json
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, free_port, run_launched, start_command
+from tests.methods.test_tool_runs import TOOL, calling_rows, rollout, write
 from tests.methods.tiny_training import break_at, curve
 from tests.tiny_runs import write_base
 
@@ -119,6 +122,64 @@ def test_the_server_samples_with_each_steps_adapter(server, rows, trained, tmp_p
         assert len(steps) == 4
         assert all(step["server_difference"] < ROUNDING for step in steps if not step["equal_groups"])
         assert not (run / "rollouts/adapter").exists()
+
+
+BARE_CALLS = (
+    "{% if tools %}{{ '<|tool|>' + tools | tojson + '<|/tool|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+    "{% for c in m.get('tool_calls') or [] %}{{ c['function'] | tojson }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+"""An adapter of phi_tiny cannot teach it the marks of calls: it has never seen these tokens. JSON it has seen."""
+
+
+def test_conversations_with_a_tool_come_from_the_server(server, rows, tmp_path, monkeypatch):
+    """An adapter that mostly calls the tool is what the run starts from. Each request continues an earlier one."""
+    (tmp_path / "template.jinja").write_text(BARE_CALLS)
+    (tmp_path / "tools_of_a_run.py").write_text(TOOL)
+    calling = calling_rows()
+    for number, row in enumerate(calling):  # last answers of different lengths, so that rewards differ
+        row["messages"][-1]["content"] = " ".join(["three crates", "to Porto", "by Friday"][: 1 + number % 3])
+    write(tmp_path / "calls.jsonl", calling)
+    alike = ("lora.r=4", f"data.chat_template={tmp_path / 'template.jinja'}", "data.max_length=512")
+    taught = [f"data.train={tmp_path / 'calls.jsonl'}", f"output_dir={tmp_path / 'taught'}", "training.max_steps=40"]
+    taught += ["model=phi_tiny", "task=finetune_lora", "optim.learning_rate=1e-2", "optim.warmup_steps=0"]
+    train_from_overrides([*taught, "training.batch_size=4", "training.global_batch_size=4", *alike])
+
+    sample, asked = VllmServer._sample, []
+
+    def spy(self, model, prompt, *others):
+        answers = sample(self, model, prompt, *others)
+        asked.append((list(prompt), [answer.ids for answer in answers]))
+        return answers
+
+    monkeypatch.setattr(VllmServer, "_sample", spy)
+    run, tool = tmp_path / "run", f"rollout.tools={tmp_path / 'tools_of_a_run.py'}:stock"
+    more = (f"lora.start_from={tmp_path / 'taught'}", "optim.learning_rate=2e-4", "training.max_steps=2")
+    more += ("rollout.max_completion_length=96", "rollout.max_turns=3", "rollout.num_generations=8")
+    train_from_overrides(words(server, rows, run, *more, *alike, tool))
+    steps, count = curve(run), 0
+    assert len(steps) == 2
+    for step in steps:
+        assert step["server_difference"] < ROUNDING
+        assert [step["drawn_ratio"], step["ratio"]] == pytest.approx([1, 1], abs=ROUNDING)
+        assert len(step["drawn_ratio_by_turn"]) > 1
+        assert step["calls"] > step["failed_calls"] * step["calls"]
+        groups = rollout(run, step["step"])["groups"]
+        for ids, answer in ((group["prompt"], answer) for group in groups for answer in group["answers"]):
+            parts = parts_of(answer["ids"], answer["parts"])
+            for place in range(0, len(parts), 2):
+                head = [*ids, *chain(*parts[:place])]
+                answers = [each for prompt, given in asked for each in given if prompt == head]
+                assert answers, "each request is the prompt with all that was generated and appended before"
+                # The last answer may be cut at max_completion_length.
+                assert any(each[: len(parts[place])] == parts[place] for each in answers)
+            assert len(answer["sampled_nats"]) == sum(answer["parts"][::2])
+            count += len(parts) > 2
+            assert {call["text"] for calls in answer["calls"] for call in calls if not call["failed"]} <= {"three"}
+    assert count > 0
+    done = run_finetune("verify", run, "--replay", "2")
+    assert done.returncode == 0, done.stdout
 
 
 def test_a_server_with_an_earlier_adapter_is_named(server, rows, tmp_path, monkeypatch):

@@ -370,10 +370,15 @@ def test_a_run_that_cannot_learn_from_rewards_is_refused(inputs, tmp_path, more,
         train_from_overrides(words(inputs, tmp_path / "run", *more))
 
 
-def with_nats(answer, prompt, model, temperature=1.0):
+TOP_K = 5
+
+
+def with_nats(answer, prompt, model, temperature=1.0, top_k=None):
     """The answer with log p by transformers' own forward."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *answer.ids]])).logits[0, len(prompt) - 1 : -1]
+    if top_k is not None:
+        logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
     nats = -(logits / temperature).log_softmax(-1).gather(1, torch.tensor(answer.ids)[:, None])[:, 0]
     return answer._replace(nats=nats.tolist())
 
@@ -383,16 +388,9 @@ def colder(answers, prompts, model):
     return (with_nats(*pair, model, 0.7) for pair in zip(answers, prompts, strict=True))
 
 
-def beside(answers, prompts, model):
-    """The sampler reports log p of the token before."""
-    return (answer._replace(nats=[5.0, *answer.nats[:-1]]) for answer in answers)
-
-
 def filtered(answers, prompts, model):
     """The sampler reports log p among the tokens that a filter left."""
-    return (
-        answer._replace(nats=[nats - 0.3 - 0.1 * (n % 3) for n, nats in enumerate(answer.nats)]) for answer in answers
-    )
+    return (with_nats(*pair, model, top_k=TOP_K) for pair in zip(answers, prompts, strict=True))
 
 
 def other_weights(answers, prompts, model):
@@ -403,7 +401,6 @@ def other_weights(answers, prompts, model):
 DRAWN = {
     "precision": (None, "Cause: the precision. .* those drawn are further from fp32"),
     "temperature": (colder, "Cause: the temperature. They are those at a temperature of about 0.7"),
-    "mask": (beside, "Cause: the mask. The log-probabilities belong to the tokens beside them"),
     "filter": (filtered, "Cause: probably top_p or top_k"),
     "weights": (other_weights, "the sampler has other weights, or reads other tokens"),
 }
@@ -428,6 +425,7 @@ def test_log_probabilities_that_are_not_the_runs_own_are_explained(name, inputs,
         "reward.functions=regex,length",
         "data.validation=null",
         "rollout.max_completion_length=16",
+        f"rollout.top_k={TOP_K if change is filtered else 0}",
     )
     train_from_overrides(words(inputs, run, "model=phi_tiny", *more))
     (warning,) = (event["text"] for event in events(run, "warning") if event["kind"] == "drawn")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from types import SimpleNamespace
+from typing import Literal
 
 import pytest
+from transformers.utils.chat_template_utils import get_json_schema
 
 from finetune import launch, load_config
 from finetune.data.chat_template import use_chat_template
@@ -212,6 +214,55 @@ def test_a_conversation_goes_on_with_the_words_of_the_template_and_the_results(f
     assert "is not JSON with a name and arguments. Write" in tokenizer.decode(after)
 
 
+BETWEEN = {
+    "phi4_mini": ("<|tool_response|>a result<|end|><|assistant|>", "<|user|>a reply<|end|><|assistant|>"),
+    QWEN: (
+        "\n<|user|>\n<tool_response>\na result\n</tool_response><|end|>\n<|assistant|>\n",
+        "\n<|user|>\na reply<|end|>\n<|assistant|>\n",
+    ),
+}
+
+
+def many(a: int, b: float, c: str, d: bool, e: list[int], f: dict, g: Literal["x", "y"], h: int | str, i: int | None):
+    """Take arguments of many types.
+
+    Args:
+        a: 1
+        b: 2
+        c: 3
+        d: 4
+        e: 5
+        f: 6
+        g: 7
+        h: 8
+        i: 9
+    """
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("template", [*AFTER])
+def test_a_made_up_conversation_is_laid_out_as_a_real_one_and_calls_nothing(file, template, tmp_path):
+    (tmp_path / "game.py").touch()  # it has no class that could be called
+    config = config_of(file, "many", more=[f"rollout.environment={tmp_path / 'game.py'}:Game"])
+    schemas, tokenizer = json.dumps([get_json_schema(many)]), tokenizer_with(template)
+    tools = ToolUse(config, tokenizer, schemas)
+    example = tools.example()
+    call, after_call, answer, after_answer, last = map(tokenizer.decode, parts_of(example.ids, example.lengths))
+    arguments = {"a": 1, "b": 1.5, "c": "a text", "d": True, "e": [], "f": {}, "g": "x", "h": 1, "i": 1}
+    written = json.dumps({"name": "many", "arguments": arguments})
+    assert call == ONE[template].format(f"[{written}]" if template == "phi4_mini" else written) + "<|end|>"
+    assert (after_call, after_answer) == BETWEEN[template]
+    assert (answer, last) == ("an answer<|end|>", "the last answer<|end|>")
+
+
+def test_a_call_is_made_up_between_the_marks_of_a_template_that_renders_none(file):
+    tokenizer = tokenizer_with(CHAT_TEMPLATES["phi4_mini"])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool_call|>", "<|/tool_call|>"]})
+    example = ToolUse(config_of(file, "add"), tokenizer, SCHEMAS).example()
+    call = tokenizer.decode(parts_of(example.ids, example.lengths)[0])
+    assert call == '<|tool_call|>[{"name": "add", "arguments": {}}]<|/tool_call|><|end|>'
+
+
 REWRITES = QWEN.replace(
     "c['function'] | tojson", "(c['function'] | tojson if loop.last else '') + messages[-1]['role']"
 )
@@ -233,7 +284,7 @@ def test_a_template_with_which_a_conversation_cannot_go_on_is_refused(file, temp
 
 def test_phi_4_mini_s_own_template_renders_no_calls_but_its_tokenizer_has_their_marks():
     tokenizer = tokenizer_with(CHAT_TEMPLATES["phi4_mini"])
-    assert not AnswerReader(AnswerTokens(tokenizer)).reads_calls
+    assert AnswerReader(AnswerTokens(tokenizer)).call_marks is None
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|tool_call|>", "<|/tool_call|>"]})
     reader = AnswerReader(AnswerTokens(tokenizer))
     text = '<|tool_call|>[{"name": "add", "arguments": {"a": 3}}]<|/tool_call|>'
@@ -283,7 +334,7 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
     config = load_config(["model=phi_tiny", "data.path=rows.jsonl", *named], task="finetune_grpo")
     tokenizer = tokenizer_with("phi4_mini")
     tools = ToolUse(config, tokenizer, "")
-    assert "once others follow" in tools.why_rewritten, "phi4_mini leaves out the thinking of earlier questions"
+    assert "once others follow" in tools.fallback.why, "phi4_mini leaves out the thinking of earlier questions"
     end = tokenizer.convert_tokens_to_ids("<|end|>")
     rows = [Row([{"role": "user", "content": "Play."}], {"completion": "7", "hint": hint}) for hint in ("a number", "")]
     lines = iter([["5", "7"], ["7"]])

@@ -6,6 +6,7 @@ words of the chat template between two answers, and the results, are tokenised o
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,11 +22,12 @@ from finetune.data.templates import AnswerTokens, tokenize
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, text_turn
 from finetune.data.values import BadRowError, quote
 from finetune.errors import ConfigError, DataError
+from finetune.fallbacks import Fallback
 from finetune.inference.answers import Answer, AnswerReader
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.model.base import max_context
 from finetune.training.rewards.tool_process import error_text
-from finetune.training.rewards.tools import Environment, Result, ToolProcess
+from finetune.training.rewards.tools import Environment, Result, ToolProcess, made_up_call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,9 +105,9 @@ def is_generated(lengths: Sequence[int]) -> list[bool]:
 
 
 class SingleAnswers:
-    """Lets a model answer each prompt once. `ToolUse` has the same methods, for conversations."""
+    """Lets a model answer each prompt once. `ToolUse` lets it go on."""
 
-    why_rewritten = ""
+    fallback: Fallback | None = None
 
     def converse(
         self,
@@ -120,11 +122,10 @@ class SingleAnswers:
         """Return the answer to each prompt, the same on every rank; None if a rank was asked to stop. Collective."""
         del rows, runtime, model
         answers = draw(prompts, decoding)
-        return None if answers is None else [self._answer(*answer, decoding.stop_ids) for answer in answers]
-
-    def _answer(self, ids: list[int], nats: list[float], stops: Sequence[int]) -> GeneratedConversation:
-        has_end = bool(ids) and ids[-1] in stops
-        return GeneratedConversation(ids, nats, [len(ids)], has_end=has_end, goes_on=False)
+        if answers is None:
+            return None
+        records = ({"ids": answer.ids, "sampled_nats": answer.nats} for answer in answers)
+        return [self.from_record(record, decoding.stop_ids) for record in records]
 
     def as_record(self, answer: GeneratedConversation, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return what the file of a rollout has beside the tokens and the nats of an answer: nothing."""
@@ -132,8 +133,17 @@ class SingleAnswers:
         return {}
 
     def from_record(self, record: Mapping[str, Any], stops: Sequence[int]) -> GeneratedConversation:
-        """Read an answer from the file of a rollout. `stops` are the tokens that end one."""
-        return self._answer(record["ids"], record.get("sampled_nats", []), stops)
+        """Read an answer or a conversation from the file of a rollout. `stops` are the tokens that end an answer."""
+        ids = record["ids"]
+        return GeneratedConversation(
+            ids,
+            record.get("sampled_nats", []),
+            record.get("parts", [len(ids)]),
+            [[Result(**result) for result in each] for each in record.get("calls", [])],
+            has_end=record.get("has_end", bool(ids) and ids[-1] in stops),
+            goes_on=False,
+            prompt=record.get("prompt"),
+        )
 
     def metrics_of(self, answers: Sequence[GeneratedConversation]) -> dict[str, float]:
         """Return the metrics that only conversations have: none."""
@@ -148,13 +158,13 @@ class SingleAnswers:
         return {}
 
 
-class ToolUse:
+class ToolUse(SingleAnswers):
     """Lets a model use the tools of a run and answer its environment. Only the main process calls them.
 
     Every rank has one. `schemas` describe the tools, see `offered_tools`.
 
     Attributes:
-        why_rewritten: why the chat template renders earlier answers differently in a longer conversation; else empty.
+        fallback: says so if the chat template leaves out thinking that a conversation keeps; else None.
 
     Raises:
         ConfigError: the chat template cannot go on after an answer, or shows no tools.
@@ -164,11 +174,11 @@ class ToolUse:
         self._section = config.rollout
         self._schemas = schemas
         self._tokens = AnswerTokens(tokenizer, config.data.chat_template or "")
+        self._end = str(tokenizer.convert_ids_to_tokens(self._tokens.end_id))
         self.reader = AnswerReader(self._tokens)
         self._process = ToolProcess(config.rollout.tools, config.rollout.tools_from)
         self._environment = Environment(config.rollout) if config.rollout.environment else None
         self._asks_score = "environment" in config.reward.functions
-        self.why_rewritten = ""
         if config.rollout.tools:
             self._refuse_template()
         if self._environment is not None:
@@ -179,7 +189,7 @@ class ToolUse:
         advice = "Set data.chat_template to a template that does: phi4_mini, for a tokenizer with its tokens."
         if not any(self._tokens.template.renders(key) for key in (("", "tools"), ("system", "tools"))):
             raise ConfigError(f"rollout.tools is set, but the chat template of {name} shows no tools. {advice}")
-        if not self.reader.reads_calls:
+        if self.reader.call_marks is None:
             raise ConfigError(
                 f"rollout.tools is set, but the chat template of {name} writes calls in a form that is not read here; "
                 f"expected JSON with name and arguments. {advice}"
@@ -202,7 +212,10 @@ class ToolUse:
                 f"rollout.environment is set, but with the chat template of {self._tokens.template.name} a "
                 f"conversation cannot go on after an answer: {problem}. Set another template: data.chat_template."
             )
-        self.why_rewritten = of_thinking if isinstance(of_thinking, str) else ""
+        if isinstance(of_thinking, str):
+            wanted, used = "conversations as the chat template renders them", "conversations that keep all thinking"
+            why = f"after later turns, {of_thinking}, and no token is changed"
+            self.fallback = Fallback(what="rollout.environment", wanted=wanted, used=used, why=why)
 
     def converse(
         self,
@@ -259,25 +272,43 @@ class ToolUse:
                 conversation.score = score
         return conversations
 
+    def example(self) -> GeneratedConversation:
+        """Return a made-up conversation, which shows what carries loss. No tool and no environment is called."""
+        answers: list[str] = []
+        replies: list[tuple[Turn, list[Turn]]] = []
+        if self._section.tools:
+            call = made_up_call(self._schemas)
+            result = Result(**call, text="a result", failed=False)
+            answers.append(self._written(call))
+            replies.append((_turn_of_calls([result]), turns_of([result])))
+        if self._environment is not None:
+            answers.append("an answer")
+            replies.append((_ANSWER, [text_turn("user", "a reply")]))
+        first, *others = tokenize(self._tokens.tokenizer, [text + self._end for text in [*answers, "the last answer"]])
+        conversation = GeneratedConversation(list(first.ids), lengths=[len(first.ids)], has_end=True, goes_on=False)
+        for continuation, answer in zip(self._continuations(replies), others, strict=True):
+            conversation.add(_no_problem(continuation))
+            conversation.add(answer.ids)
+        return conversation
+
+    def _written(self, call: Mapping[str, Any]) -> str:
+        """Return the text of an answer with a call: as the template renders it, or between the marks of the reader."""
+        turn = text_turn("assistant", "") | {"tool_calls": [{"type": "function", "id": "call00000", "function": call}]}
+        asked = Dialogue((_QUESTION,), (), self._schemas)
+        (before,) = self._tokens.template.render([asked], with_prompt=True)
+        (rendered,) = self._tokens.template.render([asked._replace(turns=(_QUESTION, turn))])
+        text = str(rendered).removeprefix(str(before)).partition(self._end)[0]
+        if self.reader.read(tokenize(self._tokens.tokenizer, [text])[0].ids).calls:
+            return text
+        first, last = self.reader.call_marks or ("", "")
+        return f"{first}{json.dumps([call])}{last}"
+
     def as_record(self, answer: GeneratedConversation, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
         """Return what the file of a rollout has beside the tokens and the nats of a conversation."""
         texts = list(map(decode, parts_of(answer.ids, answer.lengths)))
         results = [[result.as_record() for result in each] for each in answer.results]
         prompt = {} if answer.prompt is None else {"prompt": answer.prompt}
         return {"parts": answer.lengths, "texts": texts, "calls": results, "has_end": answer.has_end, **prompt}
-
-    def from_record(self, record: Mapping[str, Any], stops: Sequence[int]) -> GeneratedConversation:
-        """Read a conversation from the file of a rollout."""
-        del stops  # `has_end` is on record
-        return GeneratedConversation(
-            record["ids"],
-            record.get("sampled_nats", []),
-            record["parts"],
-            [[Result(**result) for result in each] for each in record["calls"]],
-            has_end=record["has_end"],
-            goes_on=False,
-            prompt=record.get("prompt"),
-        )
 
     def metrics_of(self, conversations: Sequence[GeneratedConversation]) -> dict[str, float]:
         """Return the metrics of the turns and calls in a rollout; nan where there is nothing to measure."""
@@ -403,14 +434,14 @@ class ToolUse:
             for dialogue, (_, turns) in zip(called, replies, strict=True)
         ]
         asked = [dialogue._replace(turns=dialogue.turns[:1]) for dialogue in called]
-        template, end = self._tokens.template, str(self._tokens.tokenizer.convert_ids_to_tokens(self._tokens.end_id))
+        template = self._tokens.template
         texts = zip(
             template.render(asked, with_prompt=True),
             template.render(called),
             template.render(answered, with_prompt=True),
             strict=True,
         )
-        rests = [_after_the_answer(*rendered, end) for rendered in texts]
+        rests = [_after_the_answer(*rendered, self._end) for rendered in texts]
         problems = [str(rest) if isinstance(rest, BadRowError) else "" for rest in rests]
         good = ["" if problem else str(rest) for rest, problem in zip(rests, problems, strict=True)]
         encoded = tokenize(self._tokens.tokenizer, good)

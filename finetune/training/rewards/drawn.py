@@ -30,7 +30,7 @@ _MOST_NATS = 700.0
 _MOST_SHOWN = 8
 _TEMPERATURES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.5, 1.7, 2.0)
 _EXPLAINS = 1 / 3
-"""A cause is named if the differences fall to less than this part of their mean once it is taken into account."""
+"""The temperature is named if the differences fall to less than this part of their mean at another one."""
 _ROUNDING = 4.0
 """Two computations in 16 bit differ from each other by up to about twice as much as one of them from fp32."""
 _EQUAL = 1e-3
@@ -97,7 +97,7 @@ def explain_difference(setup: Setup, answers: Sequence[DrawnAnswer]) -> str:
     return (
         "the log-probabilities with which tokens were drawn differ from those that the run computes by up to "
         f"{max(differences):.3g} nats, and by {fmean(differences):.3g} on average in the worst answers; expected at "
-        f"most {bound:g}. {_cause(answers, drawn, own, again)}. -log p as drawn, by the run and in fp32{left_out}: "
+        f"most {bound:g}. {_cause(drawn, own, again)}. -log p as drawn, by the run and in fp32{left_out}: "
         f"{'; '.join(tokens)}"
     )
 
@@ -127,20 +127,12 @@ class _Again:
         return nats
 
 
-def _cause(answers: Sequence[DrawnAnswer], drawn: Sequence[float], own: Sequence[float], again: _Again | None) -> str:
+def _cause(drawn: Sequence[float], own: Sequence[float], again: _Again | None) -> str:
     """Name the cause of the differences between `drawn` and `own`, which are of the worst answers."""
-    if any(len(answer.drawn) != len(answer.own) for answer in answers):
-        return (
-            "Cause: the mask. The sampler reports another number of log-probabilities than tokens were generated, so "
-            "each is compared with the one of another token"
-        )
-    explained = _EXPLAINS * fmean(_differences(drawn, own))
-    if min(fmean(_differences(drawn[1:], own)), fmean(_differences(drawn, own[1:]))) < explained:
-        return "Cause: the mask. The log-probabilities belong to the tokens beside them"
     if again is not None:
         by_temperature = {each: fmean(_differences(drawn, again.nats(each))) for each in _TEMPERATURES}
         best = min(by_temperature, key=by_temperature.__getitem__)
-        if by_temperature[best] < explained:
+        if by_temperature[best] < _EXPLAINS * fmean(_differences(drawn, own)):
             return (
                 f"Cause: the temperature. They are those at a temperature of about {best:g}, but must be those before "
                 "temperature. Start a vLLM server with --logprobs-mode raw_logprobs"
@@ -164,11 +156,10 @@ def _cause(answers: Sequence[DrawnAnswer], drawn: Sequence[float], own: Sequence
                 "grpo.importance_sampling_level=sequence"
             )
     return (
-        "It is not the temperature, a filter, the mask or the precision: the sampler has other weights, or reads other "
-        "tokens before the answers. Check that it has the step's adapter on the run's base model, and the run's chat "
-        "template"
+        "It is not the temperature, a filter or the precision: the sampler has other weights, or reads other tokens "
+        "before the answers. Check that it has the step's adapter on the run's base model, and the run's chat template"
     )
 
 
 def _differences(drawn: Sequence[float], own: Sequence[float]) -> list[float]:
-    return [abs(a - b) for a, b in zip(drawn, own, strict=False)]
+    return [abs(a - b) for a, b in zip(drawn, own, strict=True)]

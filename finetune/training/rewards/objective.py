@@ -18,7 +18,6 @@ from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
-from finetune.fallbacks import Fallback
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
@@ -59,7 +58,7 @@ class RewardedAnswers(Objective):
         super().__init__(config)
         self._prompts: dict[str, PromptRows] = {}
         self._warnings = RewardWarnings()
-        self._answering: SingleAnswers | ToolUse = SingleAnswers()
+        self._answering = SingleAnswers()
         if schemas := offered_tools(config):  # a replay reads them instead of the code of the tools
             self.config = config.with_values({"rollout.tool_schemas": (schemas, "rollout.tools")})
 
@@ -120,10 +119,8 @@ class RewardedAnswers(Objective):
 
     def loaders(self, setup: Setup, loaders: Loaders) -> Loaders:
         """Generate the answers to learn from."""
-        if self._answering.why_rewritten:
-            wanted, used = "conversations as the chat template renders them", "conversations that keep all thinking"
-            why = f"after later turns, {self._answering.why_rewritten}, and no token is changed"
-            setup.runtime.fallbacks.take(Fallback(what="rollout.environment", wanted=wanted, used=used, why=why))
+        if self._answering.fallback is not None:
+            setup.runtime.fallbacks.take(self._answering.fallback)
         rule, prompts = loaders.train.rule, self._prompts["train"]
         return loaders._replace(
             train=RolloutLoader(setup, rule, prompts, self.rewards, self._answering, self._warnings)

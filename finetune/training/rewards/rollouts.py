@@ -29,7 +29,6 @@ from finetune.training.rewards.conversations import (
     Draw,
     GeneratedConversation,
     SingleAnswers,
-    ToolUse,
     is_generated,
 )
 from finetune.training.rewards.drawn import LARGEST_DIFFERENCES, DrawnAnswer, drawn_metrics, explain_difference
@@ -93,7 +92,7 @@ class RolloutLoader:
         rule: BatchRule,
         prompts: PromptRows,
         rewards: Rewards,
-        answering: SingleAnswers | ToolUse,
+        answering: SingleAnswers,
         warnings: RewardWarnings,
     ) -> None:
         config = setup.config

@@ -30,6 +30,8 @@ _CHARACTERS_PER_TOKEN = 16
 """A longer text than `max_result_tokens` times this is cut before it is tokenised."""
 _MOST_CHARACTERS = 1 << 20
 """Of the turns that an environment returns."""
+_MADE_UP = {"integer": 1, "number": 1.5, "boolean": True, "array": [], "object": {}, "null": None}
+"""An argument of each JSON type. Any other argument is a text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +85,22 @@ def with_tools(example: Example, tools: str) -> Example:
     if example.tools and json.loads(example.tools) != json.loads(tools):
         raise BadRowError("the row has other tools than rollout.tools; expected a row without tools")
     return example._replace(tools=tools)
+
+
+def made_up_call(schemas: str) -> dict[str, Any]:
+    """Return a call of the first tool in `schemas`: its name, and an argument of the right type for each parameter."""
+    function = json.loads(schemas)[0]["function"]
+    properties = function["parameters"].get("properties", {})
+    return {"name": function["name"], "arguments": {name: _made_up(schema) for name, schema in properties.items()}}
+
+
+def _made_up(schema: Mapping[str, Any]) -> Any:
+    """Return a value that fits a JSON schema, as far as `get_json_schema` of transformers writes it."""
+    schema = schema.get("anyOf", [schema])[0]
+    if "enum" in schema:
+        return schema["enum"][0]
+    types = schema.get("type", "string")
+    return _MADE_UP.get(types[0] if isinstance(types, list) else types, "a text")
 
 
 @cache
