@@ -120,7 +120,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder.
         ConfigError: there is nothing to write.
-        ModelError: llama.cpp or Ollama does not support the model, or llama.cpp would read chats as other tokens.
+        ModelError: llama.cpp or Ollama does not support the model, or would read chats as other tokens.
         RunFailedError: the disk has too little room, or failed.
     """
     model = model.expanduser().absolute()
@@ -129,6 +129,12 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
         raise ConfigError("there is nothing to export: give gguf or with_modelfile=True.")
     refuse_oversized_folder(model)
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    record = tokenizer.backend_tokenizer.to_str() if gguf is None and not (model / SENTENCEPIECE).is_file() else None
+    if record and not is_byte_level(json.loads(record)):
+        raise ModelError(
+            f"{model} has no {SENTENCEPIECE}, without which Ollama takes its tokenizer for another kind, and reads "
+            "other tokens than those of training. Export a GGUF file instead: finetune export gguf."
+        )
     measure = partial(measure_folder, model, read_vectors(model)) if (model / VECTORS_FILE).is_file() else None
     stops = stored_stop_ids(model)
     if not stops and tokenizer.eos_token_id is not None:

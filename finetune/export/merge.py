@@ -104,8 +104,7 @@ def write_merged(
             base = logits_in_fp32(model, prompts)
         model = merge_adapter(model, target)
     model.generation_config._from_model_config = False  # or transformers would make it anew
-    files = {**encode_full_model(model), **encode_tokenizer(tokenizer)}
-    files |= _sentencepiece_of(run)
+    files = {**encode_full_model(model), **encode_tokenizer(tokenizer), **_sentencepiece_of(run)}
     weights: Any = files.pop(_WEIGHTS)
     name, tied, num_bytes = str(target).removeprefix("torch."), is_tied(model), weights.num_bytes
     with new_folder(out, num_bytes) as writer:

@@ -135,7 +135,10 @@ def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, mo
     assert f"may not stop at <|assistant|> ({stops[3]}). Give their texts as `stop` in each request" in caplog.text
 
 
-def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path):
+def test_a_modelfile_alone_names_a_merged_folder_that_ollama_can_import(model, tmp_path):
+    refused = run_finetune("export", "ollama", model, tmp_path / "out", code=2)
+    assert "has no tokenizer.model, without which Ollama takes its tokenizer for another kind" in refused.errors
+    (model / "tokenizer.model").touch()
     done = run_finetune("export", "ollama", model, tmp_path / "out", code=0)
     assert "ollama create" in done.answer
     text = (tmp_path / "out" / "Modelfile").read_text()
