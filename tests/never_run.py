@@ -18,6 +18,7 @@ NOT_IN_CI = {
     "tests/gpu/": "need a GPU",
     "tests/export/test_llama_cpp.py": "build llama.cpp: pytest --llama-cpp",
     "tests/export/test_certificates.py": "build llama.cpp: pytest --llama-cpp",
+    "tests/real/test_gemma.py::test_llama_cpp_": "build llama.cpp: pytest --llama-cpp",
     "tests/distributed/test_launcher_process.py::test_an_mpirun_that_is_installed_starts_two_ranks[mpiexec.hydra": (
         "needs MPICH, which Debian does not install beside Open MPI"
     ),

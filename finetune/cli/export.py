@@ -59,7 +59,8 @@ SourceArgument = Annotated[
 ]
 LlamaCppOption = Annotated[Path | None, typer.Option(help="A checkout of llama.cpp. Default: LLAMA_CPP_DIR.")]
 BaseFolderOption = Annotated[
-    Path | None, typer.Option(help="The base's folder, for its tokenizer.model (Phi-3, Phi-3.5).")
+    Path | None,
+    typer.Option(help="A folder with tokenizer.model. Default: the model's own, or made from tokenizer.json."),
 ]
 ImatrixOption = Annotated[
     int | None,

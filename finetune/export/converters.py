@@ -156,7 +156,6 @@ def _with_known_splits(tokenizer: Json) -> Json:
 _LLAMA_CPP_HINTS = {
     "pre-tokenizer was not recognized": "llama.cpp supports a fixed list of tokenizers, and this one is not on it. The "
     "Phi models on the hub can be converted; a model with its own tokenizer, like phi_tiny, cannot.",
-    "tokenizer.model": "Put the base's tokenizer.model into the merged folder; it is a file of the base's repository.",
     "No module named": f"Install the package into this environment: {HOW_TO_GET_LLAMA_CPP}.",
     "": "If the model is newer than your checkout of llama.cpp, update llama.cpp.",
 }

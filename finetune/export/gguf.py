@@ -11,7 +11,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from finetune.export.converters import (
     refuse_no_model,
 )
 from finetune.export.gguf_file import Header, read_header, with_keys
+from finetune.export.gguf_sentencepiece import refuse_other_tokens, refuse_other_vocabulary, sentencepiece_model
 from finetune.export.gguf_served import (
     MODEL_FILE,
     ROUNDING_KEY,
@@ -39,6 +40,7 @@ from finetune.export.gguf_served import (
     installed_version,
 )
 from finetune.export.gguf_tokens import Reading, TokenRules, find_rules, is_byte_level, refuse_other_ids
+from finetune.export.merge import SENTENCEPIECE
 from finetune.export.ollama import modelfile
 from finetune.export.out_folder import new_folder, read_on
 from finetune.export.quantizing import Quantizer, vectors_of_quantized
@@ -49,7 +51,6 @@ from finetune.runs.durable import FolderWriter
 
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"
 CONVERTER = "convert_hf_to_gguf.py"
-SENTENCEPIECE = "tokenizer.model"
 GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k"]
 _ENDS_BESIDE_EOS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _log = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class Gguf:
     quantizer: Quantizer | None = None
     """For a type in `QUANTIZED`, which the converter does not write."""
     base: Path | None = None
-    """A folder with the base's tokenizer.model, which a sentencepiece tokenizer needs."""
+    """A folder with the base's tokenizer.model. None, or without that file: it is made from tokenizer.json."""
     allows_differences: bool = False
     """Write the file even if llama.cpp reads chats as other tokens than the run trained on."""
 
@@ -119,7 +120,7 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
     Raises:
         CheckpointError: `out` is taken, or `model` is not a merged folder.
         ConfigError: there is nothing to write.
-        ModelError: llama.cpp or Ollama does not support the model, or llama.cpp would read chats as other tokens.
+        ModelError: llama.cpp or Ollama does not support the model, or would read chats as other tokens.
         RunFailedError: the disk has too little room, or failed.
     """
     model = model.expanduser().absolute()
@@ -128,6 +129,12 @@ def export_model(model: Path, out: Path, *, gguf: Gguf | None, with_modelfile: b
         raise ConfigError("there is nothing to export: give gguf or with_modelfile=True.")
     refuse_oversized_folder(model)
     tokenizer: Any = AutoTokenizer.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    record = tokenizer.backend_tokenizer.to_str() if gguf is None and not (model / SENTENCEPIECE).is_file() else None
+    if record and not is_byte_level(json.loads(record)):
+        raise ModelError(
+            f"{model} has no {SENTENCEPIECE}, without which Ollama takes its tokenizer for another kind, and reads "
+            "other tokens than those of training. Export a GGUF file instead: finetune export gguf."
+        )
     measure = partial(measure_folder, model, read_vectors(model)) if (model / VECTORS_FILE).is_file() else None
     stops = stored_stop_ids(model)
     if not stops and tokenizer.eos_token_id is not None:
@@ -175,7 +182,7 @@ def write_gguf(
     with nullcontext(str(kept)) if kept else tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
         converted, unquantized = Path(aside, name), Path(aside, "unquantized.gguf")
         if not unquantized.is_file():
-            header = convert(model, converted, gguf, reading.rules)
+            header = convert(model, converted, gguf, reading)
             keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
             file_type = header.keys.get("general.file_type", -1)
             if measure is not None and gguf.quantizer is None and file_type in ROUNDED:
@@ -185,7 +192,9 @@ def write_gguf(
             converted.unlink()
         written = gguf.quantizer.quantize(unquantized, gguf.weight_type) if gguf.quantizer else unquantized
         header = read_written(written)
-        refuse_other_tokens(header, tokenizer)
+        refuse_other_tokens(header.keys, tokenizer)
+        if not gguf.allows_differences:
+            refuse_other_vocabulary(header.keys, tokenizer, reading.record)
         with written.open("rb") as file:
             writer.write(name, read_on(file))
     if reading.others:
@@ -216,7 +225,7 @@ def stored_stop_ids(model: Path) -> list[int]:
     return [stops] if isinstance(stops, int) else [int(token_id) for token_id in stops or []]
 
 
-def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
+def convert(model: Path, out: Path, gguf: Gguf, reading: Reading) -> Header:
     """Run the converter on a merged folder. Returns the header of the file that it wrote.
 
     Some of the rules are expressed by the name of the model in the file, the others by `keys_for_llama_cpp`.
@@ -226,9 +235,9 @@ def convert(model: Path, out: Path, gguf: Gguf, rules: TokenRules) -> Header:
         RunFailedError: it wrote no complete file.
     """
     model_type = str(json.loads((model / "config.json").read_text(encoding="utf-8")).get("model_type", "model"))
-    name = "phi-3" if rules.strips else family_of(model_type).gguf_name or model_type
+    name = "phi-3" if reading.rules.strips else family_of(model_type).gguf_name or model_type
     with tempfile.TemporaryDirectory() as scratch:
-        converter = copy_for_llama_cpp(model, Path(scratch), gguf.base)
+        converter = copy_for_llama_cpp(model, Path(scratch), gguf.base, reading.record)
         weight_type = "auto" if gguf.quantizer else gguf.weight_type
         options = ["--outtype", weight_type, "--model-name", name, "--outfile", str(out)]
         converter.run([sys.executable, str(gguf.converter), scratch, *options], Path(scratch))
@@ -264,45 +273,30 @@ def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:
     return [token_id for token_id in stop_ids if token_id != eos]
 
 
-def refuse_other_tokens(header: Header, tokenizer: Any) -> None:
-    """Refuse a file with other tokens than the tokenizer has, for example from the tokenizer.model of another model.
+def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None, record: dict[str, Any]) -> Converter:
+    """Copy the model for the converter, with the corrections that its tokenizer needs.
 
-    Raises:
-        ModelError: names the first token that differs.
-    """
-    there = header.keys.get("tokenizer.ggml.tokens", [])
-    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    for token_id, token in enumerate(tokens):
-        if token is not None and there[token_id : token_id + 1] != [token]:
-            other = there[token_id] if token_id < len(there) else "missing"
-            raise ModelError(
-                f"token {token_id} is {token!r} in the model's tokenizer.json, but {other!r} in the GGUF file: "
-                "tokenizer.model belongs to another tokenizer. Take the base's file (--base). Nothing was written."
-            )
-
-
-def copy_for_llama_cpp(model: Path, copy: Path, base: Path | None) -> Converter:
-    """Copy the model for the converter, and choose the corrections that its tokenizer needs.
-
-    If the model has no tokenizer.model, which a sentencepiece tokenizer needs, take the one in the folder `base`.
+    A sentencepiece tokenizer needs tokenizer.model. If the model has none, take the one in the folder `base`, or make
+    one from `record`, the content of tokenizer.json.
 
     Raises:
         ModelError: the folder does not describe its tokenizer.
     """
-    files = files_of_model(model)
-    if base is not None and (base / SENTENCEPIECE).is_file() and not (model / SENTENCEPIECE).exists():
-        files.append(base / SENTENCEPIECE)
-    has_sentencepiece, has_bytes = any(path.name == SENTENCEPIECE for path in files), False
-    with suppress(OSError, ValueError):
-        has_bytes = is_byte_level(json.loads((model / "tokenizer.json").read_text(encoding="utf-8")))
-    if has_sentencepiece or not has_bytes:
-        converter = SENTENCEPIECE_TO_GGUF
-    elif not (model / "tokenizer_config.json").is_file():
+    files = {path.name: path for path in files_of_model(model)}
+    if "tokenizer_config.json" not in files:
         raise ModelError(
-            f"{model} has a tokenizer.json but no tokenizer_config.json, which llama.cpp's converter reads. Put the "
-            "base's file there, or merge the run again. Nothing was written."
+            f"{model} has no tokenizer_config.json, which llama.cpp's converter reads. Put the base's file there, or "
+            "merge the run again. Nothing was written."
         )
-    else:
+    if is_byte_level(record):
         converter = BYTE_LEVEL_TO_GGUF
-    converter.copy(files, copy)
+    else:
+        # The converter looks for them there, where transformers 5 does not write them, and takes them for text.
+        added = {"added_tokens_decoder": {str(token["id"]): token for token in record["added_tokens"]}}
+        converter = SENTENCEPIECE_TO_GGUF._replace(corrections={"tokenizer_config.json": lambda own: {**own, **added}})
+        if base is not None and (base / SENTENCEPIECE).is_file():
+            files.setdefault(SENTENCEPIECE, base / SENTENCEPIECE)
+        elif SENTENCEPIECE not in files:
+            (copy / SENTENCEPIECE).write_bytes(sentencepiece_model(record))
+    converter.copy(files.values(), copy)
     return converter

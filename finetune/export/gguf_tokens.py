@@ -9,7 +9,7 @@ Facts: ggml-org/llama.cpp, src/llama-vocab.cpp (`load`, `tokenizer_st_partition`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -72,6 +72,8 @@ class Reading:
     """Chats with white space at the ends of turns, or unusual characters, and other ids."""
     chats: list[Vector]
     """All chats that were compared, the equal ones too."""
+    record: dict[str, Any]
+    """The content of tokenizer.json."""
 
     @property
     def others(self) -> list[OtherIds]:
@@ -92,7 +94,7 @@ def find_rules(tokenizer: Any) -> Reading:
     for rules in _possible_rules(record):
         by_rules = Tokenizer.from_str(json.dumps(_with_rules(record, rules)))
         in_plain, in_edges = (_other_ids(tokenizer, by_rules, chats) for chats in (plain, edges))
-        readings.append(Reading(rules=rules, plain=in_plain, edges=in_edges, chats=chats))
+        readings.append(Reading(rules=rules, plain=in_plain, edges=in_edges, chats=chats, record=record))
     return min(readings, key=lambda reading: (len(reading.plain), len(reading.edges)))
 
 
@@ -110,7 +112,7 @@ def refuse_other_ids(reading: Reading) -> None:
         )
 
 
-def is_byte_level(record: dict[str, Any]) -> bool:
+def is_byte_level(record: Mapping[str, Any]) -> bool:
     """Tell whether a tokenizer.json is byte-level BPE, as for GPT-2, phi-2, phi-4 and Phi-4-mini."""
     decoder = record.get("decoder") or {}
     types = {part["type"] for part in [decoder, *decoder.get("decoders", ())] if part}

@@ -15,7 +15,7 @@ import tempfile
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from finetune.config.compose import load_run_config
+from finetune.config.hub import cached_file
 from finetune.engine.decoder import bare_model
 from finetune.errors import LOST_IN_ROUNDING, ModelError, RunFailedError, last_line
 from finetune.export import plain_reload
@@ -43,6 +45,7 @@ from finetune.export.vectors import (
 )
 from finetune.inference.finished_run import FinishedRun, put_adapter_on
 from finetune.model.base import build_base_model
+from finetune.model.from_hub import locate, repository_of
 from finetune.model.tokens import build_run_tokenizer, set_stop_and_pad_ids
 from finetune.runs.durable import Chunks
 from finetune.runs.model_files import encode_full_model, encode_tokenizer, has_adapter
@@ -52,7 +55,7 @@ _MOST_LOST = 0.5
 """The largest part of the adapter's own effect that rounding may take away."""
 MAX_SHARD_BYTES = 5 * 10**9
 """A larger model is written as several files, as transformers does."""
-_WEIGHTS = "model.safetensors"
+_WEIGHTS, SENTENCEPIECE = "model.safetensors", "tokenizer.model"
 _log = logging.getLogger(__name__)
 
 
@@ -101,7 +104,7 @@ def write_merged(
             base = logits_in_fp32(model, prompts)
         model = merge_adapter(model, target)
     model.generation_config._from_model_config = False  # or transformers would make it anew
-    files = {**encode_full_model(model), **encode_tokenizer(tokenizer)}
+    files = {**encode_full_model(model), **encode_tokenizer(tokenizer), **_sentencepiece_of(run)}
     weights: Any = files.pop(_WEIGHTS)
     name, tied, num_bytes = str(target).removeprefix("torch."), is_tied(model), weights.num_bytes
     with new_folder(out, num_bytes) as writer:
@@ -218,6 +221,17 @@ def _type_to_store(model: Any, wish: torch.dtype | None) -> torch.dtype:
         if parameter.is_floating_point() and not (has_adapter(model) and parameter.requires_grad):
             sizes[parameter.dtype] += parameter.numel()
     return sizes.most_common(1)[0][0]
+
+
+def _sentencepiece_of(run: FinishedRun) -> dict[str, Chunks]:
+    """Return the tokenizer.model of the base, if it is here. A run saves tokenizer.json alone, as transformers does."""
+    configured = load_run_config(run.folder.path, loads_model=False).model.tokenizer
+    section, file = run.base_model if run.is_full else run.config.model, None
+    with suppress(ModelError):  # full fine-tuning has no need of the base any more
+        where = locate(str(configured or section.path), "model.tokenizer")
+        repository = repository_of(where, section.revision)
+        file = Path(where, SENTENCEPIECE) if repository is None else cached_file(repository, SENTENCEPIECE)
+    return {SENTENCEPIECE: [file.read_bytes()]} if file is not None and file.is_file() else {}
 
 
 def _refuse_foreign_code(model: Any) -> None:

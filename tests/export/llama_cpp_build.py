@@ -36,21 +36,30 @@ class LlamaCpp(NamedTuple):
     packages: Path
 
 
-def build() -> LlamaCpp:
-    """Return llama.cpp as it was built before, or download and build it: about 10 minutes on 2 idle cores."""
+def download() -> LlamaCpp:
+    """Return llama.cpp as it was downloaded before, or download it (77 MB). `packages` is empty until `build`."""
     home = pwd.getpwuid(os.getuid()).pw_dir  # HOME is a test's own
     place = os.environ.get("FINETUNE_LLAMA_CPP") or Path(home, ".cache", "finetune-tests", f"llama-cpp-{VERSION}")
     folder = Path(place)
-    built = LlamaCpp(folder / "source" / "vendor" / "llama.cpp", folder / "packages")
-    if (folder / "complete").exists():
-        _build_programs(built.source)
-        return built
+    found = LlamaCpp(folder / "source" / "vendor" / "llama.cpp", folder / "packages")
+    if (folder / "source").exists():
+        return found
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _pip("download", "--no-deps", "--no-binary=llama-cpp-python", f"llama-cpp-python=={VERSION}", "-d", str(folder))
     with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
         archive.extractall(folder, filter="data")
     next(path for path in folder.glob("llama_cpp_python-*") if path.is_dir()).rename(folder / "source")
+    return found
+
+
+def build() -> LlamaCpp:
+    """Return llama.cpp as it was built before, or download and build it: about 10 minutes on 2 idle cores."""
+    built = download()
+    folder = built.packages.parent
+    if (folder / "complete").exists():
+        _build_programs(built.source)
+        return built
     cmake = " ".join(_settings())
     _pip("install", "--no-deps", f"--target={built.packages}", str(folder / "source"), *OTHERS, *SERVER, cmake=cmake)
     (folder / "complete").touch()

@@ -63,9 +63,8 @@ def test_the_converter_gets_the_tokenizer_in_the_form_that_it_reads(tmp_path, na
 def test_a_tokenizer_that_is_not_described_is_refused_by_name(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "scratch").mkdir()
-    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "BPE"}, "decoder": {"type": "ByteLevel"}}')
-    with pytest.raises(ModelError, match=r"has a tokenizer\.json but no tokenizer_config\.json"):
-        copy_for_llama_cpp(tmp_path / "model", tmp_path / "scratch", None)
+    with pytest.raises(ModelError, match=r"has no tokenizer_config\.json"):
+        copy_for_llama_cpp(tmp_path / "model", tmp_path / "scratch", None, {})
 
 
 def test_without_llama_cpp_it_is_said_how_to_get_it(model, tmp_path, monkeypatch):
@@ -136,7 +135,10 @@ def test_a_stop_id_that_the_file_cannot_name_is_said(model, tmp_path, caplog, mo
     assert f"may not stop at <|assistant|> ({stops[3]}). Give their texts as `stop` in each request" in caplog.text
 
 
-def test_a_modelfile_alone_names_the_merged_folder(model, tmp_path):
+def test_a_modelfile_alone_names_a_merged_folder_that_ollama_can_import(model, tmp_path):
+    refused = run_finetune("export", "ollama", model, tmp_path / "out", code=2)
+    assert "has no tokenizer.model, without which Ollama takes its tokenizer for another kind" in refused.errors
+    (model / "tokenizer.model").touch()
     done = run_finetune("export", "ollama", model, tmp_path / "out", code=0)
     assert "ollama create" in done.answer
     text = (tmp_path / "out" / "Modelfile").read_text()

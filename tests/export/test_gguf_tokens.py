@@ -9,8 +9,9 @@ from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
-from finetune.export.gguf import keys_for_llama_cpp, refuse_other_tokens
+from finetune.export.gguf import keys_for_llama_cpp
 from finetune.export.gguf_file import read_header, with_keys
+from finetune.export.gguf_sentencepiece import refuse_other_tokens
 from finetune.export.gguf_tokens import TokenRules, find_rules, refuse_other_ids
 from tests.export.gguf_files import write_gguf
 from tests.model.variants import VARIANTS
@@ -68,11 +69,11 @@ def test_a_file_with_other_tokens_is_refused(tmp_path):
     tokenizer = VARIANTS["Phi-3-mini-4k"].tokenizer()
     tokens = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     header = read_header(write_gguf(tmp_path / "a.gguf", {"tokenizer.ggml.tokens": [*tokens, "[PAD]"]}))
-    refuse_other_tokens(header, tokenizer)
+    refuse_other_tokens(header.keys, tokenizer)
     tokens[300] = "other"
     header = read_header(write_gguf(tmp_path / "b.gguf", {"tokenizer.ggml.tokens": tokens}))
     with pytest.raises(ModelError, match=r"token 300 is .* but 'other' in the GGUF file"):
-        refuse_other_tokens(header, tokenizer)
+        refuse_other_tokens(header.keys, tokenizer)
 
 
 def test_added_tokens_of_a_run_are_compared_too():

@@ -50,8 +50,10 @@ with torch.no_grad():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """An adapter on a bfloat16 base with tied embeddings, like Phi-4-mini's."""
-    return write_run(tmp_path_factory.mktemp("runs") / "orders", dtype=torch.bfloat16)
+    """An adapter on a bfloat16 base with tied embeddings, like Phi-4-mini's, and a tokenizer.model."""
+    run = write_run(tmp_path_factory.mktemp("runs") / "orders", dtype=torch.bfloat16)
+    run.folder.path.with_name("orders-base").joinpath("tokenizer.model").write_bytes(b"pieces")
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +87,7 @@ def test_the_folder_holds_all_that_belongs_to_a_model_and_no_path_of_this_machin
             assert str(run.folder.path.parent) not in path.read_text(), path.name
     own, trained = (folder / "chat_template.jinja" for folder in (merged.folder, run.folder.adapter))
     assert own.read_bytes() == trained.read_bytes()
+    assert (merged.folder / "tokenizer.model").read_bytes() == b"pieces", "transformers does not save it"
 
 
 def test_stop_ids_type_and_tied_embeddings_are_those_of_the_base(merged):
