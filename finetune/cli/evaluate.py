@@ -177,7 +177,7 @@ def evaluate_command(
         record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
         print_json(record, indent=None) if as_json else _show_harness(results)
         if output is not None:
-            _write("--output", output, _as_json(record))
+            _write("--output", output, record)
         return
     own, files = split_functions_in_files(metric or [], "--metric")
     names = [*run.config.testing.metrics, *own]
@@ -203,6 +203,12 @@ def _measure_rows(
     from finetune.inference.prompts import read_general_prompts
 
     _refuse_rows_without_one_answer(run)
+    if limits and against is None and not run.config.testing.compare_base:
+        name, why = (
+            next(iter(limits)),
+            "nothing to compare with. Set testing.compare_base=true, or give --against RUN2.",
+        )
+        raise ConfigError(f"--fail-if-worse {name}: there is no verdict on it, because there is {why}")
     recorded = [name.removeprefix("data.") for name in run.fingerprints if name.startswith("data.")]
     chosen: str | None = split
     if "train" in recorded and _keeps_data(run):  # otherwise the splits are not known before the rows are read
@@ -239,7 +245,7 @@ def _report(
         num_answers = run.config.testing.num_samples
         show_evaluation(evaluation.split, evaluation, num_answers=num_answers, with_perplexity=True)
     if output is not None:
-        _write("--output", output, _as_json({**record, "rows": _rows(evaluation)}))
+        _write("--output", output, {**record, "rows": _rows(evaluation)})
     if markdown is not None:
         _write("--markdown", markdown, _as_markdown(run, evaluation, limits))
 
@@ -386,18 +392,17 @@ def _refuse_to_overwrite(option: str, file: Path | None) -> None:
     refuse_missing_folder(option, file)
 
 
-def _write(option: str, file: Path, text: str) -> None:
+def _write(option: str, file: Path, content: Mapping[str, Any] | str) -> None:
     from finetune.runs.durable import describe_os_error, replace_file
 
     _refuse_to_overwrite(option, file)  # another program may have written it meanwhile
+    text = (
+        content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
+    )
     try:
         replace_file(file, text.encode())
     except OSError as error:
         raise RunFailedError(f"{file} cannot be written: {describe_os_error(error)}.") from error
-
-
-def _as_json(record: Mapping[str, Any]) -> str:
-    return json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n"
 
 
 def _as_markdown(run: FinishedRun, evaluation: Evaluation, limits: Mapping[str, float]) -> str:
