@@ -89,15 +89,17 @@ def run_steps(github: Path, name: str, more: str = "") -> tuple[list[str], str]:
     checkout = github / name
     checkout.mkdir()
     path = os.pathsep.join([str(github / "bin"), str(programs()), str(Path(sys.executable).parent), os.environ["PATH"]])
-    variables = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore", "NUMBER": "7"}
-    variables |= {"GITHUB_REPOSITORY": "me/orders", "GITHUB_STEP_SUMMARY": str(checkout / "summary.md")}
-    variables |= workflow()["jobs"]["verdict"]["env"]
+    variables = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "PYTHONWARNINGS": "ignore"}
+    # Variables of the shell alone: the warm interpreter would refuse a command with others than it was started with.
+    of_github = {"NUMBER": "7", "GITHUB_REPOSITORY": "me/orders", "GITHUB_STEP_SUMMARY": "summary.md"}
+    of_github |= workflow()["jobs"]["verdict"]["env"]
+    assigned = "".join(f"{variable}={value}\n" for variable, value in of_github.items())
     failed, output = [], ""
     for step in steps():
         if "run" not in step or step["name"] in NOT_RUN or (failed and "!cancelled()" not in step.get("if", "")):
             continue
         added = f" {TINY[step['name']]}" if step["name"] in TINY else ""
-        command = step["run"].rstrip("\n") + added + (more if step["name"] == "Train" else "")
+        command = assigned + step["run"].rstrip("\n") + added + (more if step["name"] == "Train" else "")
         done = subprocess.run(
             ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", command],
             cwd=checkout,
