@@ -469,8 +469,12 @@ def test_what_merging_changes_takes_a_share_of_the_time_or_its_command_is_named(
     say, found = merging.say_what_merging_changes, {}
 
     def say_in_other_places(setup, *rest, **_):
-        other = setup.config.model_copy(update={"model": ModelSection(path=str(tmp_path / "other"))})
-        for name, changes in {"late": {}, "not packed": {"is_packed": False}, "other": {"config": other}}.items():
+        other, gone = (
+            {"config": setup.config.model_copy(update={"model": ModelSection(path=str(tmp_path / name))})}
+            for name in ("other", "gone")
+        )
+        places = {"late": {}, "not packed": {"is_packed": False}, "other": other, "gone": gone}
+        for name, changes in places.items():
             journal = SimpleNamespace(result={}, is_closed=False)
             say(SimpleNamespace(**vars(setup) | {"journal": journal} | changes), *rest, max_seconds=0)
             found[name] = journal.result["merging"]
@@ -485,3 +489,6 @@ def test_what_merging_changes_takes_a_share_of_the_time_or_its_command_is_named(
     )
     assert found["not packed"] == {"sentence": not_packed}
     assert "under another name or in another shape. `finetune verify" in found["other"]["sentence"]
+    assert "was not measured: " in found["gone"]["sentence"]
+    assert str(tmp_path / "gone") in found["gone"]["sentence"]
+    assert record(run)["status"] == "completed"
