@@ -27,6 +27,7 @@ from finetune.errors import ConfigError, ModelError, RequirementError, RunFailed
 from finetune.fallbacks import Fallback
 from finetune.logs import importing
 from finetune.terminal import print_json, print_table, shown_folder
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from finetune.inference.finished_run import FinishedRun
     from finetune.inference.harness import Results
     from finetune.inference.scores import Evaluation
+    from finetune.inference.suites import Suite
     from finetune.runs.model_files import LoadedRun
 
 Split = Literal["train", "validation", "test"]
@@ -46,6 +48,7 @@ def evaluate(
     *,
     split: Split | None = None,
     metrics: Sequence[str] | Mapping[str, Metric] = (),
+    suites: Sequence[str] = (),
     against: str | Path | None = None,
     base: str | None = None,
     checkpoint: str | None = None,
@@ -59,6 +62,7 @@ def evaluate(
         run: the run's folder, or its name in `runs`.
         split: the rows to measure on; None: test, or validation if there are no test rows.
         metrics: of generated answers, beside `testing.metrics`: names, or functions by name.
+        suites: prompts to answer as well: `json`, `tools`, `harmless`, or paths of files.
         against: another run to compare with, in place of the base.
         base: another place of the base.
         checkpoint: a step or `latest`; None: the published weights.
@@ -71,6 +75,7 @@ def evaluate(
     from finetune.config.own_functions import resolve_functions
     from finetune.inference.answers import METRICS
     from finetune.inference.finished_run import find_run
+    from finetune.inference.suites import read_suites
 
     log_as_this_rank()
     found = find_run(find_run_folder(Path(run)), overrides_of(overrides), base=base, checkpoint=checkpoint)
@@ -79,7 +84,7 @@ def evaluate(
     functions = {**resolve_functions(names, METRICS, asked_by="--metric"), **own}
     evaluations: list[Evaluation] = []
     other = None if against is None else find_run_folder(Path(against))
-    _measure_rows(found, split, functions, other, {}, evaluations.append)
+    _measure_rows(found, split, functions, read_suites(suites), other, {}, evaluations.append)
     return evaluations[0] if evaluations else None
 
 
@@ -95,6 +100,10 @@ def evaluate_command(
     ] = None,
     metrics_from: Annotated[
         list[str] | None, typer.Option(help="A module of your own installed package that --metric may name.")
+    ] = None,
+    suite: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Answer a suite too: json, tools, harmless, or a file. Repeatable, or a,b."),
     ] = None,
     base: BaseOption = None,
     checkpoint: CheckpointOption = None,
@@ -115,6 +124,7 @@ def evaluate_command(
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write scores and answers to a new JSON file.")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write scores and verdicts to a new Markdown file.")] = None,
     harness: Annotated[
         str | None, typer.Option(metavar="TASKS", help="Run lm-evaluation-harness on TASKS (a,b) instead.")
     ] = None,
@@ -128,8 +138,10 @@ def evaluate_command(
     from finetune.inference.answers import METRICS
     from finetune.inference.finished_run import find_run
     from finetune.inference.harness import require_harness
+    from finetune.inference.suites import read_suites
 
-    _refuse_to_overwrite(output)
+    _refuse_to_overwrite("--output", output)
+    _refuse_to_overwrite("--markdown", markdown)
     rules = OptionRules(
         {
             "--harness": harness,
@@ -137,6 +149,8 @@ def evaluate_command(
             "--split": split,
             "--metric": metric or None,
             "--metrics-from": metrics_from or None,
+            "--suite": suite or None,
+            "--markdown": markdown,
             "--against": against,
             "--fail-if-worse": fail_if_worse or None,
         }
@@ -147,6 +161,8 @@ def evaluate_command(
         "--split",
         "--metric",
         "--metrics-from",
+        "--suite",
+        "--markdown",
         "--against",
         "--fail-if-worse",
         because="--harness measures its own tasks, not rows of the run. Run finetune evaluate once with each.",
@@ -161,19 +177,22 @@ def evaluate_command(
         record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
         print_json(record, indent=None) if as_json else _show_harness(results)
         if output is not None:
-            _write(output, record)
+            _write("--output", output, record)
         return
     own, files = split_functions_in_files(metric or [], "--metric")
     names = [*run.config.testing.metrics, *own]
     metrics = resolve_functions(names, METRICS, [*(metrics_from or []), *files], asked_by="--metric")
-    limits = _read_limits(fail_if_worse or [], metrics)
-    _measure_rows(run, split, metrics, against, limits, partial(_report, run, as_json=as_json, output=output))
+    suites = read_suites(suite or [])
+    limits = _read_limits(fail_if_worse or [], [*metrics, *(each.metric for each in suites)])
+    report = partial(_report, run, limits=limits, as_json=as_json, output=output, markdown=markdown)
+    _measure_rows(run, split, metrics, suites, against, limits, report)
 
 
 def _measure_rows(
     run: FinishedRun,
     split: Split | None,
     metrics: Mapping[str, Metric],
+    suites: Sequence[Suite],
     against: Path | None,
     limits: Mapping[str, float],
     report: Callable[[Evaluation], None],
@@ -184,6 +203,12 @@ def _measure_rows(
     from finetune.inference.prompts import read_general_prompts
 
     _refuse_rows_without_one_answer(run)
+    if limits and against is None and not run.config.testing.compare_base:
+        name, why = (
+            next(iter(limits)),
+            "nothing to compare with. Set testing.compare_base=true, or give --against RUN2.",
+        )
+        raise ConfigError(f"--fail-if-worse {name}: there is no verdict on it, because there is {why}")
     recorded = [name.removeprefix("data.") for name in run.fingerprints if name.startswith("data.")]
     chosen: str | None = split
     if "train" in recorded and _keeps_data(run):  # otherwise the splits are not known before the rows are read
@@ -198,11 +223,19 @@ def _measure_rows(
     other = find_run(against) if against is not None else None
     if other is None and run.config.testing.compare_base and not is_sharded:
         other = run.base
-    _measure(run, chosen, metrics, other, limits, report)
+    _measure(run, chosen, metrics, suites, other, limits, report)
 
 
-def _report(run: FinishedRun, evaluation: Evaluation, *, as_json: bool, output: Path | None) -> None:
-    """Print the scores, and write them to `output`."""
+def _report(
+    run: FinishedRun,
+    evaluation: Evaluation,
+    *,
+    limits: Mapping[str, float],
+    as_json: bool,
+    output: Path | None,
+    markdown: Path | None,
+) -> None:
+    """Print the scores, and write them to the files that are named."""
     from finetune.inference.scores import show_evaluation
 
     record = _as_record(run, evaluation)
@@ -212,17 +245,20 @@ def _report(run: FinishedRun, evaluation: Evaluation, *, as_json: bool, output: 
         num_answers = run.config.testing.num_samples
         show_evaluation(evaluation.split, evaluation, num_answers=num_answers, with_perplexity=True)
     if output is not None:
-        _write(output, {**record, "rows": _rows(evaluation)})
+        _write("--output", output, {**record, "rows": _rows(evaluation)})
+    if markdown is not None:
+        _write("--markdown", markdown, _as_markdown(run, evaluation, limits))
 
 
-def _read_limits(options: Sequence[str], metrics: Mapping[str, Metric]) -> dict[str, float]:
+def _read_limits(options: Sequence[str], metrics: Sequence[str]) -> dict[str, float]:
     """Return the margin of each metric that `--fail-if-worse` names."""
     limits = {}
     for option in options:
         name, _, margin = option.partition(":")
         if name not in (known := ["loss", *metrics]):
             raise ConfigError(
-                f"--fail-if-worse is {option}; expected one of {', '.join(known)}. Measure others with --metric NAME."
+                f"--fail-if-worse is {option}; expected one of {', '.join(known)}. Measure others with --metric NAME "
+                "or --suite NAME."
             )
         try:
             limits[name] = float(margin or 0)
@@ -261,6 +297,7 @@ def _measure(
     run: FinishedRun,
     split: str | None,
     metrics: Mapping[str, Metric],
+    suites: Sequence[Suite],
     other: FinishedRun | None,
     limits: Mapping[str, float],
     report: Callable[[Evaluation], None],
@@ -277,6 +314,7 @@ def _measure(
         from finetune.distributed.launch import launch
         from finetune.inference.finished_run import read_finished_run
         from finetune.inference.forgetting import measure_forgetting
+        from finetune.inference.suites import measure_suites
         from finetune.runs.row_record import read_row_record
         from finetune.training.measuring import KnownRows, measure_split
 
@@ -288,6 +326,8 @@ def _measure(
         config = config.model_copy(update={"testing": config.testing.model_copy(update={"compare_base": False})})
     with launch(config, trains=False) as runtime:
         loaded = read_finished_run(runtime, run)
+        for suite in suites:
+            suite.encode(loaded.tokenizer)  # refuses a suite before anything is measured
         known = KnownRows(recorded, _keeps_data(run), run.fingerprints, others=trained)
         evaluation = measure_split(runtime, config, loaded, split, metrics, known)
         second = None if other is None else _load_other(runtime, run, other)
@@ -299,6 +339,7 @@ def _measure(
             theirs = measure_split(runtime, there, second, evaluation.split, metrics, KnownRows(others=trained))
             name = "base" if other.folder is run.folder else str(shown_folder(other.folder.path))
             evaluation = evaluation.against(theirs, name)
+        evaluation = measure_suites(runtime, evaluation, suites, config.testing, loaded, second)
         is_random, prompts = run.base_model.init == "random", config.testing.general_prompts
         compared_with = "the base" if evaluation.other_name == "base" else evaluation.other_name
         forgetting = measure_forgetting(
@@ -343,22 +384,55 @@ def _measure_by_harness(run: FinishedRun, tasks: str, folder: Path | None) -> Re
         )
 
 
-def _refuse_to_overwrite(output: Path | None) -> None:
-    if output is None:
+def _refuse_to_overwrite(option: str, file: Path | None) -> None:
+    if file is None:
         return
-    if output.exists():
-        raise ConfigError(f"--output is {output}, which exists already and stays as it is. Name a new file.")
-    refuse_missing_folder("--output", output)
+    if file.exists():
+        raise ConfigError(f"{option} is {file}, which exists already and stays as it is. Name a new file.")
+    refuse_missing_folder(option, file)
 
 
-def _write(output: Path, record: Mapping[str, Any]) -> None:
+def _write(option: str, file: Path, content: Mapping[str, Any] | str) -> None:
     from finetune.runs.durable import describe_os_error, replace_file
 
-    _refuse_to_overwrite(output)  # another program may have written it meanwhile
+    _refuse_to_overwrite(option, file)  # another program may have written it meanwhile
+    text = (
+        content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False, default=str) + "\n"
+    )
     try:
-        replace_file(output, (json.dumps(record, indent=2, ensure_ascii=False, default=str) + "\n").encode())
+        replace_file(file, text.encode())
     except OSError as error:
-        raise RunFailedError(f"{output} cannot be written: {describe_os_error(error)}.") from error
+        raise RunFailedError(f"{file} cannot be written: {describe_os_error(error)}.") from error
+
+
+def _as_markdown(run: FinishedRun, evaluation: Evaluation, limits: Mapping[str, float]) -> str:
+    """Return a table of scores and verdicts, and each metric that is worse than its limit allows.
+
+    Of what others wrote, it has only names, as code: a text of a row could mention people or show pictures.
+    """
+    from finetune.inference.scores import LABELS, format_score
+
+    def code(text: str) -> str:
+        return f"`{text.replace('`', '').replace('|', '')}`"
+
+    verdicts = {name: str(verdict) for name, verdict in evaluation.verdicts.items()}
+    columns = {name: {**scores.metrics, "loss": scores.loss} for name, scores in evaluation.scores.items()}
+    rows = [["", *(code(evaluation.other_name) if name == "base" else name for name in columns), "verdict"]]
+    rows += [["---", *("---:" for _ in columns), "---"]]
+    rows += [
+        [
+            LABELS.get(name) or code(name),
+            *(format_score(name, each[name]) for each in columns.values()),
+            verdicts.get(name, ""),
+        ]
+        for name in columns["tuned"]
+    ]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    worse = evaluation.exceeded(limits)
+    verdict = "Worse than allowed" if worse else "Not worse than allowed" if limits else "Scores"
+    folder, num_rows = code(str(shown_folder(run.folder.path))), counted(evaluation.num_rows, "row")
+    about = f"{folder}, {num_rows} of the {evaluation.split} split"
+    return "\n\n".join([f"### {verdict}", about, table, *(f"- {each}" for each in worse)]) + "\n"
 
 
 def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:

@@ -165,7 +165,7 @@ def exact_match(answer: str, expected: str) -> float:
 
 def json_valid(answer: str, expected: str) -> float:
     """Return 1 if the answer is a JSON object or array, else 0; a bare number or string does not count."""
-    return float(isinstance(_parsed(answer), (dict, list)))
+    return float(isinstance(parse_json(answer), (dict, list)))
 
 
 def json_equal(answer: str, expected: str) -> float:
@@ -174,8 +174,8 @@ def json_equal(answer: str, expected: str) -> float:
     An answer with a key twice equals nothing: readers disagree about its value (RFC 8259, section 4), and a model that
     is rewarded for it learns to write several values.
     """
-    parsed = _parsed(answer, object_pairs_hook=with_unique_keys)
-    return float(isinstance(parsed, (dict, list)) and _is_same(parsed, _parsed(expected)))
+    parsed = parse_json(answer, object_pairs_hook=with_unique_keys)
+    return float(isinstance(parsed, (dict, list)) and is_equal(parsed, parse_json(expected)))
 
 
 def token_f1(answer: str, expected: str) -> float:
@@ -192,19 +192,20 @@ def token_f1(answer: str, expected: str) -> float:
     return 2 * common / (len(answer_words) + len(expected_words))
 
 
-def _parsed(text: str, **how: Any) -> object:
+def parse_json(text: str, **how: Any) -> object:
+    """Parse JSON text with `json.loads(text, **how)`. Return None for any other text."""
     try:
         return json.loads(text, parse_constant=refuse_constant, **how)
     except (ValueError, RecursionError):
         return None
 
 
-def _is_same(answer: object, expected: object) -> bool:
+def is_equal(answer: object, expected: object) -> bool:
     """Compare JSON values. Unlike in Python, true is not 1."""
     if isinstance(answer, dict) and isinstance(expected, dict):
-        return answer.keys() == expected.keys() and all(_is_same(value, expected[key]) for key, value in answer.items())
+        return answer.keys() == expected.keys() and all(is_equal(value, expected[key]) for key, value in answer.items())
     if isinstance(answer, list) and isinstance(expected, list):
-        return len(answer) == len(expected) and all(map(_is_same, answer, expected))
+        return len(answer) == len(expected) and all(map(is_equal, answer, expected))
     return answer == expected and isinstance(answer, bool) == isinstance(expected, bool)
 
 

@@ -78,7 +78,7 @@ def read_prompts_file(path: Path, *, named_by: str = "--from") -> list[Prompt]:
             f"{named_by} is {path}, which ends in {path.suffix or 'nothing'}; expected {', '.join(SUFFIXES)}."
         )
     rows = FileRows(path, str(path))
-    return _read_rows(rows.rows(), rows.label, rows.place)
+    return read_rows(rows.rows(), rows.label, rows.place, parse_prompt)
 
 
 def read_general_prompts(value: str) -> list[Prompt]:
@@ -98,24 +98,24 @@ def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
         for number, line in enumerate(lines, start=1)
         if line.strip()
     )
-    return _read_rows(read, source, lambda number: f"{source}:{number}")
+    return read_rows(read, source, lambda number: f"{source}:{number}", parse_prompt)
 
 
-def _read_rows(rows: Iterable[RawRow], source: str, name_row: Callable[[int], str]) -> list[Prompt]:
-    """Read prompts from rows. A last turn of the assistant, or a `completion`, becomes the expected answer.
+def read_rows(
+    rows: Iterable[RawRow], source: str, name_row: Callable[[int], str], parse: Callable[[RawRow, str], Any]
+) -> list[Any]:
+    """Parse each row. In messages, `source` names all rows, and `name_row` names one by its number.
 
-    In messages, `source` names all rows, and `name_row` names one by its number.
+    Raises:
+        DataError: `parse` raised a BadRowError for a row, or there are no rows.
     """
-    problems = RowProblems()
-    prompts: list[Prompt] = []
-    count = 0
-    for row in rows:
-        count += 1
+    problems, prompts, count = RowProblems(), list[Any](), 0
+    for count, row in enumerate(rows, start=1):  # noqa: B007
         place = name_row(row.number)
         try:
             if row.problem is not None:
                 raise BadRowError(row.problem)
-            prompts.append(_prompt_of(row, place))
+            prompts.append(parse(row, place))
         except BadRowError as error:
             problems.add(place, str(error))
     problems.raise_if_any(source, count)
@@ -208,7 +208,7 @@ def _render(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:
     return text
 
 
-def _prompt_of(raw: RawRow, place: str) -> Prompt:
+def parse_prompt(raw: RawRow, place: str) -> Prompt:
     """Read a text, or a row as for an objective that learns from prompts: an answer at its end is the expected one."""
     value = raw.value
     if isinstance(value, str):

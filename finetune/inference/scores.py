@@ -18,7 +18,7 @@ from finetune.units import counted
 
 ModelName = Literal["base", "tuned"]
 
-_LABELS = {
+LABELS = {
     "exact_match": "exact match",
     "json_valid": "valid JSON",
     "json_equal": "equal JSON",
@@ -28,7 +28,6 @@ _LABELS = {
     "reward_accuracy": "reward accuracy",
     "reward_margin": "reward margin",
 }
-_MAX_ANSWERS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,17 +203,15 @@ def worse_first(rows: Iterable[AnsweredRow]) -> list[AnsweredRow]:
     return sorted(rows, key=change)
 
 
-def show_evaluation(
-    split: str, evaluation: Evaluation, *, num_answers: int = _MAX_ANSWERS, with_perplexity: bool = False
-) -> None:
+def show_evaluation(split: str, evaluation: Evaluation, *, num_answers: int = 3, with_perplexity: bool = False) -> None:
     """Print a table with a column of scores for each model, then prompts with the expected and the models' answers."""
     columns = {
         name: {**each.metrics, "loss": each.loss, **({"perplexity": each.perplexity} if with_perplexity else {})}
         for name, each in evaluation.scores.items()
     }
-    labels = {**_LABELS, "loss": f"loss ({evaluation.loss_unit})"}
+    labels = {**LABELS, "loss": f"loss ({evaluation.loss_unit})"}
     rows = [
-        [labels.get(name, name), *(_format_score(name, column[name]) for column in columns.values())]
+        [labels.get(name, name), *(format_score(name, column[name]) for column in columns.values())]
         for name in columns["tuned"]
     ]
     title = f"{split.capitalize()} split, {counted(evaluation.num_rows, 'row')}"
@@ -228,7 +225,7 @@ def show_evaluation(
     if evaluation.subsets:
         _show_subsets(evaluation.subsets)
     for name, verdict in evaluation.verdicts.items():
-        say(f"{_LABELS.get(name, name)}: {verdict}", indent="  ")
+        say(f"{LABELS.get(name, name)}: {verdict}", indent="  ")
     if evaluation.unended:
         say(evaluation.unended, indent="  ")
     if evaluation.forgetting is not None and (with_perplexity or not evaluation.forgetting.why_not):
@@ -243,14 +240,14 @@ def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:
     """Print a table with one row for each subset. A metric is missing where none of the answered rows is in it."""
     cells = [
         {
-            (model, metric): _format_score(metric, value)
+            (model, metric): format_score(metric, value)
             for model, scores in each.scores.items()
             for metric, value in {**scores.metrics, "loss": scores.loss}.items()
         }
         for each in subsets.values()
     ]
     keys = list(dict.fromkeys(key for row in cells for key in row))
-    columns = [f"{model} {_LABELS.get(metric, metric)}" for model, metric in keys]
+    columns = [f"{model} {LABELS.get(metric, metric)}" for model, metric in keys]
     rows = [
         [name, f"{each.num_rows:,}", f"{each.num_targets:,}", *(row.get(key, "–") for key in keys)]
         for (name, each), row in zip(subsets.items(), cells, strict=True)
@@ -259,7 +256,8 @@ def _show_subsets(subsets: Mapping[str, Evaluation]) -> None:
     print_table(head, rows, right=head[1:], title="each source")
 
 
-def _format_score(name: str, value: float) -> str:
-    if name in SHARES:
+def format_score(name: str, value: float) -> str:
+    """Format the score of a metric for a table."""
+    if name in SHARES or name.startswith("suite_"):
         return f"{value:.1%}"
     return f"{value:.3f}" if name == "perplexity" else f"{value:.4f}"

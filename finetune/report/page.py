@@ -176,8 +176,8 @@ def _facts(run: RecordedRun) -> dict[str, str]:
 
 
 def _verdict(run: RecordedRun) -> list[str]:
-    """Return the sentences in run.json on each metric, on answers that did not end, and on what the model forgot."""
-    others = [mapping(run.result.get(name)) for name in ("unended", "forgetting")]
+    """Return the sentences in run.json on metrics, answers that did not end, what was forgotten, and merging."""
+    others = [mapping(run.result.get(name)) for name in ("unended", "forgetting", "merging")]
     records = [*map(mapping, mapping(run.result.get("verdict")).values()), *others]
     return [str(record["sentence"]) for record in records if record.get("sentence")]
 

@@ -246,12 +246,7 @@ class Trainer:
             else:
                 self.load_published()
             evaluation = run_test_phase(
-                self.runtime,
-                self.model,
-                self.tokenizer,
-                test_loader,
-                self.config.testing,
-                given=self._setup.hooks.metrics,
+                self.runtime, self.model, self.tokenizer, test_loader, self.config.testing, self._setup.hooks.metrics
             )
             tested: object = test_loader.dataset
             if tested is self.splits.validation:
@@ -259,19 +254,24 @@ class Trainer:
             self.runtime.liveness.enter_phase("after testing", timed=False)  # the script decides what comes next
             if self.journal is None:
                 return None
+            max_seconds = (time.monotonic() - self._begun) / 10
             forgetting = measure_forgetting(
                 self.runtime,
                 LoadedRun(self.model, self.tokenizer),
                 # A callback may have changed the current folder.
                 recorded_paths(self.folder).get("testing.general_prompts", self.config.testing.general_prompts),
                 has_random_base=self.config.model.init == "random",
-                max_seconds=(time.monotonic() - self._begun) / 10,
+                max_seconds=max_seconds,
                 is_alone=True,
             )
             evaluation = replace(evaluation, forgetting=forgetting)
             if not self.journal.is_closed:  # a script may measure again after its run has ended
                 self.journal.test(evaluation)
             show_evaluation(evaluation.split, evaluation)
+            if self.config.lora.quantize != "none":
+                from finetune.training.merging import say_what_merging_changes
+
+                say_what_merging_changes(self._setup, test_loader, evaluation, max_seconds=max_seconds)
             _log.info("Training and testing completed successfully!")
             return evaluation
 

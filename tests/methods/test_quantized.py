@@ -40,7 +40,9 @@ from finetune.model.quantized import (
     refuse_where_quantizing_is_impossible,
     weights_from_disk,
 )
-from finetune.training import low_precision
+from finetune.report.page import _verdict as sentences_of
+from finetune.runs.recorded_run import RecordedRun
+from finetune.training import low_precision, merging
 from finetune.training.forward import Computation
 from finetune.training.memory import least
 from finetune.training.memory.choice import MOST_TOKENS
@@ -440,3 +442,53 @@ def test_what_merging_changes_is_measured_and_the_trained_base_can_be_merged_int
     with torch.no_grad():
         plain = build_base_model(ModelSection(path=str(tmp_path / "merged"))).eval()(input_ids=ids).logits
         torch.testing.assert_close(plain, put_on(input_ids=ids).logits, atol=2e-2, rtol=0)
+
+
+@needs_bitsandbytes
+def test_a_run_ends_by_saying_what_merging_changes(inputs, tmp_path, capsys):
+    """The weights are read from disk one by one. Here, `evaluate` loads the whole base without quantizing it."""
+    run = tmp_path / "run"
+    words = [*words_for(inputs, run), "lora.r=4", "optim.learning_rate=1e-2", "testing.batch_size=2"]
+    trainer = train(words)
+    said = capsys.readouterr().out
+    found = record(run)["result"]["merging"]
+    assert found["num_rows"] == len(trainer.splits.test) == found["num_better"] + found["num_worse"]
+    assert found["loss_in_4_bits"] == pytest.approx(record(run)["result"]["test_tuned"]["loss"], rel=1e-9)
+    measured = json.loads(run_finetune("evaluate", run, "--json", "testing.general_prompts=none", code=0).answer)
+    assert found["loss"] == pytest.approx(measured["tuned"]["loss"], rel=1e-5)
+    assert found["loss"] != pytest.approx(found["loss_in_4_bits"], rel=1e-4)
+    assert found["difference"] == pytest.approx(found["loss"] - found["loss_in_4_bits"])
+    assert " ".join(said.split()).count(found["sentence"]) == 1
+    assert found["sentence"] in sentences_of(RecordedRun(run))
+    assert not any(hasattr(state, "widened") for state in states_in_4_bits(trainer.model).values())
+
+
+@needs_bitsandbytes
+def test_what_merging_changes_takes_a_share_of_the_time_or_its_command_is_named(inputs, tmp_path, monkeypatch):
+    build_tiny(tiny_phi3_config()).save_pretrained(tmp_path / "other")
+    say, found = merging.say_what_merging_changes, {}
+
+    def say_in_other_places(setup, *rest, **_):
+        other, gone = (
+            {"config": setup.config.model_copy(update={"model": ModelSection(path=str(tmp_path / name))})}
+            for name in ("other", "gone")
+        )
+        places = {"late": {}, "not packed": {"is_packed": False}, "other": other, "gone": gone}
+        for name, changes in places.items():
+            journal = SimpleNamespace(result={}, is_closed=False)
+            say(SimpleNamespace(**vars(setup) | {"journal": journal} | changes), *rest, max_seconds=0)
+            found[name] = journal.result["merging"]
+
+    monkeypatch.setattr(merging, "say_what_merging_changes", say_in_other_places)
+    run = tmp_path / "run"
+    train([*words_for(inputs, run), "lora.r=4", "training.max_steps=1", "testing.batch_size=2"])
+    assert found["late"]["num_rows"] == 2, "one batch of two"
+    not_packed = (
+        "What merging changes was not measured: the engine does not compute all layers. "
+        f"`finetune verify {run}` measures it."
+    )
+    assert found["not packed"] == {"sentence": not_packed}
+    assert "under another name or in another shape. `finetune verify" in found["other"]["sentence"]
+    assert "was not measured: " in found["gone"]["sentence"]
+    assert str(tmp_path / "gone") in found["gone"]["sentence"]
+    assert record(run)["status"] == "completed"
