@@ -149,7 +149,7 @@ class Suite(NamedTuple):
         tools = next((task.prompt.tools for task in self.tasks if task.prompt.tools), "")
         if tools and (
             tokenizer.chat_template is None
-            or not AnswerReader(tokens).reads_calls
+            or AnswerReader(tokens).call_marks is None
             or tokens.template.ignored(Dialogue((), (), tools))
         ):
             raise ConfigError(

@@ -50,7 +50,7 @@ def test_a_split_that_is_there_can_be_left_out(make_section, write_jsonl, tmp_pa
     assert logged()[:2] == ["validation is off: data.validation is none", "test is off: data.test is none"]
     mixed = load_examples(make_section(mixture=[{"path": folder}, {"path": folder, "test": "none"}], validation="none"))
     assert (len(mixed.train), mixed.validation, len(mixed.test)) == (2, None, 1)
-    with pytest.raises(DataError, match="data.train is none, which is neither"):
+    with pytest.raises(DataError, match=r"data\.train is none, which is neither"):
         load_examples(make_section(path=folder, train="none"))
 
 
