@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
+from finetune.runs.file_lock import FileLock, file_lock
+
 VERSION = "0.3.36"
 OTHERS = ["diskcache==5.6.3", "sentencepiece==0.2.3"]
 SERVER = [
@@ -38,33 +40,48 @@ class LlamaCpp(NamedTuple):
 
 def download() -> LlamaCpp:
     """Return llama.cpp as it was downloaded before, or download it (77 MB). `packages` is empty until `build`."""
-    home = pwd.getpwuid(os.getuid()).pw_dir  # HOME is a test's own
-    place = os.environ.get("FINETUNE_LLAMA_CPP") or Path(home, ".cache", "finetune-tests", f"llama-cpp-{VERSION}")
-    folder = Path(place)
-    found = LlamaCpp(folder / "source" / "vendor" / "llama.cpp", folder / "packages")
-    if (folder / "source").exists():
-        return found
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    _pip("download", "--no-deps", "--no-binary=llama-cpp-python", f"llama-cpp-python=={VERSION}", "-d", str(folder))
-    with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
-    next(path for path in folder.glob("llama_cpp_python-*") if path.is_dir()).rename(folder / "source")
+    found = _place()
+    with _lock(found):
+        _download(found)
     return found
 
 
 def build() -> LlamaCpp:
     """Return llama.cpp as it was built before, or download and build it: about 10 minutes on 2 idle cores."""
-    built = download()
-    folder = built.packages.parent
-    if (folder / "complete").exists():
+    built = _place()
+    complete = built.packages.with_name("complete")
+    with _lock(built):
+        _download(built)
+        if not complete.exists():
+            shutil.rmtree(built.packages, ignore_errors=True)
+            source, cmake = str(built.packages.with_name("source")), " ".join(_settings())
+            _pip("install", "--no-deps", f"--target={built.packages}", source, *OTHERS, *SERVER, cmake=cmake)
+            complete.touch()
         _build_programs(built.source)
-        return built
-    cmake = " ".join(_settings())
-    _pip("install", "--no-deps", f"--target={built.packages}", str(folder / "source"), *OTHERS, *SERVER, cmake=cmake)
-    (folder / "complete").touch()
-    _build_programs(built.source)
     return built
+
+
+def _place() -> LlamaCpp:
+    home = pwd.getpwuid(os.getuid()).pw_dir  # HOME is a test's own
+    place = os.environ.get("FINETUNE_LLAMA_CPP") or Path(home, ".cache", "finetune-tests", f"llama-cpp-{VERSION}")
+    folder = Path(place)
+    folder.mkdir(parents=True, exist_ok=True)
+    return LlamaCpp(folder / "source" / "vendor" / "llama.cpp", folder / "packages")
+
+
+def _lock(built: LlamaCpp) -> FileLock:
+    folder = built.packages.parent
+    return file_lock(folder.with_name(f"{folder.name}.tests.lock"), waiting_for="another worker of pytest")
+
+
+def _download(built: LlamaCpp) -> None:
+    folder = built.packages.parent
+    if (folder / "source").exists():
+        return
+    _pip("download", "--no-deps", "--no-binary=llama-cpp-python", f"llama-cpp-python=={VERSION}", "-d", str(folder))
+    with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as archive:
+        archive.extractall(folder, filter="data")
+    next(path for path in folder.glob("llama_cpp_python-*") if path.is_dir()).rename(folder / "source")
 
 
 def _build_programs(source: Path) -> None:
