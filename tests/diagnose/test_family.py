@@ -54,6 +54,7 @@ def test_a_record_of_the_engine_without_the_norms_of_heads_is_found(monkeypatch:
     assert "Broken for this family: loss and gradients." in ended.answer
 
 
+@pytest.mark.slow
 def test_wrong_answers_and_a_wrong_plan_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = FamilyProof(find_family(write_longrope(tmp_path))[0], tmp_path, print)
     names = ("loss and gradients", "shared prefixes", "generation", "memory")

@@ -56,7 +56,7 @@ def words(inputs, tmp_path):
     ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
     [

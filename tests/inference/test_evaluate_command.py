@@ -58,6 +58,7 @@ def whole(adapter_run, tmp_path_factory):
     return json.loads(output.read_text())
 
 
+@pytest.mark.slow
 def test_a_script_gets_what_the_command_writes(adapter_run, whole):
     found = finetune.evaluate(adapter_run, metrics=METRICS)
     assert {name: score.loss for name, score in found.scores.items()} == {

@@ -186,6 +186,7 @@ def test_the_shipped_example_is_killed_in_a_rollout_and_ends_with_the_bytes_of_t
         assert without_times(rollout(tmp_path / "killed", step)) == without_times(rollout(tmp_path / "whole", step))
 
 
+@pytest.mark.slow
 def test_a_replay_needs_no_tool_and_other_tools_are_refused_on_resume(run, inputs, tmp_path):
     copied = shutil.copytree(run, tmp_path / "run")
     file = inputs / "tools_of_a_run.py"
@@ -237,6 +238,7 @@ class Order:
 """
 
 
+@pytest.mark.slow
 def test_an_environment_opens_a_conversation_and_answers_it_and_the_steps_replay(inputs, tmp_path):
     (tmp_path / "order.py").write_text(GAME)
     run, game = tmp_path / "run", f"rollout.environment={tmp_path / 'order.py'}:Order"

@@ -133,6 +133,7 @@ def test_a_tool_that_hangs_or_ends_its_process_is_an_error_and_the_next_call_wor
     assert call(process, "add", a=1, b=1).text == "2"
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_tools_are_described_as_transformers_does_and_bad_ones_are_refused(file):
     (schema,) = json.loads(offered_tools(config_of(file, "add")))

@@ -89,6 +89,7 @@ def test_a_test_loss_that_leaves_rows_out_says_so(tmp_path):
     assert headline_of(run) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_what_was_asked_for_and_not_given_stands_above_the_curves(tmp_path):
     fallback = {"what": "training.device", "wanted": "cuda", "used": "cpu", "why": "this process sees 0 CUDA devices"}

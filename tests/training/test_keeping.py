@@ -109,6 +109,7 @@ def test_the_answers_are_trained_on_recorded_and_never_generated_again(run, base
     assert len(losses(first)) == 4
 
 
+@pytest.mark.slow
 def test_a_plan_counts_the_rows_and_generates_nothing(run, tmp_path, monkeypatch):
     monkeypatch.setattr(keeping, "generate_answers", lambda *_, **__: pytest.fail("generated"))
     plan = make_plan(load_config(run.words("run", "data.keep=7"), run="quickstart"), find_device("cpu"))

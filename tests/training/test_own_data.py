@@ -31,6 +31,7 @@ def words(rows: Path, folder: Path, *more: str) -> list[str]:
     return ["model=phi_tiny", f"data={rows}", f"data.cache_dir={rows.parent}", f"output_dir={folder}", *short, *more]
 
 
+@pytest.mark.slow
 @pytest.mark.process
 def test_the_run_is_validated_and_compared_with_its_base_and_says_so(rows, tmp_path):
     folder = tmp_path / "run"
