@@ -23,7 +23,6 @@ from finetune.data.values import BadRowError, with_unique_keys
 from finetune.errors import ConfigError
 from finetune.inference.answers import Answer, AnswerReader, is_equal, parse_json
 from finetune.inference.prompts import Prompt, encode_prompt, parse_prompt, read_rows
-from finetune.inference.scores import AnsweredRow, Evaluation, ModelName
 from finetune.logs import waiting
 from finetune.units import counted
 
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from finetune.config.schema import TestingSection
     from finetune.distributed.runtime import Runtime
+    from finetune.inference.scores import Evaluation, ModelName
     from finetune.runs.model_files import LoadedRun
 
 SUITES = ("json", "tools", "harmless")
@@ -206,10 +206,13 @@ def measure_suites(
 
     The models are placed. Without `other`, the base is the tuned model with its adapter switched off.
     """
+    # The rows of a suite are read and refused before torch is imported.
     from finetune.inference.decoding import Decoding, count_unended, generate_answers
+    from finetune.inference.scores import AnsweredRow
 
     for metric, tasks in suites:
-        answers, unended = dict[ModelName, list[Answer]](), dict[ModelName, int]()
+        answers: dict[ModelName, list[Answer]] = {}
+        unended: dict[ModelName, int] = {}
         for name in evaluation.scores:
             model, tokenizer = other if name == "base" and other is not None else tuned
             prompts = Suite(metric, tasks).encode(tokenizer)
