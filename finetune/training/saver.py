@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
+import torch
 
 from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
@@ -23,6 +23,7 @@ from finetune.runs.state import TrainerState
 from finetune.runs.tensors import is_sharded
 from finetune.runs.verification import verify_checkpoint, verify_published
 from finetune.training.cadence import Cadence
+from finetune.training.memory.choice import free_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -132,7 +133,7 @@ class Saver:
         return writer.saved
 
     def _has_room(self, snapshot: Snapshot) -> bool:
-        free = psutil.virtual_memory().available
+        free = free_memory(torch.device("cpu"), num_sharing=1)  # without any, Python waits for a thread for ever
         if snapshot.num_bytes <= free * _SHARE_OF_FREE_MEMORY:
             return True
         why = f"a copy takes {snapshot.num_bytes:,} bytes of memory, {free:,} are free"

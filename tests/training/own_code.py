@@ -24,6 +24,12 @@ def smoothed(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits, targets, reduction="sum", label_smoothing=0.1)
 
 
+def hungry(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Needs a GiB of addresses, and no memory."""
+    torch.empty(1 << 28)
+    return smoothed(logits, targets)
+
+
 def length(answer: str, expected: str) -> float:
     """A metric."""
     return float(len(answer))
@@ -79,7 +85,7 @@ def main(arguments: list[str]) -> None:
         overrides=[*overrides, "training.max_steps=4", "training.global_batch_size=8", "testing.num_samples=0"],
         callbacks=[watch],
         metrics={"length": length},
-        loss=smoothed,
+        loss=hungry if experiment == "no address space" else smoothed,
     )
     sys.stdout.write(f"rank {RANK} calls {watch.calls}\n")
     sys.stdout.write(f"rank {RANK} metrics {sorted(result.metrics)} in {result.folder.name}\n")

@@ -305,11 +305,13 @@ def free_memory(device: torch.device, *, num_sharing: int, fraction: float = 1.0
         # An equal part of the free memory, and the memory that torch has reserved for this process and does not use.
         available = free // num_sharing + torch.cuda.memory_reserved(device) - allocated
         return available if fraction == 1 else min(available, int(fraction * total) // num_sharing - allocated)
-    memory = psutil.virtual_memory()
+    memory, process = psutil.virtual_memory(), psutil.Process()
     available = memory.available // num_sharing
+    if psutil.LINUX and (addresses := process.rlimit(psutil.RLIMIT_AS)[0]) != psutil.RLIM_INFINITY:  # ulimit -v
+        available = min(available, addresses - process.memory_info().vms)
     if fraction == 1:
         return available
-    return min(available, int(fraction * memory.total) // num_sharing - psutil.Process().memory_info().rss)
+    return min(available, int(fraction * memory.total) // num_sharing - process.memory_info().rss)
 
 
 class FirstStep:
