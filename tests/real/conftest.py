@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from finetune.runs.file_lock import file_lock
 from tests.launches import REPOSITORY, run_command
+from tests.methods.tiny_training import events
+from tests.rounding import relative_difference
 from tools.real_model import UnavailableError
 
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)
@@ -49,3 +52,25 @@ def write_orders(folder: Path, **numbers: int) -> Path:
         lines = (ORDERS / f"{split}.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
         (folder / f"{split}.jsonl").write_text("".join(lines[:number]), encoding="utf-8")
     return folder
+
+
+def losses(run: Path) -> list[float]:
+    """The loss of each step."""
+    return [event["loss"] for event in events(run, "step")]
+
+
+def assert_same_curve(run: Path, other: Path) -> None:
+    """The losses, and what Adam has averaged of the gradients, are those of the other run.
+
+    Adam divides each gradient by its own size. So a weight whose gradient is near zero moves by its rounding, and a few
+    of millions of weights differ by more than their gradients. docs/guarantees.md says how much that was.
+    """
+    assert losses(run) == pytest.approx(losses(other), rel=1e-6, abs=1e-6)
+    checkpoint = f"checkpoints/step-{len(losses(run)):06d}"
+    ours, theirs = (load_file(each / checkpoint / "optimizer.safetensors") for each in (run, other))
+    averages = [name for name in ours if name.startswith("exp_avg/")]
+    difference = relative_difference(*([each[name] for name in averages] for each in (ours, theirs)))
+    adapters = (load_file(each / "adapter/adapter_model.safetensors").values() for each in (run, other))
+    print(f"averages of the gradients differ by {difference:.1e}, adapters by {relative_difference(*adapters):.1e}")
+    assert averages
+    assert difference <= 1e-5

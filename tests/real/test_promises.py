@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launches import run_command, start_command
 from tests.methods.tiny_training import events
-from tests.real.conftest import write_orders
+from tests.real.conftest import assert_same_curve, losses, write_orders
 from tests.rounding import relative_difference
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]
@@ -63,20 +63,6 @@ def whole(runs):
     return runs.make("whole")
 
 
-def losses(run: Path) -> list[float]:
-    return [event["loss"] for event in events(run, "step")]
-
-
-def adapter(run: Path) -> list[torch.Tensor]:
-    return list(load_file(run / ADAPTER).values())
-
-
-def assert_same_curve(run: Path, other: Path) -> None:
-    """Promise 1."""
-    assert losses(run) == pytest.approx(losses(other), rel=1e-6, abs=1e-6)
-    assert relative_difference(adapter(run), adapter(other)) <= 1e-5
-
-
 def assert_same_bytes(run: Path, other: Path) -> None:
     for name in (ADAPTER, f"checkpoints/step-{NUM_STEPS:06d}/optimizer.safetensors"):
         assert (run / name).read_bytes() == (other / name).read_bytes(), name
@@ -118,6 +104,7 @@ def test_the_engine_computes_what_the_models_own_forward_does(runs):
 
 
 def test_two_processes_give_the_curve_of_one(runs, whole):
+    """Promise 1."""
     assert_same_curve(runs.make("two", *SPLIT, "parallel.num_processes=2"), whole)
 
 
