@@ -1,4 +1,4 @@
-"""Say at the end of a QLoRA run what merging changes: the loss on the base as it is on disk, against that in 4 bits."""
+"""Say at the end of a QLoRA run what merging changes: compare the loss in 4 bits with the loss on the base on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_ROWS = 256
 def say_what_merging_changes(
     setup: Setup, loader: EvaluationLoader, evaluation: Evaluation, *, max_seconds: float
 ) -> None:
-    """Measure the published adapter on the base as it is on disk, print the verdict, and record it in run.json.
+    """Measure the published adapter on the base on disk, print the verdict, and record it in run.json.
 
     The main process measures alone, on batches of the tested rows that are drawn with a fixed seed, until it has
     `_MOST_ROWS` rows or has taken `max_seconds`; at least two rows. A weight is read where the engine would dequantize
@@ -63,9 +63,9 @@ def say_what_merging_changes(
         verdict = judge_rows("loss", after, before, weights=sizes)
         record = {**verdict.as_record(), "loss": loss, "loss_in_4_bits": loss_in_4_bits, "num_rows": len(rows)}
         sentence = (
-            f"What merging changes: over {counted(len(rows), 'row')}, the loss on the base as it is on disk is "
-            f"{loss:.4f} instead of {loss_in_4_bits:.4f} in 4 bits: {verdict}. `finetune merge` also measures the "
-            "merged weights"
+            f"Merging moves the adapter from the base in 4 bits to the base on disk. Over {counted(len(rows), 'row')}, the "
+            f"loss is {loss_in_4_bits:.4f} in 4 bits and {loss:.4f} on disk ({verdict}). `finetune merge` also measures "
+            "the merged weights"
         )
     say(sentence, indent="  ")
     if setup.journal is not None and not setup.journal.is_closed:
