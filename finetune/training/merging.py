@@ -63,9 +63,9 @@ def say_what_merging_changes(
         verdict = judge_rows("loss", after, before, weights=sizes)
         record = {**verdict.as_record(), "loss": loss, "loss_in_4_bits": loss_in_4_bits, "num_rows": len(rows)}
         sentence = (
-            f"Merging moves the adapter from the base in 4 bits to the base on disk. Over {counted(len(rows), 'row')}, the "
-            f"loss is {loss_in_4_bits:.4f} in 4 bits and {loss:.4f} on disk ({verdict}). `finetune merge` also measures "
-            "the merged weights"
+            "Merging moves the adapter from the base in 4 bits to the base on disk. "
+            f"Over {counted(len(rows), 'row')}, the loss is {loss_in_4_bits:.4f} in 4 bits and {loss:.4f} on disk "
+            f"({verdict}). `finetune merge` also measures the merged weights"
         )
     say(sentence, indent="  ")
     if setup.journal is not None and not setup.journal.is_closed:
