@@ -204,11 +204,10 @@ def _measure_rows(
 
     _refuse_rows_without_one_answer(run)
     if limits and against is None and not run.config.testing.compare_base:
-        name, why = (
-            next(iter(limits)),
-            "nothing to compare with. Set testing.compare_base=true, or give --against RUN2.",
+        raise ConfigError(
+            f"--fail-if-worse {next(iter(limits))}: there is no verdict on it, because there is nothing to compare "
+            "with. Set testing.compare_base=true, or give --against RUN2."
         )
-        raise ConfigError(f"--fail-if-worse {name}: there is no verdict on it, because there is {why}")
     recorded = [name.removeprefix("data.") for name in run.fingerprints if name.startswith("data.")]
     chosen: str | None = split
     if "train" in recorded and _keeps_data(run):  # otherwise the splits are not known before the rows are read

@@ -12,6 +12,7 @@ import torch
 
 from finetune.distributed.device import Precision, _resolve_device, accelerator_type, best_precision
 from finetune.errors import ConfigError
+from finetune.training.memory.choice import free_memory
 
 GIB = 2**30
 
@@ -131,7 +132,7 @@ def find_device(wish: str) -> Device:
         gpu = _cuda(properties.name, properties.total_memory, precision=best_precision(device))
         return replace(gpu, is_here=True)
     resident = psutil.Process().memory_info().rss  # Python, torch and transformers: a run has them too
-    free = psutil.virtual_memory().available
+    free = free_memory(device, num_sharing=1)
     is_apple = wish in ("auto", "mps") and accelerator_type() == "mps"
     return Device(
         name="this machine's CPU, for want of figures for its Apple GPU" if is_apple else "this machine's CPU",

@@ -206,7 +206,7 @@ def measure_suites(
 
     The models are placed. Without `other`, the base is the tuned model with its adapter switched off.
     """
-    # The rows of a suite are read and refused before torch is imported.
+    # Imported here, because `evaluate` reads suites, and refuses wrong rows, before it imports torch.
     from finetune.inference.decoding import Decoding, count_unended, generate_answers
     from finetune.inference.scores import AnsweredRow
 

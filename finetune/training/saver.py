@@ -133,7 +133,7 @@ class Saver:
         return writer.saved
 
     def _has_room(self, snapshot: Snapshot) -> bool:
-        free = free_memory(torch.device("cpu"), num_sharing=1)  # without any, Python waits for a thread for ever
+        free = free_memory(torch.device("cpu"), num_sharing=1)  # a thread without any never begins, and Python waits
         if snapshot.num_bytes <= free * _SHARE_OF_FREE_MEMORY:
             return True
         why = f"a copy takes {snapshot.num_bytes:,} bytes of memory, {free:,} are free"
