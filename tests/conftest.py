@@ -108,6 +108,14 @@ def _package_log_of_this_module() -> Iterator[None]:
     logger.handlers, logger.level, logger.propagate = [], logging.NOTSET, True
 
 
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The input of tiny runs that do not need rows or a base of their own."""
+    from tests.tiny_training import write_inputs  # imports torch
+
+    return write_inputs(tmp_path_factory.mktemp("inputs"))
+
+
 @pytest.fixture(autouse=True)
 def _package_log_as_before() -> Iterator[None]:
     """A run configures the package's logger; the next test starts without that."""

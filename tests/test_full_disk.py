@@ -11,8 +11,8 @@ import pytest
 from finetune.runs.folder import RunFolder
 from finetune.runs.verification import newest_valid
 from tests.launches import run_command
-from tests.methods.tiny_training import events
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import events
 from tests.warm import with_interpreter
 
 pytestmark = [

@@ -21,7 +21,7 @@ FEW = (
     " and not ends_close and not (on_the_cpu and not checkpointing) and not (outputs and heads4)"
     " and not (graphs and dropout)"
 )
-"""A CPU is slow in 16 bits, and runs what is left out here in tests/methods, tests/inference and tests/engine."""
+"""A CPU is slow in 16 bits. tests/model, training, inference and engine run what is left out here."""
 PRINTS = "import os; print('sees', repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
 
 

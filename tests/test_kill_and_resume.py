@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.in_process import run_finetune
-from tests.methods.tiny_training import events
 from tests.tiny_runs import conversation_words, write_base, write_rows
+from tests.tiny_training import events
 
 NUM_STEPS = 24
 """Three epochs of eight."""

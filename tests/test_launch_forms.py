@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 from finetune.config.config_files import resolve_shipped
-from tests.bisect.scene import change_tensor
 from tests.curve_table import Row
 from tests.curves import (
     REFERENCE_BATCH_SIZE,
@@ -22,6 +21,7 @@ from tests.curves import (
     reports_of_run,
 )
 from tests.launches import LAUNCHERS, free_port, place_variables, start_command
+from tests.replay.scene import change_tensor
 
 pytestmark = pytest.mark.slow
 CASE = Case(REFERENCE_BATCH_SIZE)

@@ -28,10 +28,10 @@ from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid, verify_checkpoint
 from recipes.finetune_lora import main
 from tests.launches import run_command
-from tests.methods.tiny_training import events, record
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
+from tests.tiny_training import events, record
 
 BAD = "~"
 NUM_EPOCHS, STEPS_PER_EPOCH = 3, 5

@@ -25,9 +25,9 @@ TRIED_IN = {
     **dict.fromkeys(["finetune_lora", "finetune_full", "debug_single_gpu"], "test_recipes.py"),
     "train_ddp_standalone": "test_one_curve.py",
     "train_ddp_torchrun": "test_recipes.py",
-    "finetune_new_tokens": "methods/test_method_recipes.py",
-    "finetune_preferences": "methods/test_preference_runs.py",
-    "finetune_qlora": "methods/test_quantized.py",
+    "finetune_new_tokens": "training/test_method_recipes.py",
+    "finetune_preferences": "training/preferences/test_preference_runs.py",
+    "finetune_qlora": "model/test_quantized.py",
 }
 TINY = ["training.max_steps=2", "training.batch_size=4", "testing.max_new_tokens=4", "testing.num_samples=1"]
 

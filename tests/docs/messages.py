@@ -284,7 +284,7 @@ def killed_data_worker(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed
 
 @maker
 def stuck_reward_function(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    """A function that only a guardian can end, with the same sentence, is in tests/methods/test_reward_runs.py."""
+    """A function that only a guardian can end, with the same sentence: tests/training/rewards/test_reward_runs.py."""
     (folder / "my_rewards.py").write_text("import time\ndef solves(**columns):\n    time.sleep(60)\n")
     monkeypatch.syspath_prepend(str(folder))
     reward = ["reward.functions=my_rewards.solves", "reward.functions_from=my_rewards", "reward.timeout_seconds=0.01"]

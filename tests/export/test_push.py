@@ -13,13 +13,13 @@ import pytest
 import yaml
 
 from finetune.export.push import build_package
-from tests.bisect.scene import edit_json
 from tests.export.finished_runs import write_run
 from tests.export.hub_stand_in import Repository, running_hub
 from tests.in_process import Ended, run_finetune
 from tests.launches import run_command
 from tests.model.variants import VARIANTS
 from tests.readable_hub import point_to
+from tests.replay.scene import edit_json
 
 TOKEN = "hf_tokenThatNobodySees"
 BASE = "owner/base"

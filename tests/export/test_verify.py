@@ -29,9 +29,9 @@ from finetune.export.vectors import Vector, Vectors, digest_weight_files, read_v
 from finetune.export.verifying import verify_run
 from finetune.export.vllm_served import InVllm, limits_of_adapter, served_by_vllm
 from finetune.runs.durable import MANIFEST, find_damage
-from tests.bisect.scene import change_tensor, edit_json
 from tests.export.finished_runs import words_to_train, write_run
 from tests.in_process import run_finetune
+from tests.replay.scene import change_tensor, edit_json
 
 WEIGHT = "model.layers.0.mlp.down_proj.weight"
 LORA = "base_model.model.model.layers.1.mlp.down_proj.lora_B.weight"

@@ -18,7 +18,7 @@ from finetune.training.train import train
 from tests.engine.prefix_rows import rows_of
 from tests.gpu.models import placed, write_inputs
 from tests.gpu.test_runs import TOLERANCES, losses_of, words_on
-from tests.methods.tiny_training import record
+from tests.tiny_training import record
 
 
 @pytest.mark.parametrize("more", [[], ["lora.dropout=0.3"]], ids=["plain", "dropout"])

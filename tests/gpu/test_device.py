@@ -15,7 +15,7 @@ from finetune.errors import LaunchError
 from finetune.training.train import train
 from tests.gpu.models import write_inputs
 from tests.in_process import run_finetune
-from tests.methods.tiny_training import events, words_for
+from tests.tiny_training import events, words_for
 
 
 def test_a_real_gpu_has_an_identity(device: torch.device, only_on_cuda: None) -> None:

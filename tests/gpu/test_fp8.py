@@ -20,7 +20,7 @@ from finetune.training.train import train
 from tests.engine.prefix_rows import random_rows
 from tests.engine.test_fp8 import rounding_error, spread, sum_error, widened
 from tests.gpu.models import FAMILIES, placed, write_inputs
-from tests.methods.tiny_training import adapter_tensors, events, record, words_for
+from tests.tiny_training import adapter_tensors, events, record, words_for
 
 CUT_OFF = 33 * 4 * 2.0**-13
 """Hopper's tensor cores add 32 products to a sum at once, and keep 14 bits of each of these 33 terms, counted from the

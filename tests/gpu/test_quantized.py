@@ -23,7 +23,7 @@ from finetune.model.quantized import load_in_4_bits
 from finetune.training.train import train
 from tests.engine.prefix_rows import random_rows
 from tests.gpu.models import PRECISIONS, write_inputs
-from tests.methods.tiny_training import events, record, words_for
+from tests.tiny_training import events, record, words_for
 
 pytestmark = pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 

@@ -11,10 +11,10 @@ import torch
 from finetune import load_config
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.training.train import train
+from tests import tiny_training
 from tests.gpu.models import PRECISIONS, write_inputs
 from tests.in_process import run_finetune
-from tests.methods import tiny_training
-from tests.methods.tiny_training import break_at, events, record, refuse_to_differ_after_a_break, words_for
+from tests.tiny_training import break_at, events, record, refuse_to_differ_after_a_break, words_for
 
 OWN_FORWARD = "the model's own forward"
 METHODS = {

@@ -9,7 +9,7 @@ from finetune.distributed.launch import launch
 from finetune.errors import CheckpointError, ConfigError, ModelError
 from finetune.inference.finished_run import find_run, load_finished_run
 from finetune.runs.verification import verify_checkpoint
-from tests.bisect.scene import change_tensor
+from tests.replay.scene import change_tensor
 from tests.tiny_models import build_tiny, tiny_phi3_config
 
 IDS = torch.arange(5, 25).reshape(1, -1)

@@ -27,12 +27,12 @@ from finetune.export.vllm_served import InVllm, served_by_vllm
 from finetune.inference.vllm_server import VllmServer
 from finetune.training.rewards import rollout_server
 from finetune.training.rewards.conversations import parts_of
-from tests.bisect.scene import edit_json
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, free_port, run_launched, start_command
-from tests.methods.test_tool_runs import TOOL, calling_rows, rollout, write
-from tests.methods.tiny_training import break_at, curve
+from tests.replay.scene import edit_json
 from tests.tiny_runs import write_base
+from tests.tiny_training import break_at, curve
+from tests.training.rewards.test_tool_runs import TOOL, calling_rows, rollout, write
 
 PYTHON = os.environ.get("FINETUNE_VLLM")
 BASE = REPOSITORY / "finetune/assets/phi_tiny"

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from finetune.runs.file_lock import file_lock
 from tests.launches import REPOSITORY, run_command
-from tests.methods.tiny_training import events
 from tests.rounding import relative_difference
+from tests.tiny_training import events
 from tools.real_model import UnavailableError
 
 HOME = Path(pwd.getpwuid(os.getuid()).pw_dir)

@@ -29,10 +29,10 @@ from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import evaluation_mode
 from tests.export.llama_cpp_build import add_to_path, build, download
 from tests.launches import run_command
-from tests.methods.tiny_training import events
 from tests.real.conftest import assert_same_curve, losses, write_orders
 from tests.real.test_learning import record
 from tests.rounding import relative_difference
+from tests.tiny_training import events
 from tools.real_model import extract_gguf
 
 pytestmark = [pytest.mark.process, pytest.mark.warm]

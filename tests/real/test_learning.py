@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.launches import run_command
-from tests.methods.tiny_training import events
 from tests.real.conftest import write_orders
 from tests.rounding import rounding_of
+from tests.tiny_training import events
 
 pytestmark = pytest.mark.process
 

@@ -27,7 +27,7 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.metrics import MetricsWriter
 from finetune.runs.recorded_run import open_runs
 from finetune.runs.rollouts import write_rollout
-from tests.bisect.scene import edit_json, edit_lines
+from tests.replay.scene import edit_json, edit_lines
 from tests.report.runs import HOSTILE, Parsed, loss_at, write_run
 from tests.tiny import tiny_tokenizer
 from tests.tiny_runs import random_model_words, write_rows

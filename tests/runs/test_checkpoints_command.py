@@ -19,8 +19,8 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.state import TrainerState
 from finetune.runs.verification import newest_valid
 from tests.in_process import run_finetune
-from tests.methods.tiny_training import events
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import events
 
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 

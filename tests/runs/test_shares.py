@@ -4,8 +4,8 @@ import pytest
 
 from finetune.training.reporting.events import Interval
 from tests.launches import run_launched
-from tests.methods.tiny_training import events
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import events
 
 
 def test_an_interval_adds_up_its_steps():

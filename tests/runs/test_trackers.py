@@ -16,9 +16,9 @@ from finetune.runs.folder import RunFolder
 from finetune.training.reporting.events import Trackers
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_command
-from tests.methods.tiny_training import events, record
 from tests.runs.screens import FINETUNE
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import events, record
 
 _READ = """
 import json, sys

@@ -19,8 +19,8 @@ from finetune.model.lora import add_lora
 from finetune.runs.state import TrainerState
 from finetune.training.checks import UpdateWatch, refuse_no_update
 from finetune.training.step import StepResult
-from tests.methods import tiny_training
-from tests.methods.tiny_training import break_at, events, record, train, words_for
+from tests import tiny_training
+from tests.tiny_training import break_at, events, record, train, words_for
 
 DOWN = "model.layers.0.mlp.down_proj"
 

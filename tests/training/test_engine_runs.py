@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.errors import ConfigError
-from tests.methods import tiny_training
-from tests.methods.tiny_training import events, record
+from tests import tiny_training
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import PHI3_SIZES, build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 from tests.tiny_runs import MODEL_VOCABULARY
+from tests.tiny_training import events, record
 
 SYSTEM = "you take orders for oranges and answer with one short line of plain words and nothing else at all"
 SIZES = {"vocab_size": MODEL_VOCABULARY, "initializer_range": 0.05}

@@ -24,10 +24,10 @@ from finetune.model.quantized import refuse_where_fp8_is_impossible, round_froze
 from finetune.training.low_precision import GRADIENT_LIMIT, LowPrecisionError, loss_limit
 from finetune.training.memory.forecast import WHOLE, Weights, copy_without_data
 from finetune.training.train import train as train_as_configured
-from tests.methods.tiny_training import curve, record, refuse_to_differ_after_a_break, train, words_for
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import build_tiny, tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY, write_rows
+from tests.tiny_training import curve, record, refuse_to_differ_after_a_break, train, words_for
 
 SIZES = {
     "vocab_size": MODEL_VOCABULARY,

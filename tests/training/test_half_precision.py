@@ -12,7 +12,7 @@ from finetune import build_base_model, load_config
 from finetune.errors import ConfigError, RunFailedError
 from finetune.training import loss_scale, training_run
 from finetune.training.loss_scale import LossScale
-from tests.methods.tiny_training import break_at, contents, curve, record, words_for
+from tests.tiny_training import break_at, contents, curve, record, words_for
 from tests.training.test_trainer import train
 
 TOO_LARGE = 2**34

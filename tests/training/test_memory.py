@@ -50,10 +50,10 @@ from finetune.training.optim import build_optimizer
 from finetune.training.supervised import Supervised
 from tests.in_process import Ended, run_script
 from tests.launches import REPOSITORY, run_launched
-from tests.methods.tiny_training import adapter_tensors, curve, record, train, words_for
 from tests.model.variants import VARIANTS
 from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config
 from tests.tiny_runs import conversation_words, write_base, write_rows
+from tests.tiny_training import adapter_tensors, curve, record, train, words_for
 
 WITHOUT = Need(Size(1000, 1_000), Size(16_000, 16_000))
 WITH_IT = Need(Size(1000, 200), Size(16_000, 3_200))

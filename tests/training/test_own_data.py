@@ -16,8 +16,8 @@ from finetune.config import load_config
 from finetune.report import sentences
 from finetune.runs.recorded_run import RecordedRun
 from tests.in_process import run_finetune
-from tests.methods.tiny_training import events, record
 from tests.tiny_runs import write_rows
+from tests.tiny_training import events, record
 
 
 @pytest.fixture(scope="module")

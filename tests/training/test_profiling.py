@@ -16,7 +16,7 @@ from finetune.training import training_run
 from finetune.training.profiling import StepProfiler
 from tests.in_process import run_finetune
 from tests.launches import run_launched
-from tests.methods.tiny_training import events, record
+from tests.tiny_training import events, record
 
 TRACE = "trace-steps-{}-rank0.json.gz"
 

@@ -20,8 +20,8 @@ from finetune.runs.folder import RunFolder
 from finetune.runs.record import record_of_start
 from finetune.runs.state import TrainerState
 from finetune.training.resume import accepted_changes
-from tests.methods.tiny_training import contents, curve, record
 from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import contents, curve, record
 
 ROWS = {"data.train": "aaaa", "data.validation": "bbbb", "data.test": "cccc"}
 REFUSED = {

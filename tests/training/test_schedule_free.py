@@ -13,7 +13,7 @@ from finetune.errors import ConfigError
 from finetune.runs.optimizer_file import encode_optimizer, load_optimizer
 from finetune.training.optim import averaged_weights, build_optimizer, resolve_optimizer, restore_trained_weights
 from tests.in_process import run_finetune
-from tests.methods.tiny_training import (
+from tests.tiny_training import (
     adapter_tensors,
     curve,
     refuse_to_differ_after_a_break,

@@ -14,8 +14,8 @@ from finetune.runs.view import RunView
 from finetune.training.setup import check_config
 from tests.in_process import run_finetune
 from tests.launches import run_launched
-from tests.methods.tiny_training import events, record, words_for
 from tests.tiny_runs import write_base
+from tests.tiny_training import events, record, words_for
 
 NAMES = ("short", "long")
 LONG = "Marta Ruiz wants three crates of lemons in Porto by Friday, and no oranges at all."

@@ -30,8 +30,8 @@ from finetune.training.reporting.journal import Journal
 from finetune.training.train import build_parts, build_trainer
 from finetune.units import format_bytes
 from tests.launches import REPOSITORY
-from tests.methods.tiny_training import break_at, contents, curve, events, record
 from tests.tiny_runs import random_model_words, write_rows
+from tests.tiny_training import break_at, contents, curve, events, record
 
 IDS = torch.arange(5, 25).reshape(1, -1)
 

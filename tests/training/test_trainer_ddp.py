@@ -11,7 +11,7 @@ from finetune.errors import ConfigError, LaunchError, RunFailedError
 from finetune.runs.file_lock import try_file_lock
 from finetune.training import training_run
 from tests.launches import free_port, run_launched
-from tests.methods.tiny_training import events
+from tests.tiny_training import events
 
 pytestmark = pytest.mark.warm
 

@@ -23,10 +23,10 @@ from finetune.training.validation import (
     check_metrics,
     refuse_rows_without_answers,
 )
+from tests import tiny_training
 from tests.launches import run_launched
-from tests.methods import tiny_training
-from tests.methods.tiny_training import events, record, refuse_to_differ_after_a_break, words_for
 from tests.tiny_runs import write_base
+from tests.tiny_training import events, record, refuse_to_differ_after_a_break, words_for
 
 LOSSES, MATCHES = (0.9, 0.5, 0.7), (0.5, 0.25, 0.75)
 DISAGREEING = [Validated(loss, {"exact_match": match}) for loss, match in zip(LOSSES, MATCHES, strict=True)]

@@ -33,8 +33,8 @@ from finetune.training.preferences.microbatches import (
     with_global_sums,
 )
 from finetune.training.preferences.objectives import refuse_straddling
-from tests.methods.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
 from tests.rounding import relative_difference
+from tests.training.preferences.test_preference_loss import COLLATIONS, pairs_of_ids, tiny_lora
 
 SECTIONS = {
     "dpo": PreferenceSection(beta=0.4),

@@ -24,10 +24,11 @@ from finetune.errors import ConfigError
 from finetune.runs.record import digest_of
 from finetune.training.preferences.losses import METRICS
 from finetune.training.training_run import TrainingRun
+from tests import tiny_training
 from tests.in_process import run_finetune
 from tests.launches import REPOSITORY, run_launched
-from tests.methods import tiny_training
-from tests.methods.tiny_training import (
+from tests.tiny_runs import write_base, write_rows
+from tests.tiny_training import (
     contents,
     curve,
     events,
@@ -37,7 +38,6 @@ from tests.methods.tiny_training import (
     refuse_to_differ_after_a_break,
     words_for,
 )
-from tests.tiny_runs import write_base, write_rows
 
 pytestmark = pytest.mark.warm
 

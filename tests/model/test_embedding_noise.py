@@ -13,14 +13,14 @@ from finetune.model.base import add_embedding_noise, evaluation_mode
 from finetune.model.lora import add_lora
 from finetune.training.optim import trainable_parameters
 from finetune.training.step import StepSettings, train_step
-from tests.methods.tiny_training import (
+from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
+from tests.tiny_training import (
     curve,
     record,
     refuse_to_differ_after_a_break,
     train,
     words_for,
 )
-from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from finetune.cli.overrides import train_from_overrides
 from finetune.errors import CheckpointError, ConfigError
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.training.rewards.tools import _schemas_of
+from tests import tiny_training
 from tests.launches import run_command, run_launched
-from tests.methods import tiny_training
-from tests.methods.test_reward_runs import KILLED
-from tests.methods.tiny_training import contents, curve, record, refuse_to_differ_after_a_break, words_for
 from tests.tiny_runs import write_base
+from tests.tiny_training import contents, curve, record, refuse_to_differ_after_a_break, words_for
+from tests.training.rewards.test_reward_runs import KILLED
 
 pytestmark = [pytest.mark.warm, pytest.mark.process]
 

@@ -10,7 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from finetune import build_tokenizer, encode_examples, load_config, load_examples
-from tests.methods.tiny_training import (
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
+from tests.tiny_runs import MODEL_VOCABULARY
+from tests.tiny_training import (
     curve,
     events,
     logits_of,
@@ -19,9 +22,6 @@ from tests.methods.tiny_training import (
     train,
     words_for,
 )
-from tests.tiny import tiny_tokenizer
-from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
-from tests.tiny_runs import MODEL_VOCABULARY
 
 CONFIGS = {
     "tied": tiny_phi3_config(vocab_size=MODEL_VOCABULARY, eos_token_id=320),

@@ -19,10 +19,10 @@ from finetune.training.optim import trainable_parameters
 from finetune.training.rewards.groups import put_answers_together, summed_group_loss
 from tests.engine.prefix_rows import rows_of
 from tests.inference.test_decoding import BOUNDARY, LONGROPE
-from tests.methods.test_group_loss import Case, scored
-from tests.methods.test_preference_loss import COLLATIONS
-from tests.methods.test_preference_objectives import ours, whole_batch
 from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
+from tests.training.preferences.test_preference_loss import COLLATIONS
+from tests.training.preferences.test_preference_objectives import ours, whole_batch
+from tests.training.rewards.test_group_loss import Case, scored
 
 CONFIGS = {
     "phi3": tiny_phi3_config(),

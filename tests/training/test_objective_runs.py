@@ -11,11 +11,11 @@ import pytest
 from finetune.cli.overrides import train_from_overrides
 from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.training.preferences.losses import KTO_METRICS, METRICS
+from tests import tiny_training
 from tests.in_process import run_finetune
 from tests.launches import run_launched
-from tests.methods import tiny_training
-from tests.methods.tiny_training import curve, events, record, refuse_to_differ_after_a_break, words_for
 from tests.tiny_runs import write_base
+from tests.tiny_training import curve, events, record, refuse_to_differ_after_a_break, words_for
 
 pytestmark = pytest.mark.warm
 

@@ -26,10 +26,11 @@ from finetune.training.rewards import drawn
 from finetune.training.rewards import rollouts as rollouts_module
 from finetune.training.rewards.groups import METRICS
 from finetune.training.step import StepTooLargeError
+from tests import tiny_training
 from tests.in_process import run_finetune
 from tests.launches import run_command, run_launched
-from tests.methods import tiny_training
-from tests.methods.tiny_training import (
+from tests.tiny_runs import write_base
+from tests.tiny_training import (
     break_at,
     contents,
     curve,
@@ -38,7 +39,6 @@ from tests.methods.tiny_training import (
     refuse_to_differ_after_a_break,
     words_for,
 )
-from tests.tiny_runs import write_base
 
 pytestmark = pytest.mark.warm
 

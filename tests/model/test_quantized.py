@@ -60,7 +60,11 @@ from tests.distributed.test_sharding import CHECKPOINTED, REFERENCE, assert_same
 from tests.engine.prefix_rows import random_rows
 from tests.in_process import run_finetune, run_script
 from tests.launches import REPOSITORY
-from tests.methods.tiny_training import (
+from tests.rounding import relative_difference
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import build_tiny, tiny_phi3_config
+from tests.tiny_runs import MODEL_VOCABULARY, write_base, write_rows
+from tests.tiny_training import (
     curve,
     logits_of,
     plain_logits,
@@ -68,11 +72,7 @@ from tests.methods.tiny_training import (
     refuse_to_differ_after_a_break,
     words_for,
 )
-from tests.methods.tiny_training import train as train_plain
-from tests.rounding import relative_difference
-from tests.tiny import tiny_tokenizer
-from tests.tiny_models import build_tiny, tiny_phi3_config
-from tests.tiny_runs import MODEL_VOCABULARY, write_base, write_rows
+from tests.tiny_training import train as train_plain
 from tests.training.test_fp8_base import wide_weights
 from tests.training.test_memory import choice_of, config_of, loss_of
 

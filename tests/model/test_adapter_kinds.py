@@ -16,7 +16,8 @@ from finetune.engine.loss import summed_cross_entropy
 from finetune.errors import ConfigError, ModelError
 from finetune.model.lora import add_lora, without_adapter
 from finetune.training.optim import build_optimizer, set_learning_rate
-from tests.methods.tiny_training import (
+from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
+from tests.tiny_training import (
     adapter_tensors,
     contents,
     curve,
@@ -27,7 +28,6 @@ from tests.methods.tiny_training import (
     train,
     words_for,
 )
-from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config, tiny_phi_config
 
 KINDS = {
     "lora": ["task=finetune_lora"],

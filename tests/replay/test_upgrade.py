@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bisect.scene import Scene, claim_version, make_scene, other_environment
 from tests.in_process import run_finetune
+from tests.replay.scene import Scene, claim_version, make_scene, other_environment
 
 
 @pytest.fixture(scope="module")

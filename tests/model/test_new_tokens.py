@@ -14,7 +14,9 @@ from finetune.config.schema import LoraSection
 from finetune.errors import ConfigError, ModelError
 from finetune.model.lora import add_lora, grow_embeddings, load_adapter
 from finetune.model.tokens import add_tokens
-from tests.methods.tiny_training import (
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
+from tests.tiny_training import (
     adapter_tensors,
     logits_of,
     plain_logits,
@@ -22,8 +24,6 @@ from tests.methods.tiny_training import (
     train,
     words_for,
 )
-from tests.tiny import tiny_tokenizer
-from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
 
 TOKENS = ["<order>", "</order>"]
 WORDS = ["task=finetune_new_tokens", "lora.new_tokens=['<order>', '</order>']", "lora.r=4", "optim.learning_rate=1e-2"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.in_process import run_script
 from tests.launches import REPOSITORY
-from tests.methods.tiny_training import curve, record, words_for
+from tests.tiny_training import curve, record, words_for
 
 
 def test_the_recipe_with_new_tokens_runs(inputs, tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.bisect.scene import (
+from tests.in_process import run_finetune
+from tests.replay.scene import (
     CHANGED,
     OTHER_TEMPLATE,
     Scene,
@@ -20,7 +21,6 @@ from tests.bisect.scene import (
     edit_lines,
     make_scene,
 )
-from tests.in_process import run_finetune
 
 CONFIGURATION = {"seed": "1", "optim.optimizer": "torch.optim.RMSprop", "lora.alpha": "8"}
 BESIDE = ["data.split_seed=5", "training.num_epochs=3"]

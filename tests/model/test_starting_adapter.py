@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from finetune.config.schema import LoraSection
 from finetune.errors import ModelError
 from finetune.model.lora import add_lora
-from tests.methods.tiny_training import (
+from tests.tiny_runs import write_base
+from tests.tiny_training import (
     adapter_tensors,
     curve,
     logits_of,
@@ -19,7 +20,6 @@ from tests.methods.tiny_training import (
     train,
     words_for,
 )
-from tests.tiny_runs import write_base
 
 WORDS = ["task=finetune_lora", "lora.r=4", "lora.alpha=6", "optim.learning_rate=1e-2"]
 

@@ -13,9 +13,9 @@ import pytest
 
 from finetune.errors import ConfigError
 from finetune.replay.trace import run_other_python
-from tests.bisect.scene import Scene, edit_lines, make_scene, other_environment
 from tests.in_process import run_finetune
 from tests.launches import run_command
+from tests.replay.scene import Scene, edit_lines, make_scene, other_environment
 
 
 @pytest.fixture(scope="module")

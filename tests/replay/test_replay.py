@@ -12,10 +12,10 @@ import yaml
 
 from finetune.errors import CheckpointError
 from finetune.replay.steps import LOSS_BOUNDS, Replay, ReplayedStep, replay_losses
-from tests.bisect.scene import change_losses, edit_json
 from tests.export.finished_runs import words_to_train
 from tests.in_process import run_finetune
 from tests.launches import run_command
+from tests.replay.scene import change_losses, edit_json
 
 SAVES = ("training.max_steps=9", "training.batch_size=2", "checkpoint.save_every=3", "checkpoint.save_total_limit=1")
 

@@ -29,9 +29,9 @@ from finetune.training.rewards.groups import (
     put_answers_together,
     summed_group_loss,
 )
-from tests.methods.test_preference_loss import COLLATIONS, tiny_lora
-from tests.methods.test_preference_objectives import trl_trainer
 from tests.rounding import relative_difference, rounding_of
+from tests.training.preferences.test_preference_loss import COLLATIONS, tiny_lora
+from tests.training.preferences.test_preference_objectives import trl_trainer
 
 LONGEST = 8
 PROMPT = 20

@@ -1,6 +1,6 @@
 """docs/methods.md has a row for each objective, with what the code knows of it.
 
-FINETUNE_WRITE_TABLES=1 pytest tests/methods/test_objective_table.py
+FINETUNE_WRITE_TABLES=1 pytest tests/training/test_objective_table.py
 """
 
 from __future__ import annotations
