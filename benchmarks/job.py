@@ -244,8 +244,8 @@ SIZES: dict[str, Size] = {
     "phi4": _published("microsoft/phi-4"),
     # For `benchmarks.sharding`: 197 million parameters.
     "sharded": Size(hidden=1024, intermediate=2816, layers=16, heads=16, kv_heads=8, vocabulary=8192, tied=True),
-    # For tests: a third of its layers.
-    "sharded-shallow": Size(hidden=1024, intermediate=2816, layers=5, heads=16, kv_heads=8, vocabulary=8192, tied=True),
+    # For tests: an eighth of its weights.
+    "sharded-shallow": Size(hidden=512, intermediate=1408, layers=5, heads=8, kv_heads=4, vocabulary=8192, tied=True),
     "tiny": Size(hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocabulary=320),
     "tiny-long": Size(
         hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, vocabulary=320, num_rows=40, row_tokens=256

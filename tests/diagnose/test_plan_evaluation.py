@@ -115,15 +115,16 @@ def test_a_schedule_free_optimizer_keeps_the_trained_weights_in_a_validation(wor
 
 
 def test_a_phase_that_takes_more_than_training_decides_what_fits(words):
-    shallow = f"model.config={json.dumps({'model_type': 'phi3', **WIDE, 'num_hidden_layers': 6})}"
+    shallow = f"model.config={json.dumps({'model_type': 'phi3', **WIDE, 'num_hidden_layers': 2})}"
     words = [*words, shallow, "validation.metrics=exact_match", "validation.batch_size=12"]
-    words += ["validation.max_new_tokens=600"]
+    words += ["validation.max_new_tokens=600", "testing.batch_size=4"]
     config, roomy = load_config(words), replace(find_device("cpu"), reserve=0)
     plan = make_plan(config, roomy)
-    made = plan.evaluating["validation"].generating
-    assert plan.peak.total < made.total == plan.needed == plan.in_shards[0].needed
+    phase = plan.evaluating["validation"]
+    made = phase.generating
+    assert plan.peak.total < phase.peak.total < made.total == plan.needed == plan.in_shards[0].needed
     assert (plan.phase, plan.fits, plan.findings) == (("validation, generating answers", made.total), True, [])
-    tight = replace(roomy, memory=(plan.peak.total + made.total) // 2)
+    tight = replace(roomy, memory=(phase.peak.total + made.total) // 2)
     refused = make_plan(config, tight)
     (told,) = refused.findings
     assert (refused.fits, told.level) == (False, "problem")
