@@ -16,24 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from finetune.config.config_files import (
-    GROUPS,
-    MADE_FOR,
-    is_address,
-    list_model_families,
-    other_models,
-    path_exists,
-)
+from finetune.config.config_files import GROUPS, MADE_FOR, is_address, list_model_families, other_models, path_exists
 from finetune.config.keys import code_keys, did_you_mean_key, expected, fields, section_class, takes, takes_text, values
 from finetune.config.run_paths import named_paths
-from finetune.config.schema import (
-    AUTO_VALIDATION,
-    Config,
-    DataSection,
-    RunsCode,
-    is_allowed_object,
-    refused_object,
-)
+from finetune.config.schema import AUTO_VALIDATION, Config, DataSection, RunsCode, is_allowed_object, refused_object
 from finetune.config.yaml_reader import COMMAND_LINE, OVERRIDES, DottedName, Setting
 from finetune.errors import ConfigError
 from finetune.logs import warn_once

@@ -36,11 +36,7 @@ from finetune.distributed.ddp_init import (
     joined_fallbacks,
 )
 from finetune.distributed.device import accelerator_type, deterministic_algorithms
-from finetune.distributed.environment import (
-    LaunchEnvironment,
-    given_address,
-    is_batch_script_body,
-)
+from finetune.distributed.environment import LaunchEnvironment, given_address, is_batch_script_body
 from finetune.distributed.liveness import explain
 from finetune.distributed.runtime import Runtime
 from finetune.engine.fused import kernels_kept_in, switch_fused, switch_replays

@@ -22,13 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.guardian.faults import (
-    GRACE_SECONDS,
-    START_SECONDS,
-    Position,
-    line_of_fault,
-    lost_rank,
-)
+from finetune.distributed.guardian.faults import GRACE_SECONDS, START_SECONDS, Position, line_of_fault, lost_rank
 from finetune.distributed.guardian.link import Message
 from finetune.distributed.network import listening_address, own_addresses
 from finetune.errors import Fault, LaunchError, RunFailedError

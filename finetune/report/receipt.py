@@ -51,7 +51,7 @@ def build_receipt(run: RecordedRun) -> dict[str, Any]:
             "device": run.record.get("device") or NOT_KNOWN,
             "device_seconds_of_steps": _device_seconds(run),
         },
-        "energy": NOT_KNOWN,
+        "energy": _energy(run),
         "versions": run.part("versions"),
         "git_commit": run.record.get("git_commit") or NOT_KNOWN,
         "fallbacks": [
@@ -113,6 +113,15 @@ def _device_seconds(run: RecordedRun) -> float | str:
             return NOT_KNOWN
         seconds += tokens / rate
     return round(seconds * (run.record.get("world_size") or 1), 1)
+
+
+def _energy(run: RecordedRun) -> dict[str, float | str] | str:
+    """Return the joules from step 1 to the last one, by kind of device; a kind must be known at all times."""
+    told = run.of("resources")
+    kinds = ["gpu_joules", "cpu_joules"] if run.record.get("device") == "cuda" else ["cpu_joules"]
+    known = [kind for kind in kinds if told and all(kind in event for event in told)]
+    sums = {kind: round(sum(number_in(event, kind) or 0 for event in told), 1) for kind in known}
+    return {kind: sums.get(kind, NOT_KNOWN) for kind in kinds} if sums else NOT_KNOWN
 
 
 def _certificate(weights: Path) -> Any:

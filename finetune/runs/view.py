@@ -12,14 +12,7 @@ import statistics
 from collections import deque
 from typing import TYPE_CHECKING
 
-from finetune.runs.metrics import (
-    Event,
-    measured_beside_loss,
-    number_in,
-    sign_of,
-    step_of,
-    subset_metrics_in,
-)
+from finetune.runs.metrics import Event, measured_beside_loss, number_in, sign_of, step_of, subset_metrics_in
 from finetune.terminal import visible
 from finetune.units import format_bytes, format_duration
 

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data._utils import signal_handling
 
-from finetune.data.batches import (
-    BatchRule,
-    Collate,
-    EvaluationLoader,
-    TrainLoader,
-    evaluation_batches,
-    loader_keys_on,
-)
+from finetune.data.batches import BatchRule, Collate, EvaluationLoader, TrainLoader, evaluation_batches, loader_keys_on
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import holds_out_by_default
 from finetune.errors import ConfigError, DataError

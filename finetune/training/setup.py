@@ -28,6 +28,7 @@ from finetune.training.hooks import Hooks
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, agree_on_memory
 from finetune.training.objective import Objective, Setup, objective_of
+from finetune.training.reporting.events import energy_reader
 from finetune.training.reporting.journal import Journal
 from finetune.training.validation import (
     check_criteria,
@@ -342,6 +343,7 @@ def _open_journal(
         rows_read_as={name: split.sides[0].read_as for name, split in named_splits(splits).items()},
         fingerprints=inputs,
         warnings=checked.objective.warnings(),
+        energy=energy_reader(runtime.device.type, world_size=runtime.world_size, num_here=environment.local_world_size),
     )
     runtime.liveness.on_close(journal.close)
     if script_parts := hooks.as_record(config, model):

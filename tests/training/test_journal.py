@@ -30,7 +30,7 @@ def write_all(folder: Path) -> list[dict[str, object]]:
     world = {"world_size": 1, "processes_started": 1, "launcher": "none", "backend": None, "threads": {"count": 1}}
     journal = Journal(
         load_config([*words, "checkpoint.background=false"]), Fallbacks(strict=False), world=world,
-        global_batch={"global_batch_size": 8}, fingerprints={},
+        global_batch={"global_batch_size": 8}, fingerprints={}, energy=lambda: {"cpu_joules": 2.5},
     )  # fmt: skip
     journal.start_training(TrainerState(), 2)
     journal.step(TrainerState(step=1, steps_in_epoch=1), result(rank_seconds=(1.0, 3.0)), data_wait_seconds=9.0)
@@ -50,9 +50,9 @@ def test_events_have_the_keys_of_the_docs_in_their_order(tmp_path: Path) -> None
     keys = [(event["event"], list(event)) for event in events]
     assert keys == [
         ("step", STEP),
-        ("resources", [*RESOURCES, "data_wait_share", "slowest_rank_share"]),
+        ("resources", [*RESOURCES, "data_wait_share", "slowest_rank_share", "cpu_joules"]),
         ("step", [*STEP, "skipped", "reward_margin"]),
-        ("resources", [*RESOURCES, "data_wait_share"]),
+        ("resources", [*RESOURCES, "data_wait_share", "cpu_joules"]),
         ("warning", ["event", "step", "kind", "text"]),
         ("validation", ["event", "step", "epoch", "loss", "standard_error", "num_targets", "reward_margin"]),
         ("checkpoint", ["event", "step", "path", "num_bytes", "blocked_seconds", "write_seconds"]),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
@@ -193,6 +194,19 @@ class Interval:
             "slowest_rank_share": slowest,
         }
         return {name: value for name, value in metrics.items() if value is not None}
+
+
+def energy_reader(device_type: str, *, world_size: int, num_here: int) -> Callable[[], dict[str, float]]:
+    """Return a function that returns the joules since its last call, see `EnergyMeter.spent`.
+
+    It returns {} where nothing tells them, and for a run on several nodes, of which `num_here` processes are here.
+    """
+    is_told = device_type == "cuda" or os.access("/sys/class/powercap/intel-rapl:0/energy_uj", os.R_OK)
+    if not is_told or world_size > num_here:
+        return dict
+    from finetune.training.reporting.energy import EnergyMeter
+
+    return EnergyMeter(world_size if device_type == "cuda" else 0).spent
 
 
 def peak_host_memory() -> int:

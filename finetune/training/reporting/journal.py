@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,7 @@ class Journal:
         fingerprints: Mapping[str, str],
         rows_read_as: Mapping[str, Sequence[str]] | None = None,
         warnings: RunWarnings | None = None,
+        energy: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.folder = RunFolder(config.output_dir).open(config.resume)
         self.result: dict[str, Any] = {}
@@ -67,6 +68,7 @@ class Journal:
         self._fallbacks = fallbacks
         self._config = config
         self._num_steps = 0
+        self._energy = energy
         self._interval = Interval()
         self._last_step_at = time.monotonic()
         self._events = RunEvents(config, self.folder, fallbacks, warnings or RunWarnings())
@@ -128,6 +130,7 @@ class Journal:
         self._record.update(num_steps=num_steps)
         self._num_steps = num_steps
         self._events.start(state.step, num_steps)
+        self._energy()  # what was spent before does not count
         self._last_step_at = time.monotonic()
 
     def step(self, state: TrainerState, result: StepResult, *, data_wait_seconds: float | None = None) -> None:
@@ -174,7 +177,7 @@ class Journal:
         )
         if state.step % self._config.training.log_every == 0 or state.step == self._num_steps:
             interval, self._interval = self._interval, Interval()
-            self._events.write("resources", step=state.step, **interval.metrics())
+            self._events.write("resources", step=state.step, **interval.metrics(), **self._energy())
 
     def validation(self, state: TrainerState, sums: LossSums, *, metrics: Mapping[str, float]) -> None:
         """Record a validation after a step; `metrics` are its metrics other than the loss."""

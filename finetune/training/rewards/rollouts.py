@@ -25,12 +25,7 @@ from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
 from finetune.runs.rollouts import read_rollout, write_rollout
-from finetune.training.rewards.conversations import (
-    Draw,
-    GeneratedConversation,
-    SingleAnswers,
-    is_generated,
-)
+from finetune.training.rewards.conversations import Draw, GeneratedConversation, SingleAnswers, is_generated
 from finetune.training.rewards.drawn import LARGEST_DIFFERENCES, DrawnAnswer, drawn_metrics, explain_difference
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import (
