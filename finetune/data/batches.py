@@ -127,7 +127,8 @@ class BatchRule:
             return [[example]]
         units: list[list[int]] = []
         for row in self.examples[example]:
-            if units and self._is_one_unit([*units[-1], row]):
+            is_even = bool(units) and self._is_long(units[-1][0]) is self._is_long(row)
+            if is_even and (self.max_tokens is None or len(self._tokens_of([*units[-1], row])) <= self.max_tokens):
                 units[-1].append(row)
             else:
                 units.append([row])
@@ -172,10 +173,6 @@ class BatchRule:
 
     def _is_long(self, row: int) -> bool:
         return self.boundary is not None and self.lengths[row] > self.boundary
-
-    def _is_one_unit(self, rows: list[int]) -> bool:
-        is_even = self._is_long(rows[0]) is self._is_long(rows[-1])
-        return is_even and (self.max_tokens is None or len(self._tokens_of(rows)) <= self.max_tokens)
 
     def _tokens_of(self, rows: Sequence[int]) -> Tokens:
         """Return the tokens of rows in one line, each without what it shares with the row before it."""

@@ -370,7 +370,7 @@ class Decoder:
         family = self._family
         before, after = (_read_norm(modules, name, family) for name in family.attention_norms)
         projections = self._linears(modules, [family.projections], h, tokens.num_padding)
-        x, project = h, _with_input
+        x, project = h, lambda x, *layers: (_side_by_side(x, *layers), x)
         if before is not None and family.is_parallel:
             x = before.apply(h)
         elif before is not None:
@@ -528,10 +528,6 @@ def _side_by_side(x: torch.Tensor, *layers: AnyLinear, residual: torch.Tensor | 
     outputs = [linear(x, layer) if isinstance(layer, Linear) else layer(x) for layer in layers]
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     return y if residual is None else residual + y
-
-
-def _with_input(x: torch.Tensor, *layers: AnyLinear) -> tuple[torch.Tensor, torch.Tensor]:
-    return _side_by_side(x, *layers), x
 
 
 def _normed_side_by_side(h: torch.Tensor, *layers: AnyLinear, norm: _Norm) -> tuple[torch.Tensor, torch.Tensor]:

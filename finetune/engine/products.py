@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -38,6 +39,13 @@ class Processor(NamedTuple):
         """
         return capability.startswith("AVX512") and not (has_mkl and self.vendor == "GenuineIntel")
 
+    def widened_types(self, capability: str) -> frozenset[torch.dtype]:
+        """Return the 16-bit types for which torch has no fast products on this CPU, given torch's CPU capability."""
+        native: Any = torch.ops.mkldnn
+        is_limited = platform.machine() in ("x86_64", "AMD64") and not capability.startswith("AVX512")
+        asked = {torch.bfloat16: native._is_mkldnn_bf16_supported, torch.float16: native._is_mkldnn_fp16_supported}
+        return frozenset(dtype for dtype, is_fast in asked.items() if is_limited or not is_fast())
+
 
 _BF16_PRODUCTS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}
 
@@ -65,12 +73,17 @@ LINEAR: Any = (
 ONEDNN: Any = LINEAR if PROCESSOR.prefers_onednn(_CAPABILITY, has_mkl=_HAS_MKL) else None
 """oneDNN's product for fp32, or None if torch's own is used, which MKL computes where torch has it."""
 
+WIDENED = PROCESSOR.widened_types(_CAPABILITY)
+"""Types in which this CPU does not multiply. Products in them are computed in fp32, see `wide_products`."""
+
 FP8 = torch.float8_e4m3fn
 """The type of weights in fp8 (`finetune.engine.quantized`)."""
 
 _FEW_ROWS, _WORTH_COMPILING = 16, 2**24
 """oneDNN compiles a kernel for each new shape, which takes longer than a product with fewer multiplications. Products
 with few rows are those of generated tokens: their shapes recur."""
+_WORTH_WIDENING = 8
+"""Rows from which converting a weight to fp32 takes less time than a product in 16 bits one number at a time."""
 
 
 BF16_SHAPES = 96
@@ -117,6 +130,10 @@ def product(
     Returns:
         (rows, out_features), a new tensor.
     """
+    if _is_widened(x):
+        from finetune.engine.wide_products import wide_product
+
+        return wide_product(x, weight, bias, residual, low_rank)
     if low_rank is None:
         return _plain_product(x, weight, bias, residual)
     # The narrow product comes first and the wide one adds to it before rounding. A sum that is rounded to 16 bits
@@ -155,6 +172,10 @@ def added(
     return y if low_rank is None else y.addmm_(low_rank.left, low_rank.right.t(), alpha=low_rank.scale)
 
 
+def _is_widened(x: torch.Tensor) -> bool:
+    return x.dtype in WIDENED and x.device.type == "cpu" and len(x) >= _WORTH_WIDENING
+
+
 def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if weight.is_mkldnn:  # packed
         return True
@@ -176,7 +197,7 @@ def _dense(weight: torch.Tensor) -> torch.Tensor:
 
 def scaled_product(x: torch.Tensor, weight: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute `scale * x @ weight.T`, outside of autograd."""
-    if _is_for_onednn(x, weight):
+    if _is_for_onednn(x, weight) or _is_widened(x):
         return product(x, weight).mul_(scale)
     return torch.addmm(x.new_empty(1), x, weight.t(), beta=0, alpha=scale)
 
@@ -185,6 +206,10 @@ def plus_product(
     sums: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """Compute `sums + left @ right` in place, in a dtype at least as wide as theirs; without sums, start from zeros."""
+    if _is_widened(right):
+        from finetune.engine.wide_products import plus_wide_product
+
+        return plus_wide_product(sums, left, right, dtype)
     if sums is None:
         return (left @ right).to(dtype)
     return sums.addmm_(left, right) if dtype == left.dtype else sums.add_(left @ right)

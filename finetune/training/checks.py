@@ -272,7 +272,10 @@ class UpdateWatch:
         unchanged = [
             name
             for name, of_layer in self._b_matrices.items()
-            if not any(map(_has_changed, of_layer, self._at_start[name]))
+            if not any(  # what has no values at the start was zero
+                (b.detach() if was is None else b.detach().cpu() != was).any()
+                for b, was in zip(of_layer, self._at_start[name], strict=True)
+            )
         ]
         idle_experts = [name for name in unchanged if self._is_idle_expert(name, unchanged)]
         if idle_experts:
@@ -296,8 +299,3 @@ class UpdateWatch:
         match = _EXPERT.fullmatch(name)
         others = (_EXPERT.fullmatch(other) for other in self._b_matrices if other not in unchanged)
         return match is not None and any(other and other.groups() == match.groups() for other in others)
-
-
-def _has_changed(matrix: torch.Tensor, at_start: torch.Tensor | None) -> bool:
-    """Return whether a matrix differs from its values at the start; None: it was zero."""
-    return bool((matrix.detach() if at_start is None else matrix.detach().cpu() != at_start).any())

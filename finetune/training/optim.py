@@ -86,8 +86,10 @@ def _inner(optimizer: torch.optim.Optimizer) -> Any:
 def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:
     """Build the optimizer over the trained weights, or raise ConfigError; vectors (biases, norms) do not decay."""
     optimizer_class: Any = section.factory or resolve_optimizer(section.optimizer)
-    if section.factory is not None and not _takes(section.factory, "lr"):
-        return _made_from_weights(model, section)
+    if section.factory is not None:
+        parameters = inspect.signature(section.factory).parameters
+        if "lr" not in parameters and not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            return _made_from_weights(model, section)
     if "weight_decay" in section.args:  # the decay of each group would win
         raise ConfigError("optim.args sets weight_decay. Set optim.weight_decay, which spares biases and norms.")
     groups = _groups(model, section)
@@ -113,11 +115,6 @@ def build_optimizer(model: torch.nn.Module, section: OptimSection) -> torch.opti
         )
     restore_trained_weights(optimizer)
     return optimizer
-
-
-def _takes(function: Any, name: str) -> bool:
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def _made_from_weights(model: torch.nn.Module, section: OptimSection) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from finetune.config.schema import LoraSection, OptimSection, PreferenceSection
 from finetune.data.batches import packer, pad
 from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair
+from finetune.engine import products
 from finetune.engine.layout import pack
 from finetune.engine.loss import BY_DEVICE, summed_cross_entropy
 from finetune.engine.products import unchanged_weights
@@ -260,3 +261,25 @@ def test_an_optimizer_that_needs_data_is_not_known():
     twin.step()
     state = sum(v.nbytes for s in twin.state.values() for v in s.values() if torch.is_tensor(v))
     assert known is None or known.state == state
+
+
+def test_a_plan_for_a_gpu_counts_no_products_that_this_cpu_widens(monkeypatch):
+    model = add_lora(build_tiny(CONFIGS["phi3"]()).to(torch.bfloat16), LoraSection(r=4)).train().to("meta")
+    microbatch = pack(rows(4))
+
+    def peaks(device_type):
+        made = []
+        for widened in ((), (torch.bfloat16,)):
+            monkeypatch.setattr(products, "WIDENED", frozenset(widened))
+            how = Computation(
+                loss_of=lambda choices: partial(summed_cross_entropy, choices=choices),
+                device_type=device_type,
+                dtype=torch.bfloat16,
+            )
+            made.append(forecast_step(model, microbatch, how).peak(OptimizerNeed(0, 0), world_size=1).total)
+        return made
+
+    plain, widened = peaks("cuda")
+    assert plain == widened
+    plain, widened = peaks("cpu")
+    assert plain < widened

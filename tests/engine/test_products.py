@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from finetune.engine import products
+from finetune.engine import products, wide_products
 from finetune.engine.kv_cache import can_pack, copied, packed_layers
 from finetune.engine.linear import Linear, linear
 from tests.engine.fake_device import KIND, DeviceTensor, FakeDevice
@@ -43,7 +43,7 @@ def test_what_onednn_keeps_of_shapes_that_are_gone_is_bounded():
 
 LAYERS_IN_BF16 = """
 import torch
-from finetune.engine import products
+from finetune.engine import products, wide_products
 products.make_room_for_bf16()
 weight = torch.ones(64, 64, dtype=torch.bfloat16)
 for layer in range(4):
@@ -91,6 +91,17 @@ def test_kernels_follow_from_vendor_and_instruction_set(vendor, capability, in_b
     assert (processor.prefers_onednn(capability, has_mkl=True), processor.bf16_products) == expected
     assert processor.prefers_onednn(capability, has_mkl=False) == capability.startswith("AVX512")
     assert processor.vendor == vendor
+
+
+def test_types_that_a_cpu_does_not_multiply_are_widened(monkeypatch):
+    supported = {"_is_mkldnn_bf16_supported": True, "_is_mkldnn_fp16_supported": False}
+    for name, answer in supported.items():
+        monkeypatch.setattr(torch.ops.mkldnn, name, lambda answer=answer: answer)
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert products.PROCESSOR.widened_types("AVX2") == WIDE
+    assert products.PROCESSOR.widened_types("AVX512") == {torch.float16}
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert products.PROCESSOR.widened_types("DEFAULT") == {torch.float16}
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -175,3 +186,50 @@ def test_copies_of_layers_compute_the_same(dtype, num_adapters):
 def whole(layer):
     weight = layer.weight.double()
     return weight if layer.lora_a is None else weight + layer.scale * layer.lora_b.double() @ layer.lora_a.double()
+
+
+WIDE = frozenset({torch.bfloat16, torch.float16})
+
+
+@pytest.fixture
+def in_small_blocks(monkeypatch):
+    """Products in 16 bits as on a CPU without them, and a block smaller than the matrices."""
+    monkeypatch.setattr(products, "WIDENED", WIDE)
+    monkeypatch.setattr(wide_products, "BLOCK_ROWS", 16)
+    monkeypatch.setattr(wide_products, "BLOCK_BYTES", 4 * 40 * 10)
+
+
+def of(*shape, dtype=torch.bfloat16):
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", sorted(WIDE, key=str))
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_product_that_is_widened_is_rounded_once(in_small_blocks, dtype, is_transposed):
+    torch.manual_seed(0)
+    x, residual, bias = of(37, 40, dtype=dtype), of(37, 24, dtype=dtype), of(24, dtype=dtype)
+    weight = of(40, 24, dtype=dtype).t() if is_transposed else of(24, 40, dtype=dtype)
+    low_rank = products.LowRank(of(37, 4, dtype=dtype), of(24, 4, dtype=dtype), 0.5)
+    narrow = 0.5 * low_rank.left.double() @ low_rank.right.double().t()
+    exact = x.double() @ weight.double().t()
+    one_rounding = {"rtol": torch.finfo(dtype).eps, "atol": 1e-4}
+    for found, expected in (
+        (products.product(x, weight), exact),
+        (products.product(x, weight, bias, residual, low_rank), exact + narrow + bias + residual),
+        (products.scaled_product(x, weight, 4.0), 4 * exact),
+    ):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, **one_rounding)
+    outside = products.product(x, weight, bias)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(products.product(x, weight, bias), outside)
+
+
+def test_sums_of_widened_products_are_not_rounded(in_small_blocks):
+    torch.manual_seed(0)
+    left, right, sums = of(50, 37), of(37, 24), torch.randn(50, 24)
+    exact = left.double() @ right.double()
+    found = products.plus_product(None, left, right, torch.float32)
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    added = products.plus_product(sums.clone(), left, right, torch.float32)
+    torch.testing.assert_close(added.double(), exact + sums, rtol=1e-5, atol=1e-5)

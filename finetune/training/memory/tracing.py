@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import masking_utils
 
+from finetune.engine import products
 from finetune.engine.attention import prepare_blocks
 from finetune.engine.decoder import bare_model, layer_windows
 from finetune.engine.fused import fused_or_not
@@ -81,6 +82,7 @@ def trace(model: torch.nn.Module, microbatch: Microbatch | WithRows, how: Comput
         FakeTensorMode(allow_non_fake_inputs=True),
         fused_or_not(how.is_fused),
         unchanged_weights() if how.learns else nullcontext(),
+        _native_products() if how.device_type != "cpu" else nullcontext(),
         nullcontext() if how.learns else evaluation_mode(model),
         one_rotation(model),
         rows_of_one_document(),
@@ -294,6 +296,16 @@ def rows_of_one_document() -> Iterator[None]:
         yield
     finally:
         masking_utils.find_packed_sequence_indices = find
+
+
+@contextmanager
+def _native_products() -> Iterator[None]:
+    """Compute products in 16 bits as they come within the block: other devices do, whatever this CPU does."""
+    before, products.WIDENED = products.WIDENED, frozenset()
+    try:
+        yield
+    finally:
+        products.WIDENED = before
 
 
 @contextmanager
