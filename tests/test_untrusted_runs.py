@@ -371,6 +371,17 @@ FILES = [
 ]
 READ_FIRST = FILES[:3]
 """The files that every command on a run reads."""
+FOLDERS = ("adapter", "checkpoints")
+IN_FOLDERS = [file for file in FILES if file not in (*READ_FIRST, *FOLDERS)]
+"""All others, which can all be in place at once."""
+_PUBLISHED = [file for file in FILES if file.startswith("adapter") and file != "adapter/README.md"]
+REFUSED_BY = {
+    "checkpoints": ["rows.safetensors", "log.txt", ".lock", *FOLDERS, "adapter/additional_chat_templates/tool.jinja"],
+    "push": _PUBLISHED,
+    "receipt": _PUBLISHED,
+}
+"""Files that end these commands if they are of another type, so that no other file is read after them, and one that is
+not looked at if others of its folder are of another type."""
 
 
 def make_fifo(path):
@@ -407,7 +418,8 @@ MAKE = {
 }
 IRREGULAR = ("FIFO", "device", "socket", "folder")
 QUICK = {
-    **{name: ONLY_READ[name] for name in ("diff", "runs", "checkpoints", "push", "show")},
+    **{name: ONLY_READ[name] for name in ("diff", "runs", "checkpoints", "show")},
+    "push": [*ONLY_READ["push"], "--base", "somebody/some-base"],
     "report": ["report", "{run}", "--no-data", "--output", "{out}.html"],
     "receipt": ["receipt", "{run}"],
     "watch": ["watch", "{run}", "--once"],
@@ -464,22 +476,55 @@ def run_each(forms, run, out):
     return ended
 
 
+def run_each_beside(untrusted, folder, files, kind, forms):
+    """Run commands on a run in whose files' place there is something else. A sound run is in the same folder."""
+    folder.mkdir(exist_ok=True)
+    run = copy_of(untrusted, folder)
+    shutil.copytree(run, folder / "sound")
+    for file in files:
+        put_in(run, file, MAKE[kind])
+    return run_each(forms, run, folder / "out")
+
+
 @pytest.mark.process
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", READ_FIRST)
 def test_a_command_that_reads_runs_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):
-    run = copy_of(untrusted, tmp_path)
-    Path(shutil.copytree(run, tmp_path / "sound"))
-    put_in(run, file, MAKE[kind])
-    ended = run_each(QUICK, run, tmp_path / "out")
+    ended = run_each_beside(untrusted, tmp_path, [file], kind, QUICK)
     listed = ended["lists"].answer
     assert "sound" in listed
-    if file in READ_FIRST and kind in IRREGULAR:
+    if kind in IRREGULAR:
         assert re.search(r"run\s.*unreadable", listed)
         for name in set(QUICK) - {"lists", "runs", "show"}:
             assert ended[name].returncode == 2
             assert re.search(rf"{file}.*(only regular files are read|is a )", ended[name].errors.replace("\n", " "))
+
+
+@pytest.mark.process
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("files", [FOLDERS, IN_FOLDERS], ids=["folders", "files"])
+def test_such_a_command_goes_past_the_files_that_others_read(untrusted, tmp_path, files, kind, monkeypatch):
+    """All of them at once: as the command goes on to its end, none keeps it from reaching another one."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    forms_by_files = {}
+    for name, form in QUICK.items():
+        passed = tuple(file for file in files if file not in REFUSED_BY.get(name, ()))
+        forms_by_files.setdefault(passed, {})[name] = form
+    for number, (passed, forms) in enumerate(forms_by_files.items()):
+        for name, ended in run_each_beside(untrusted, tmp_path / str(number), passed, kind, forms).items():
+            is_at_its_end = "there is no token for the hub" in ended.errors if name == "push" else not ended.returncode
+            assert is_at_its_end, (name, ended.stdout)
+
+
+@pytest.mark.process
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("names", [("checkpoints",), ("push", "receipt")], ids="-".join)
+def test_such_a_command_waits_for_none_that_it_may_refuse(untrusted, tmp_path, names, kind):
+    for number, file in enumerate(REFUSED_BY[names[0]]):
+        run_each_beside(untrusted, tmp_path / str(number), [file], kind, {name: QUICK[name] for name in names})
 
 
 @pytest.mark.slow
