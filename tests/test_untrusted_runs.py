@@ -74,6 +74,7 @@ def untrusted(tmp_path_factory):
     base, run, marker = write_base(folder / "base"), folder / "run", folder / "marker"
     words = [f"model.path={base}", f"data.path={write_rows(folder / 'rows')}", f"output_dir={run}"]
     few = ["training.max_steps=2", "checkpoint.save_every=1", "training.precision=fp32", "optim.warmup_steps=0"]
+    few += ["testing.general_prompts=none", "testing.max_new_tokens=4"]
     run_finetune("train", *words, *few, f"data.cache_dir={folder / 'cache'}", code=0)
     (base / "own.py").write_text(CODE.format(marker=str(marker)))
     (base / "custom_generate").mkdir()
@@ -167,7 +168,7 @@ def test_a_command_that_loads_no_model_runs_no_code(untrusted, tmp_path, name):
         pytest.param("train", 0, marks=pytest.mark.slow),
         pytest.param("plan", 0, marks=pytest.mark.slow),
         ("preview", 0),
-        pytest.param("sweep", 0, marks=pytest.mark.slow),
+        pytest.param("sweep", 0, marks=(pytest.mark.slow, pytest.mark.warm)),  # whose trials are processes
     ],
 )
 def test_the_command_itself_lets_code_run_and_names_it(untrusted, tmp_path, name, code):
@@ -293,6 +294,7 @@ def test_local_files_are_read_and_named_once(untrusted, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 def test_a_folder_decides_nowhere_to_write(untrusted, tmp_path):
     outside = tmp_path / "outside"
     run = copy_of(untrusted, tmp_path, data={"cache_dir": str(outside / "cache")})
@@ -528,6 +530,7 @@ def test_such_a_command_waits_for_none_that_it_may_refuse(untrusted, tmp_path, n
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.parametrize(("files", "names"), LOADED, ids=lambda value: next(iter(value)))
 def test_a_command_that_loads_a_run_waits_for_no_fifo(untrusted, tmp_path, files, names):
     run = copy_of(untrusted, tmp_path)
@@ -586,6 +589,7 @@ def merged(untrusted):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged, tmp_path, monkeypatch, name):
     monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
@@ -604,7 +608,9 @@ def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged,
 def test_a_pattern_of_a_run_that_never_ends_is_stopped(untrusted, tmp_path, monkeypatch, key):
     monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
     run = copy_of(untrusted, tmp_path, lora={key: [NEVER_ENDS] if key == "target_modules" else {NEVER_ENDS: 8}})
-    forms = {name: {**ON_FILE, **ON_FOLDER}[name] for name in ("plan", "verify a replay")}
+    # One function matches the patterns of all three keys: that a replay comes to it too, one key shows.
+    names = ("plan", "verify a replay") if key == "target_modules" else ("plan",)
+    forms = {name: {**ON_FILE, **ON_FOLDER}[name] for name in names}
     for done in run_each(forms, run, tmp_path / "out").values():
         assert done.returncode == 2
         assert f"lora.{key} is {NEVER_ENDS}, which takes longer than 1 s to match" in done.errors
