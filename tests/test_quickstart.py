@@ -17,6 +17,8 @@ from tests.in_process import run_finetune
 pytestmark = pytest.mark.slow
 
 PROMPT = "Please send 3 crates of oranges to Marta Ruiz in Porto by Friday"
+SHORT = ("testing.metrics=[]", "testing.general_prompts=none")
+"""Losses alone are measured."""
 LOGITS_IN_PLAIN_PEFT = """
 import json, sys
 sys.modules["finetune"] = None  # whoever imports it fails
@@ -108,7 +110,7 @@ def test_the_tuned_model_answers_an_order(here):
 
 def test_evaluate_measures_the_same_losses_again(here):
     """Answers too, of fewer rows, in tests/inference/test_evaluate_command.py."""
-    done = run_finetune("evaluate", "runs/quickstart", "testing.batch_size=7", "testing.metrics=[]")
+    done = run_finetune("evaluate", "runs/quickstart", "testing.batch_size=7", *SHORT)
     assert done.returncode == 0, done.errors
     for event in read_events(here):
         if event["event"] == "test":

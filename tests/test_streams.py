@@ -60,6 +60,7 @@ def test_other_commands_end_and_say_what_was_lost(tmp_path):
     assert (closed.returncode, closed.stdout) == (0, "")
 
 
+@pytest.mark.warm
 def test_what_a_template_says_steers_no_terminal(words, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ raise_exception('" + STEERING + "') }}")

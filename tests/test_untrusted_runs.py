@@ -74,6 +74,7 @@ def untrusted(tmp_path_factory):
     base, run, marker = write_base(folder / "base"), folder / "run", folder / "marker"
     words = [f"model.path={base}", f"data.path={write_rows(folder / 'rows')}", f"output_dir={run}"]
     few = ["training.max_steps=2", "checkpoint.save_every=1", "training.precision=fp32", "optim.warmup_steps=0"]
+    few += ["testing.general_prompts=none", "testing.max_new_tokens=4"]
     run_finetune("train", *words, *few, f"data.cache_dir={folder / 'cache'}", code=0)
     (base / "own.py").write_text(CODE.format(marker=str(marker)))
     (base / "custom_generate").mkdir()
@@ -167,7 +168,7 @@ def test_a_command_that_loads_no_model_runs_no_code(untrusted, tmp_path, name):
         pytest.param("train", 0, marks=pytest.mark.slow),
         pytest.param("plan", 0, marks=pytest.mark.slow),
         ("preview", 0),
-        pytest.param("sweep", 0, marks=pytest.mark.slow),
+        pytest.param("sweep", 0, marks=(pytest.mark.slow, pytest.mark.warm)),  # whose trials are processes
     ],
 )
 def test_the_command_itself_lets_code_run_and_names_it(untrusted, tmp_path, name, code):
@@ -293,6 +294,7 @@ def test_local_files_are_read_and_named_once(untrusted, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 def test_a_folder_decides_nowhere_to_write(untrusted, tmp_path):
     outside = tmp_path / "outside"
     run = copy_of(untrusted, tmp_path, data={"cache_dir": str(outside / "cache")})
@@ -371,6 +373,17 @@ FILES = [
 ]
 READ_FIRST = FILES[:3]
 """The files that every command on a run reads."""
+FOLDERS = ("adapter", "checkpoints")
+IN_FOLDERS = [file for file in FILES if file not in (*READ_FIRST, *FOLDERS)]
+"""All others, which can all be in place at once."""
+_PUBLISHED = [file for file in FILES if file.startswith("adapter") and file != "adapter/README.md"]
+REFUSED_BY = {
+    "checkpoints": ["rows.safetensors", "log.txt", ".lock", *FOLDERS, "adapter/additional_chat_templates/tool.jinja"],
+    "push": _PUBLISHED,
+    "receipt": _PUBLISHED,
+}
+"""Files that end these commands if they are of another type, so that no other file is read after them, and one that is
+not looked at if others of its folder are of another type."""
 
 
 def make_fifo(path):
@@ -407,7 +420,8 @@ MAKE = {
 }
 IRREGULAR = ("FIFO", "device", "socket", "folder")
 QUICK = {
-    **{name: ONLY_READ[name] for name in ("diff", "runs", "checkpoints", "push", "show")},
+    **{name: ONLY_READ[name] for name in ("diff", "runs", "checkpoints", "show")},
+    "push": [*ONLY_READ["push"], "--base", "somebody/some-base"],
     "report": ["report", "{run}", "--no-data", "--output", "{out}.html"],
     "receipt": ["receipt", "{run}"],
     "watch": ["watch", "{run}", "--once"],
@@ -464,25 +478,59 @@ def run_each(forms, run, out):
     return ended
 
 
+def run_each_beside(untrusted, folder, files, kind, forms):
+    """Run commands on a run in whose files' place there is something else. A sound run is in the same folder."""
+    folder.mkdir(exist_ok=True)
+    run = copy_of(untrusted, folder)
+    shutil.copytree(run, folder / "sound")
+    for file in files:
+        put_in(run, file, MAKE[kind])
+    return run_each(forms, run, folder / "out")
+
+
 @pytest.mark.process
-@pytest.mark.few(4)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", READ_FIRST)
 def test_a_command_that_reads_runs_waits_for_no_file_of_any_type(untrusted, tmp_path, file, kind):
-    run = copy_of(untrusted, tmp_path)
-    Path(shutil.copytree(run, tmp_path / "sound"))
-    put_in(run, file, MAKE[kind])
-    ended = run_each(QUICK, run, tmp_path / "out")
+    ended = run_each_beside(untrusted, tmp_path, [file], kind, QUICK)
     listed = ended["lists"].answer
     assert "sound" in listed
-    if file in READ_FIRST and kind in IRREGULAR:
+    if kind in IRREGULAR:
         assert re.search(r"run\s.*unreadable", listed)
         for name in set(QUICK) - {"lists", "runs", "show"}:
             assert ended[name].returncode == 2
             assert re.search(rf"{file}.*(only regular files are read|is a )", ended[name].errors.replace("\n", " "))
 
 
+@pytest.mark.process
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("files", [FOLDERS, IN_FOLDERS], ids=["folders", "files"])
+def test_such_a_command_goes_past_the_files_that_others_read(untrusted, tmp_path, files, kind, monkeypatch):
+    """All of them at once: as the command goes on to its end, none keeps it from reaching another one."""
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    forms_by_files = {}
+    for name, form in QUICK.items():
+        passed = tuple(file for file in files if file not in REFUSED_BY.get(name, ()))
+        forms_by_files.setdefault(passed, {})[name] = form
+    for number, (passed, forms) in enumerate(forms_by_files.items()):
+        for name, ended in run_each_beside(untrusted, tmp_path / str(number), passed, kind, forms).items():
+            is_at_its_end = "there is no token for the hub" in ended.errors if name == "push" else not ended.returncode
+            assert is_at_its_end, (name, ended.stdout)
+
+
+@pytest.mark.process
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize("names", [("checkpoints",), ("push", "receipt")], ids="-".join)
+def test_such_a_command_waits_for_none_that_it_may_refuse(untrusted, tmp_path, names, kind):
+    for number, file in enumerate(REFUSED_BY[names[0]]):
+        run_each_beside(untrusted, tmp_path / str(number), [file], kind, {name: QUICK[name] for name in names})
+
+
 @pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.parametrize(("files", "names"), LOADED, ids=lambda value: next(iter(value)))
 def test_a_command_that_loads_a_run_waits_for_no_fifo(untrusted, tmp_path, files, names):
     run = copy_of(untrusted, tmp_path)
@@ -541,6 +589,7 @@ def merged(untrusted):
 
 
 @pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged, tmp_path, monkeypatch, name):
     monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
@@ -559,7 +608,9 @@ def test_every_command_refuses_an_adapter_before_it_builds_it(untrusted, merged,
 def test_a_pattern_of_a_run_that_never_ends_is_stopped(untrusted, tmp_path, monkeypatch, key):
     monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
     run = copy_of(untrusted, tmp_path, lora={key: [NEVER_ENDS] if key == "target_modules" else {NEVER_ENDS: 8}})
-    forms = {name: {**ON_FILE, **ON_FOLDER}[name] for name in ("plan", "verify a replay")}
+    # One function matches the patterns of all three keys: that a replay comes to it too, one key shows.
+    names = ("plan", "verify a replay") if key == "target_modules" else ("plan",)
+    forms = {name: {**ON_FILE, **ON_FOLDER}[name] for name in names}
     for done in run_each(forms, run, tmp_path / "out").values():
         assert done.returncode == 2
         assert f"lora.{key} is {NEVER_ENDS}, which takes longer than 1 s to match" in done.errors
