@@ -173,8 +173,7 @@ def _key_problem(setting: Setting) -> str:
     for depth in range(len(setting.key) - 1, 0, -1):
         above = ".".join(setting.key[:depth])
         if above in fields():
-            takes_only = f"{above} has no keys of its own: it takes {expected(above)}."
-            return "" if takes(above, dict) else takes_only
+            return "" if takes(above, dict) else f"{above} has no keys of its own: it takes {expected(above)}."
     section = section_class(dotted)
     if section:
         keys = ", ".join(f"{dotted}.{key}" for key in list(section.model_fields)[:3])
