@@ -174,8 +174,7 @@ def _key_problem(setting: Setting) -> str:
         above = ".".join(setting.key[:depth])
         if above in fields():
             return "" if takes(above, dict) else f"{above} has no keys of its own: it takes {expected(above)}."
-    section = section_class(dotted)
-    if section:
+    if section := section_class(dotted):
         keys = ", ".join(f"{dotted}.{key}" for key in list(section.model_fields)[:3])
         is_empty = setting.value in (None, {})
         return "" if is_empty else f"is a section with keys ({keys}, ...), got {_got(setting)}."
