@@ -156,7 +156,6 @@ def test_the_profile_accounts_for_all_of_the_time(bench, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.warm
 @pytest.mark.needs("trl")
 @pytest.mark.parametrize(("objective", "engine"), [("sft", "trl-grouped-targets"), ("dpo", "trl-dpo-targets")])
 def test_every_engine_trains_the_same_thing(bench, objective, engine):
