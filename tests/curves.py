@@ -129,7 +129,9 @@ def run_words(output_dir: Path, *words: str) -> list[str]:
     ]
 
 
-def reporting_words(folder: Path, cases: Sequence[Case], *words: str, recipe: Sequence[str] = ()) -> list[str | Path]:
+def reporting_words(
+    folder: Path, cases: Sequence[Case], *words: str, recipe: Sequence[str] = (), prefix: str = ""
+) -> list[str | Path]:
     """A script and its words that run these cases one after the other, each rank reporting into `folder`.
 
     Args:
@@ -137,6 +139,7 @@ def reporting_words(folder: Path, cases: Sequence[Case], *words: str, recipe: Se
         cases: what to run.
         words: for each of them.
         recipe: what trains in place of the case's own recipe, `module:function`, and its first words.
+        prefix: begins the names of the runs' folders.
     """
     script: list[str | Path] = [REPOSITORY / "tests" / "distributed" / "reporting_recipe.py", folder]
     for case in cases:
@@ -144,7 +147,7 @@ def reporting_words(folder: Path, cases: Sequence[Case], *words: str, recipe: Se
         # Every weight trains: at the adapter's rate the loss would jump about, and magnify the last bits of a sum.
         own += ["optim.learning_rate=1e-3"] if case.recipe == FULL else []
         script += [*(["--"] if len(script) > 2 else []), *(recipe or [case.recipe])]
-        script += run_words(folder / case.name, *own, *words)
+        script += run_words(folder / f"{prefix}{case.name}", *own, *words)
     return script
 
 

@@ -81,12 +81,10 @@ class Form(NamedTuple):
 
 SHOWN_FORM = Form("torchrun", "torchrun", "torchrun", 2, SHOWN)
 FORMS = (
-    Form("torchrun", "torchrun", "torchrun", 2, OF_TWO),
-    Form("torchrun", "torchrun_4", "torchrun", 4, OF_FOUR),
+    Form("torchrun", "torchrun", "torchrun", 2, (*OF_TWO, *SHARDED)),
+    Form("torchrun", "torchrun_4", "torchrun", 4, (*OF_FOUR, *SHARDED_BY_FOUR)),
     Form("torchrun, c10d rendezvous", "torchrun_c10d", "torchrun", 2, PLAIN_CASES),
-    Form("torchrun", "torchrun", "torchrun", 2, SHARDED),
     Form("python -m torch.distributed.launch", "torch.distributed.launch", "torchrun", 2, PLAIN_CASES),
-    Form("torchrun", "torchrun_4", "torchrun", 4, SHARDED_BY_FOUR),
     Form("accelerate launch, config file", "accelerate_config", "accelerate", 2, PLAIN_CASES),
     Form("mpirun", "mpirun", "mpi", 2, PLAIN_CASES),
 )
@@ -156,7 +154,7 @@ def test_a_sharded_run_has_the_bytes_of_one_that_is_not(shown):
 def test_every_launcher_world_and_split_gives_one_curve(tmp_path, form):
     run_and_report(command_of(form), tmp_path, form.cases, variables=variables_of(form))
     assert_cases(form.name, tmp_path, form.cases, world_size=form.world_size, launcher=form.launcher)
-    if form.cases == OF_FOUR:
+    if form.world_size == 4:
         shares = {case.split: microbatches(tmp_path, case) for case in SPLITS}
         assert shares["8x1"] == [[1, 1, 1], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
         assert shares["2x4"] == [[1, 1, 1], [1, 1, 0], [1, 1, 0], [1, 1, 0]]

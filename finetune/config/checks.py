@@ -159,10 +159,8 @@ def _key_problem(setting: Setting) -> str:
     for depth in range(len(setting.key) - 1, 0, -1):
         above = ".".join(setting.key[:depth])
         if above in fields():
-            takes_only = f"{above} has no keys of its own: it takes {expected(above)}."
-            return "" if takes(above, dict) else takes_only
-    section = section_class(dotted)
-    if section:
+            return "" if takes(above, dict) else f"{above} has no keys of its own: it takes {expected(above)}."
+    if section := section_class(dotted):
         keys = ", ".join(f"{dotted}.{key}" for key in list(section.model_fields)[:3])
         is_empty = setting.value in (None, {})
         return "" if is_empty else f"is a section with keys ({keys}, ...), got {_got(setting)}."

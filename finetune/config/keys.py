@@ -70,8 +70,7 @@ def takes(dotted: str, kind: type) -> bool:
 def expected(dotted: str) -> str:
     """Describe the values that a key takes: ``a whole number above 0``."""
     section, _, key = dotted.rpartition(".")
-    model = section_class(section) or Config
-    return _describe(model.model_json_schema()["properties"][key])
+    return _describe((section_class(section) or Config).model_json_schema()["properties"][key])
 
 
 def did_you_mean(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import filterfalse, groupby
 from types import NoneType
 from typing import Any
@@ -129,6 +129,7 @@ def json_schema() -> dict[str, Any]:
     return {**names, **schema, "title": title}
 
 
+@cache
 def schema_text() -> str:
     """Return the text of `SCHEMA_FILE`."""
     return json.dumps(json_schema()) + "\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +28,7 @@ _MOST = 1 << 62
 _Count = Annotated[int, Field(strict=True, ge=0, lt=_MOST)]
 _Value = Annotated[float, Field(strict=True, gt=-_MOST, lt=_MOST, allow_inf_nan=False)]
 _Text = Annotated[str, Field(strict=True)]
+_adapter: Any = cache(TypeAdapter)  # making one takes longer than reading a checkpoint with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ class TrainerState:
         missing = {field.name for field in fields(cls)} - _ADDED_LATER - record.keys()
         problems = [f"{name} is missing" for name in sorted(missing)]
         try:
-            TypeAdapter(cls).validate_python(record)
+            _adapter(cls).validate_python(record)
         except ValidationError as error:
             problems += [f"{each['loc'][0]}={each['input']!r} ({each['msg']})" for each in error.errors()]
         if problems:

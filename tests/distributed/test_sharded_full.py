@@ -174,7 +174,7 @@ def test_with_one_microbatch_a_rank_the_bytes_are_those_without_shards(tmp_path)
     optimizers = [f"optim.optimizer=torch.optim.{name}" for name in ("SGD", "NAdam")]
     ways = ["training.precision=bf16", *optimizers]
     cases = [case for way in ways for case in (Case(4, recipe=FULL, words=(way,)), sharded(4, way))]
-    folders = run("torchrun", tmp_path, cases)
+    folders = run("torchrun", tmp_path, cases, "training.max_steps=4")  # the third has rows for one rank alone
     for whole, shards in zip(folders[::2], folders[1::2], strict=True):
         assert_same_bytes(whole, shards)
 

@@ -24,15 +24,20 @@ CHECKPOINTED = "training.gradient_checkpointing=true"
 REFERENCE = "training.kernels=reference"
 PLAIN = Case(2)
 """In the last step of an epoch, one of two ranks has no micro-batch."""
+FOUR_STEPS = "training.max_steps=4"
+"""The third is the last of an epoch, the fourth begins from all that came before."""
 CASES = {
-    "dropout, checkpointing, bf16": Case(2, 0.1, words=("training.precision=bf16", CHECKPOINTED)),
-    "the model's own forward, checkpointing": Case(2, 0.1, words=(REFERENCE, CHECKPOINTED)),
+    "dropout, checkpointing, bf16": Case(2, 0.1, words=("training.precision=bf16", CHECKPOINTED, FOUR_STEPS)),
+    "the model's own forward, checkpointing": Case(2, 0.1, words=(REFERENCE, CHECKPOINTED, FOUR_STEPS)),
     "DoRA, new tokens and noise": Case(
-        2, words=("lora.dora=true", "lora.new_tokens=[<one>, <two>]", "training.neftune_alpha=5")
+        2, words=("lora.dora=true", "lora.new_tokens=[<one>, <two>]", "training.neftune_alpha=5", FOUR_STEPS)
     ),
     "PiSSA, whole layers, and layers that are kept": Case(
         3,
-        words=("lora.init=pissa", "lora.modules_to_save=[embed_tokens, norm]", "parallel.reshard_after_forward=false"),
+        words=(
+            *("lora.init=pissa", "lora.modules_to_save=[embed_tokens, norm]"),
+            *("parallel.reshard_after_forward=false", FOUR_STEPS),
+        ),
     ),
 }
 RECIPE = [f"{__name__}:train_and_look"]
@@ -173,7 +178,7 @@ def test_pairs_of_answers_are_compared_with_the_sharded_base(tmp_path):
         (tmp_path / "pairs" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["training.objective=dpo", f"data.path={tmp_path / 'pairs'}"]
     cases = [PLAIN, Case(2, words=(REFERENCE, CHECKPOINTED))]
-    for whole, shards in train_both_ways(tmp_path, cases, rows=words):
+    for whole, shards in train_both_ways(tmp_path, cases, rows=[*words, FOUR_STEPS]):
         assert_same_bytes(whole, shards)
         assert figures(whole, "reward_margin") == figures(shards, "reward_margin") != []
 

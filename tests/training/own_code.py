@@ -13,6 +13,10 @@ from torch.nn.functional import cross_entropy
 
 import finetune
 
+SHORT = (
+    *("training.max_steps=4", "training.global_batch_size=8"),
+    *("testing.num_samples=0", "testing.max_new_tokens=8", "validation.max_new_tokens=8"),
+)
 RANK = int(os.environ.get("RANK", "0"))
 ROWS = [
     {"prompt": f"what is {number}?", "completion": f"it is {number * number % 7}."} for number in range(40)
@@ -82,7 +86,7 @@ def main(arguments: list[str]) -> None:
     result = finetune.train(
         model="phi_tiny",
         data=ROWS,
-        overrides=[*overrides, "training.max_steps=4", "training.global_batch_size=8", "testing.num_samples=0"],
+        overrides=[*overrides, *SHORT],
         callbacks=[watch],
         metrics={"length": length},
         loss=hungry if experiment == "no address space" else smoothed,

@@ -35,24 +35,21 @@ def base(tmp_path_factory):
     return folder
 
 
+def run_words(base, folder, *more):
+    """The overrides of a run of quickstart with few steps."""
+    own = [f"model.path={base / 'base'}", "model.init=pretrained", f"data.keep_prompts={base / 'kept.jsonl'}"]
+    limits = [f"data.max_rows={NUM_ROWS}", "training.max_steps=4", "training.batch_size=8", "optim.warmup_steps=0"]
+    often = ["validation.validate_every=2", "checkpoint.save_every=2", "checkpoint.save_total_limit=9"]
+    short = ["testing.metrics=[]", "testing.num_samples=0", f"testing.general_prompts={base / 'measured.jsonl'}"]
+    return [*own, *limits, *often, *short, f"output_dir={folder}", f"data.cache_dir={base / 'cache'}", *more]
+
+
 @pytest.fixture
 def run(base, tmp_path):
-    """Train a few steps in a folder of this name. `run.words` returns the overrides of this run of quickstart."""
+    """Train a few steps in a folder of this name. `run.words` returns the overrides of this run."""
 
     def words(name, *more):
-        own = [f"model.path={base / 'base'}", "model.init=pretrained", f"data.keep_prompts={base / 'kept.jsonl'}"]
-        limits = [f"data.max_rows={NUM_ROWS}", "training.max_steps=4", "training.batch_size=8", "optim.warmup_steps=0"]
-        often = ["validation.validate_every=2", "checkpoint.save_every=2", "checkpoint.save_total_limit=9"]
-        short = ["testing.metrics=[]", "testing.num_samples=0", f"testing.general_prompts={base / 'measured.jsonl'}"]
-        return [
-            *own,
-            *limits,
-            *often,
-            *short,
-            f"output_dir={tmp_path / name}",
-            f"data.cache_dir={base / 'cache'}",
-            *more,
-        ]
+        return run_words(base, tmp_path / name, *more)
 
     def run(name, *more):
         train(load_config(words(name, *more), run="quickstart"))
@@ -153,14 +150,21 @@ def test_a_run_that_forgets_too_much_ends_and_keeps_the_best_weights_within_the_
     assert "since no validation was within it" in (none / "log.txt").read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.process
-@pytest.mark.few(1)
-@pytest.mark.parametrize("more", [[], ["parallel.sharding=fsdp2"]], ids=["whole", "sharded"])
-def test_two_processes_share_the_prompts_and_give_one_curve(run, tmp_path, more):
+@pytest.fixture(scope="module")
+def alone(base):
+    """The run of one process that those of several processes are compared with."""
     words = ["data.keep=25%", "training.global_batch_size=8", "early_stopping.max_forgotten=100"]
-    alone = run("alone", *words)
-    words += [f"data.cache_dir={tmp_path / 'cache'}", "training.device=cpu", "parallel.num_processes=2", *more]
+    train(load_config(run_words(base, base / "alone", *words), run="quickstart"))
+    return base / "alone", words
+
+
+@pytest.mark.slow
+@pytest.mark.warm
+@pytest.mark.process
+@pytest.mark.parametrize("more", [[], ["parallel.sharding=fsdp2"]], ids=["whole", "sharded"])
+def test_two_processes_share_the_prompts_and_give_one_curve(run, alone, tmp_path, more):
+    alone, words = alone
+    words = [*words, f"data.cache_dir={tmp_path / 'cache'}", "training.device=cpu", "parallel.num_processes=2", *more]
     done = run_command([sys.executable, "-m", "finetune", "train", "quickstart", *run.words("two", *words)])
     assert done.returncode == 0, done.stdout
     assert losses(tmp_path / "two") == pytest.approx(losses(alone), rel=1e-6)

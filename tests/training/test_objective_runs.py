@@ -13,7 +13,7 @@ from finetune.replay.steps import LOSS_BOUNDS, replay_losses
 from finetune.training.preferences.losses import KTO_METRICS, METRICS
 from tests import tiny_training
 from tests.in_process import run_finetune
-from tests.launches import run_launched
+from tests.launches import REPOSITORY, run_launched
 from tests.tiny_runs import write_base
 from tests.tiny_training import curve, events, record, refuse_to_differ_after_a_break, words_for
 
@@ -94,14 +94,25 @@ TWO_PROCESSES = {
 """KTO's estimate of the KL divergence is one more sum over all ranks. The other losses only differ by formula."""
 
 
+@pytest.fixture(scope="module")
+def shared(inputs, tmp_path_factory):
+    """The folder of the runs of two processes, which train them one after the other."""
+    folder = tmp_path_factory.mktemp("shared")
+    told = []
+    for name, ways in TWO_PROCESSES.items():
+        for way in ways:
+            told += ["--", "finetune.cli:main", "train", *words(inputs, folder / f"{name} {way}", name), way]
+    done = run_launched("torchrun", [REPOSITORY / "tests/distributed/reporting_recipe.py", folder, *told[1:]])
+    assert done.returncode == 0, done.stdout
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("trained", TWO_PROCESSES, indirect=True)
-def test_two_processes_have_the_curve_of_one(trained, inputs, tmp_path):
+def test_two_processes_have_the_curve_of_one(trained, shared):
     name, run = trained
     for way in TWO_PROCESSES[name]:
-        two = tmp_path / way
-        done = run_launched("torchrun", ["-m", "finetune", "train", *words(inputs, two, name), way])
-        assert done.returncode == 0, done.stdout
+        two = shared / f"{name} {way}"
         assert record(two)["world_size"] == 2
         refuse_to_differ(run, two)
 

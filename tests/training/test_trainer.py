@@ -1,7 +1,5 @@
 import json
-import resource
 import shutil
-import subprocess
 import sys
 from collections import Counter
 from typing import NamedTuple
@@ -29,7 +27,7 @@ from finetune.training import supervised
 from finetune.training.reporting.journal import Journal
 from finetune.training.train import build_parts, build_trainer
 from finetune.units import format_bytes
-from tests.launches import REPOSITORY
+from tests.launches import run_command
 from tests.tiny_runs import random_model_words, write_rows
 from tests.tiny_training import break_at, contents, curve, events, record
 
@@ -334,18 +332,25 @@ def test_a_debug_run_logs_what_passes_through(words, tmp_path):
     assert "targets, on cpu; it begins: " in log
 
 
+FEW_OPEN_FILES = """
+import resource
+from finetune.cli import main
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 4096))
+main()
+"""
+
+
 @pytest.mark.slow
+@pytest.mark.warm
 def test_a_run_raises_its_limit_of_open_files(words, tmp_path):
     """A step of 60 micro-batches needs more open files than 300: the tensors of workers are open files."""
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_NOFILE, (300, 4096))
-
+    (tmp_path / "few.py").write_text(FEW_OPEN_FILES)
     rows = write_rows(tmp_path / "many", train=60, validation=0, test=0)
     many = [f"data.path={rows}", "training.batch_size=1", "training.global_batch_size=60", "training.num_workers=1"]
-    command = [sys.executable, "-m", "finetune", "train", "task=finetune_lora", *words, *many, "training.max_steps=1"]
-    done = subprocess.run(command, cwd=REPOSITORY, preexec_fn=limit, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, tmp_path / "few.py", "train", "task=finetune_lora", *words, *many]
+    done = run_command([*command, "training.max_steps=1"])
+    assert done.returncode == 0, done.stdout
 
 
 def test_each_way_to_a_trainer_checks_the_configuration_once(words, tmp_path):

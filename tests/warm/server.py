@@ -13,6 +13,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import inspect
 import marshal
 import multiprocessing
 import os
@@ -72,6 +73,8 @@ def main(address: str, program: str) -> None:
             importlib.import_module(name)
     conversions = importlib.import_module("transformers.conversion_mapping")
     conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models, a fifth of a short run's time
+    importlib.import_module("finetune.config.render").schema_text()  # each run writes this text, always the same
+    _know_the_modules_of_frames()
     sys.executable = program
     multiprocessing.set_executable(program)
     listener = socket.socket(socket.AF_UNIX)
@@ -129,6 +132,16 @@ def main(address: str, program: str) -> None:
                 clients.pop(key.data).close()
                 with suppress(ProcessLookupError):
                     os.kill(key.data, signal.SIGKILL)
+
+
+def _know_the_modules_of_frames() -> None:
+    """Fill a cache of `inspect`, with the files too that belong to no module, which it searches in vain each time.
+
+    An agent of torchrun looks at all frames of its stack for each event of its rendezvous. Where this much is imported,
+    the search takes nearly all of the agent's time.
+    """
+    inspect.stack()
+    inspect.modulesbyfile |= {"<frozen runpy>": "runpy", __file__: "tests.warm.server"}
 
 
 def _receive(connection: socket.socket) -> tuple[Any, dict[int, int]] | None:

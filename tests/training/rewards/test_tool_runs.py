@@ -170,6 +170,7 @@ def test_the_shipped_example_is_killed_in_a_rollout_and_ends_with_the_bytes_of_t
     taught = ["training.method=full", "optim.learning_rate=2e-3", "training.max_steps=60", "testing.num_samples=0"]
     train_from_overrides(["quickstart", "data=shipped:calls.jsonl", *taught, f"output_dir={tmp_path / 'calls'}"])
     few = ["training.max_steps=5", "validation.validate_every=100", "checkpoint.save_every=4", "resume=auto"]
+    few += ["training.global_batch_size=8", "rollout.num_generations=8"]
     given = ["grpo_tools_quickstart", f"model={tmp_path / 'calls/adapter'}", *few]
     train_from_overrides([*given, f"output_dir={tmp_path / 'whole'}"])
     assert curve(tmp_path / "whole")[4]["calls"] > 0
@@ -177,7 +178,7 @@ def test_the_shipped_example_is_killed_in_a_rollout_and_ends_with_the_bytes_of_t
     script = tmp_path / "killed.py"  # a script: only scripts and modules start warm
     script.write_text(KILLED)
     first = sum(len(answer["parts"][::2]) for answer in answers(tmp_path / "whole"))
-    done = run_command([sys.executable, script, "_until_stop", str(first + 100), *killed])
+    done = run_command([sys.executable, script, "_until_stop", str(first + 30), *killed])
     assert done.returncode == -signal.SIGKILL, done.stdout
     assert [path.name for path in sorted((tmp_path / "killed/rollouts").iterdir())] == ["step-000001.json.gz"]
     train_from_overrides(killed)
