@@ -17,6 +17,8 @@ from finetune.training import keeping
 from finetune.training.train import train
 from tests.launches import REPOSITORY, run_command
 
+MEASURED = ["Good morning.", "Send a chair.", "Hello.", "Where is Porto?", "Why?"]
+"""More than are measured at once, so that each of two processes has some. The first is one of those below."""
 PROMPTS = ["Order six pens.", "Two cups for Ida, please.", "Good morning.", "Name a colour."]
 NUM_ROWS = 16
 BOUND = "early_stopping.max_forgotten"
@@ -30,7 +32,7 @@ def base(tmp_path_factory):
     folder, config = tmp_path_factory.mktemp("keeping"), load_config([], run="quickstart")
     build_base_model(config.model).save_pretrained(folder / "base")
     build_tokenizer(config.model).save_pretrained(folder / "base")
-    for name, prompts in (("kept", PROMPTS), ("measured", ["Good morning.", "Send a chair."])):
+    for name, prompts in (("kept", PROMPTS), ("measured", MEASURED)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompts))
     return folder
 

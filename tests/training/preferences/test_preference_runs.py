@@ -42,6 +42,7 @@ from tests.tiny_training import (
 pytestmark = pytest.mark.warm
 
 WORDS = ["task=finetune_preferences", "lora.r=4", "optim.learning_rate=1e-2", "optim.warmup_steps=0"]
+WORDS += ["validation.batch_size=2"]  # so that each of two processes has a batch
 
 
 @pytest.fixture(scope="module")
