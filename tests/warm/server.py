@@ -75,6 +75,7 @@ def main(address: str, program: str, *modules: str) -> None:
     if not modules:
         conversions = importlib.import_module("transformers.conversion_mapping")
         conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models: a fifth of a short run
+        importlib.import_module("finetune.config.render").schema_text()
     multiprocessing.set_executable(program)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
