@@ -14,6 +14,7 @@ What the package starts in another environment has a server there, where a test 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import re
 import shutil
@@ -67,12 +68,14 @@ def forget_what_imports_have_set() -> None:
 
 @contextmanager
 def warm_interpreter() -> Iterator[None]:
-    """`sys.executable` is the program that asks the server."""
+    """`sys.executable` is the program that asks the server, also for processes of `multiprocessing`."""
     before, sys.executable = sys.executable, _python()
+    multiprocessing.set_executable(sys.executable)
     try:
         yield
     finally:
         sys.executable = before
+        multiprocessing.set_executable(before)
 
 
 def with_interpreter(command: Sequence[str | Path]) -> list[str]:

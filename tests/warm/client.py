@@ -30,9 +30,10 @@ def number_in(data):
 
 words = sys.argv[1:]
 asked = words[1:] if words[:1] == ["-u"] else words  # as torchrun starts its workers
-# As a sweep or a rehearsal starts its commands, a comparison a server, and an export what reads or writes models; the
-# second is what computes steps in another environment.
-if words[:2] == ["-P", "-m"] and words[2] in ("finetune", "finetune.replay.trace", "vllm.entrypoints.openai.api_server"):
+# As a sweep or a rehearsal starts its commands, a search what computes elsewhere, a comparison a server, and an export
+# what reads or writes models.
+_MODULES = "finetune finetune.replay.trace onnxruntime_genai.models.builder vllm.entrypoints.openai.api_server".split()
+if words[:2] == ["-P", "-m"] and words[2] in _MODULES:
     asked = words[1:]
 if words[:1] == ["-P"] and words[1].endswith(("/plain_reload.py", "/export/compressor.py")):
     asked = words[1:]
