@@ -124,9 +124,8 @@ def json_schema() -> dict[str, Any]:
         meaning = f"Chooses configs/{group}/NAME.yaml{or_path}; in a run file only."
         by_name = {"type": "string", "description": meaning}
         properties[group] = {"anyOf": [by_name, properties[group]]} if group in properties else by_name
-    title = "A config file of finetune: a run file, or a file of a group"
     names = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "urn:finetune:config-schema"}
-    return {**names, **schema, "title": title}
+    return {**names, **schema, "title": "A config file of finetune: a run file, or a file of a group"}
 
 
 @cache

@@ -190,21 +190,21 @@ class _Renderer:
     def render(cls, request: bytes, answer: list[Rendered], count: int) -> str | None:
         """Append a text, or a refusal, for each of `count` conversations. Return how the template exceeds a limit."""
         for is_last in (False, True):
-            is_fresh = False
+            has_begun = False
             try:
-                is_fresh = cls._ensure()
+                has_begun = cls._ensure()
                 cls._connection.send_bytes(request)
                 while len(answer) < count:
                     if not cls._connection.poll(_ANSWER_SECONDS):
                         return cls._end(f"did not finish within {_ANSWER_SECONDS:g} s")
-                    rendered, failure = json.loads(cls._connection.recv_bytes())
+                    (rendered, failure), has_begun = json.loads(cls._connection.recv_bytes()), True
                     answer += map(tuple, rendered)
                     if failure is not None:
                         return str(failure)
                 return None
             except (EOFError, OSError):
                 cls._end("")
-                if is_fresh or is_last or answer:  # else it ended because it was idle
+                if has_begun or is_last:  # else it ended because it was idle
                     return f"took longer than {ROW_SECONDS} s, or crashed Python"
             except BaseException:  # a signal: the rest of the answer must not be taken for the next one
                 cls._end("")
@@ -282,6 +282,7 @@ def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[.
     """Render the conversations of a request. Slow ones are answered one by one, so that the parent need not wait."""
     _limit_memory(_MEMORY + _MEMORY_PER_BYTE * len(content))
     request = json.loads(content)
+    connection.send_bytes(json.dumps([[], None]).encode())  # it has begun
     if "patterns" in request:
         _limit_seconds(ceil(time.process_time()) + request["seconds"])
         connection.send_bytes(json.dumps([[[True, json.dumps(_match(request))]], None]).encode())
@@ -290,8 +291,7 @@ def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[.
     left = len(conversations) * (_ROW_CHARACTERS + 2 * len(template)) + _CHARACTERS_PER_BYTE * len(content)
     settings = {**request["tokens"], "tools": request["tools"], "add_generation_prompt": request["with_prompt"]}
     rendered: list[Rendered] = []
-    answered = 0.0
-    failure = None
+    answered, failure = 0.0, None
     for conversation in conversations:
         if time.monotonic() - answered > _ANSWER_EVERY_SECONDS:
             connection.send_bytes(json.dumps([rendered, None]).encode())

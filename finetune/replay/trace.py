@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ NUM_REPLAYED_STEPS = 8
 """The most steps to compute by default."""
 _LAST_BYTES = 1 << 16
 """Of the errors of another Python, only the end is kept."""
+_packages_of_modules, _version = cache(packages_distributions), cache(version)
+"""Reading what all packages say of themselves takes as long as some steps, and a search computes steps many times."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +87,10 @@ def compute_trace(run: RecordedRun, config: Config, plan: StepPlan, base: Path |
     gc.collect()  # the next replay needs the memory of this model
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    packages = packages_distributions()
     # The record has our own version. pip may know this package by another name in another environment.
     modules = {name.partition(".")[0] for name in sys.modules} - {"finetune"}
-    versions = {package: version(package) for module in sorted(modules) for package in packages.get(module, ())}
+    packages = _packages_of_modules()
+    versions = {package: _version(package) for module in sorted(modules) for package in packages.get(module, ())}
     return Trace(steps, {**record, "versions": {**versions, **record["versions"]}}, plan, weights, trained)
 
 

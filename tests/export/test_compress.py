@@ -22,6 +22,7 @@ from finetune.export.plain_reload import logits_in_fp32
 from finetune.export.vectors import read_vectors
 from tests.export.finished_runs import write_run
 from tests.in_process import run_finetune
+from tests.warm import warm_environment
 
 pytestmark = pytest.mark.warm
 
@@ -49,12 +50,27 @@ def run(rows, tmp_path_factory):
     words = ("model=phi_tiny", "task=finetune_lora", f"data.train={rows}/train.jsonl", "lora.r=24")
     words += (f"data.validation={rows}/validation.jsonl", "optim.learning_rate=1e-2", "optim.warmup_steps=0")
     words += ("training.max_steps=4", "training.batch_size=4", "testing.max_new_tokens=16", f"output_dir={run}")
+    words += ("testing.general_prompts=none",)
     run_finetune("train", *words, code=0)
     return run
 
 
 @pytest.fixture(scope="module")
-def exports(run, tmp_path_factory):
+def run_loss(run):
+    """What the command that measures runs says about this one."""
+    told = run_finetune("evaluate", run, "--split", "validation", "--json", code=0).answer.splitlines()[-1]
+    return json.loads(told)["tuned"]["loss"]
+
+
+@pytest.fixture(scope="module")
+def warm_compressor():
+    """A cold one imports torch, transformers and llm-compressor for each command; and vLLM is imported three times."""
+    with warm_environment(PYTHON), warm_environment("FINETUNE_VLLM"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def exports(run, warm_compressor, tmp_path_factory):
     """Compresses the run as a scheme, once, and returns the folder and what the command printed."""
     made = {}
 
@@ -73,11 +89,10 @@ def exports(run, tmp_path_factory):
 
 @runs_llm_compressor
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_compressed_run_is_compared_with_the_run_and_verifies(scheme, run, exports, tmp_path):
+def test_a_compressed_run_is_compared_with_the_run_and_verifies(scheme, run_loss, exports, tmp_path):
     out, printed = exports(scheme)
-    told = json.loads(run_finetune("evaluate", run, "--split", "validation", "--json").answer.splitlines()[-1])
     before, after = map(float, re.search(r"validation loss \(6 rows\)\W+([\d.]+)\W+([\d.]+)", printed).groups())
-    assert before == pytest.approx(told["tuned"]["loss"], abs=5.1e-5)
+    assert before == pytest.approx(run_loss, abs=5.1e-5)
     assert 0 < abs(after - before) < 0.5 * before
     assert re.search(r"greedy answers that changed\W+\d of 6 \(", printed)
     assert "Stored as before: lm_head, embeddings and norms." in printed
@@ -128,7 +143,7 @@ def test_without_vllm_the_table_says_not_run_here(exports):
 
 
 @runs_llm_compressor
-def test_what_cannot_be_compressed_leaves_nothing(rows, run, tmp_path):
+def test_what_cannot_be_compressed_leaves_nothing(rows, run, warm_compressor, tmp_path):
     narrow = write_run(tmp_path / "narrow", words=(f"data.path={rows}/train.jsonl",))
     done = run_finetune("export", "vllm", narrow.folder.path, tmp_path / "out", "--type", "w4a16", code=2)
     assert "w4a16 needs multiples of 32" in done.stdout

@@ -33,12 +33,13 @@ from tests.replay.scene import edit_json
 from tests.tiny_runs import write_base
 from tests.tiny_training import break_at, curve
 from tests.training.rewards.test_tool_runs import TOOL, calling_rows, rollout, write
+from tests.warm import warm_environment
 
-PYTHON = os.environ.get("FINETUNE_VLLM")
 BASE = REPOSITORY / "finetune/assets/phi_tiny"
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(PYTHON is None, reason="vLLM: not installed; FINETUNE_VLLM names the Python that has it"),
+    pytest.mark.warm,
+    pytest.mark.skipif("FINETUNE_VLLM" not in os.environ, reason="vLLM: not installed; FINETUNE_VLLM names its Python"),
 ]
 ROUNDING = 1e-4
 """Both compute in fp32. A product of 1,000 numbers is off by 1e-6 of its size, and logits are below 30."""
@@ -54,10 +55,12 @@ class Served:
 
     def start(self):
         words = ["--model", BASE, "--port", str(self.port), "--enable-lora", "--max-lora-rank", "16"]
+        words += ["--num-gpu-blocks-override", "64"]  # room for four prompts as long as the model allows
+        words += ["--dtype", "float32", "--enforce-eager"]
         settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True", "HF_HUB_OFFLINE": "1"}
         with (self.folder / "vllm.log").open("a") as log:
             self.process = subprocess.Popen(
-                [PYTHON, "-m", "vllm.entrypoints.openai.api_server", *words, "--dtype", "float32", "--enforce-eager"],
+                [os.environ["FINETUNE_VLLM"], "-m", "vllm.entrypoints.openai.api_server", *words],
                 env={**os.environ, **settings, "PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1"},
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -76,6 +79,13 @@ class Served:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _servers_are_warm():
+    """A cold one imports vLLM three times."""
+    with warm_environment("FINETUNE_VLLM"):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +166,7 @@ def test_conversations_with_a_tool_come_from_the_server(server, rows, tmp_path, 
     monkeypatch.setattr(VllmServer, "_sample", spy)
     run, tool = tmp_path / "run", f"rollout.tools={tmp_path / 'tools_of_a_run.py'}:stock"
     more = (f"lora.start_from={tmp_path / 'taught'}", "optim.learning_rate=2e-4", "training.max_steps=2")
-    more += ("rollout.max_completion_length=96", "rollout.max_turns=3", "rollout.num_generations=8")
+    more += ("rollout.max_completion_length=96", "rollout.max_turns=3")
     train_from_overrides(words(server, rows, run, *more, *alike, tool))
     steps, count = curve(run), 0
     assert len(steps) == 2
@@ -271,7 +281,7 @@ def test_a_lost_server_is_waited_for_and_no_step_is_lost(server, rows, tmp_path)
     def start(*settings):
         return start_command([sys.executable, "-m", "finetune", "train", *words(server, rows, run, *more, *settings)])
 
-    impatient = start("rollout.server_timeout_minutes=0.02")
+    impatient = start("rollout.server_timeout_minutes=0.1")
     while not (run / "metrics.jsonl").exists() or len(curve(run)) < 3:
         assert impatient.poll() is None, impatient.communicate()[0]
         time.sleep(0.1)

@@ -60,6 +60,7 @@ class Scene:
             *(f"data.cache_dir={place / 'cache'}", f"output_dir={place / name}", "data.on_overlap=warn"),
             *("training.max_steps=6", "training.global_batch_size=4", "training.batch_size=4", "training.device=cpu"),
             *("optim.learning_rate=1e-2", "testing.num_samples=0", "testing.compare_base=false"),
+            "testing.general_prompts=none",
             *("checkpoint.save_every=2", "checkpoint.save_total_limit=9"),
         ]
 
@@ -126,14 +127,13 @@ def change_losses(run: Path, since: int = 2, by: float = 1e-3) -> None:
     edit_lines(run / "metrics.jsonl", change)
 
 
-def other_environment(folder: Path, module: str = "", file: Path | None = None) -> str:
+def other_environment(folder: Path, module: str, file: Path) -> str:
     """A Python with the packages of this one, of which a module comes from another file."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
     (site / "packages.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
-    if file is not None:
-        (site / "patch_of_a_module.py").write_text(PATCH.format(module=module, file=str(file)))
-        (site / "patched.pth").write_text("import patch_of_a_module\n")
+    (site / "patch_of_a_module.py").write_text(PATCH.format(module=module, file=str(file)))
+    (site / "patched.pth").write_text("import patch_of_a_module\n")
     return str(folder / "bin/python")
 
 

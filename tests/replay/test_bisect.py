@@ -124,11 +124,10 @@ def test_another_environment_with_a_patched_optimizer(scene, tmp_path):
     assert found["commands"][1] == f"{python} -m finetune bisect {scene.place / 'a'} --steps 1-2"
 
 
-@pytest.mark.process
 @pytest.mark.slow
+@pytest.mark.warm
 def test_an_equal_environment_and_one_without_finetune(scene, tmp_path):
-    python = other_environment(tmp_path / "env")
-    assert scene.bisect(str(scene.place / "a"), "--python", python)[0] == 0
+    assert scene.bisect(str(scene.place / "a"), "--python", sys.executable)[0] == 0
     for wrong, part in ((tmp_path / "none", "cannot be started"), (shutil.which("false"), "did not compute the steps")):
         done = run_finetune("bisect", scene.place / "a", "--python", wrong)
         assert (done.returncode, part in done.errors) == (2, True), done.stdout

@@ -10,6 +10,7 @@ import pytest
 
 from tests.in_process import run_finetune
 from tests.replay.scene import Scene, claim_version, make_scene, other_environment
+from tests.warm import python_of
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def patched(folder: Path, module: str, old: str, new: str) -> str:
     assert old in source
     file = folder / "patched.py"
     file.write_text(source.replace(old, new))
-    return other_environment(folder / "env", module, file)
+    return python_of(other_environment(folder / "env", module, file))  # it is started twice
 
 
 def upgrade(scene: Scene, python: str, *options: str):

@@ -7,11 +7,14 @@ is a real one, and so are its ranks, those of `torch.multiprocessing.spawn` too.
 is made of namespaces (`tests.two_nodes`, `tests.slurm`), the fork enters them. What is not as usual is its place in the
 tree of processes, so tests that look at parents, at process groups, at processes that are stopped or at memory do
 without; so does a `promise`, whatever its other markers.
+
+What the package starts in another environment has a server there, where a test asks for it: `warm_environment`.
 """
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import re
 import shutil
@@ -27,6 +30,14 @@ import pytest
 
 _COLD = sys.executable
 _HERE = Path(__file__).resolve().parent
+_IMPORTED_ELSEWHERE = {
+    "FINETUNE_VLLM": ("vllm.entrypoints.openai.api_server", "vllm.v1.worker.cpu_worker"),
+    "FINETUNE_LLMCOMPRESSOR": (
+        *("datasets", "llmcompressor.modifiers.gptq", "llmcompressor.modifiers.quantization"),
+        *("transformers.models.phi3.modeling_phi3", "compressed_tensors.quantization"),
+    ),
+}
+"""What takes long to import in an environment, by the variable that names its interpreter."""
 at_start: dict[str, str] = {}
 """The variables before the first test."""
 
@@ -57,12 +68,14 @@ def forget_what_imports_have_set() -> None:
 
 @contextmanager
 def warm_interpreter() -> Iterator[None]:
-    """`sys.executable` is the program that asks the server."""
+    """`sys.executable` is the program that asks the server, also for processes of `multiprocessing`."""
     before, sys.executable = sys.executable, _python()
+    multiprocessing.set_executable(sys.executable)
     try:
         yield
     finally:
         sys.executable = before
+        multiprocessing.set_executable(before)
 
 
 def with_interpreter(command: Sequence[str | Path]) -> list[str]:
@@ -91,31 +104,48 @@ def programs() -> Path:
     return folder
 
 
-@cache
 def _python() -> str:
-    """Start the server and return the program that stands for an interpreter.
+    """Start the server of this environment and return the program that stands for its interpreter."""
+    return python_of(_COLD)
 
-    Only Linux has what these need, and of a process with several threads only one would be there after a fork.
+
+@cache
+def python_of(python: str, *modules: str) -> str:
+    """Start a server and return the program that stands for this interpreter, which has imported these modules.
+
+    Without modules it has imported what commands of this package need. Only Linux has what these take, and of a process
+    with several threads only one would be there after a fork.
     """
     if sys.platform != "linux" or os.environ["OMP_NUM_THREADS"] != "1":
-        return _COLD
+        return python
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     program = folder / "python"
     text = (_HERE / "client.py").read_text(encoding="utf-8")
-    for name, value in {"COLD": _COLD, "SERVER": str(folder / "s")}.items():
+    for name, value in {"COLD": python, "SERVER": str(folder / "s")}.items():
         text = re.sub(rf"^{name} = .*$", f"{name} = {value!r}", text, flags=re.MULTILINE)
-    program.write_text(f"#!{_COLD} -IS\n{text}")
+    program.write_text(f"#!{python} -IS\n{text}")
     program.chmod(0o755)
+    # A thread of pyarrow's allocator would not be there after a fork.
+    own = {"JE_ARROW_MALLOC_CONF": "background_thread:false"} if modules else {"PYTHONPATH": str(_HERE.parent.parent)}
     with (folder / "log").open("w") as log:
         server = subprocess.Popen(
-            [_COLD, "-P", _HERE / "server.py", folder / "s", program],
+            [python, "-P", _HERE / "server.py", folder / "s", program, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**at_start, "PYTHONPATH": str(_HERE.parent.parent), "PYTHONWARNINGS": "ignore"},
+            env={**at_start, "PYTHONWARNINGS": "ignore", **own},
         )
     assert server.stdout is not None
-    assert server.stdout.readline() == b"ready\n", (folder / "log").read_text()
+    assert b"ready\n" in iter(server.stdout.readline, b""), (folder / "log").read_text()  # imports may say something
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     atexit.register(server.communicate)  # first of the two: its input ends, and so does it
     return str(program)
+
+
+@contextmanager
+def warm_environment(variable: str) -> Iterator[None]:
+    """What is started in another environment, whose interpreter this variable names if there is one, is forked off."""
+    with pytest.MonkeyPatch.context() as patch:
+        if variable in os.environ:
+            patch.setenv(variable, python_of(os.environ[variable], *_IMPORTED_ELSEWHERE[variable]))
+        yield

@@ -1,9 +1,10 @@
 """Import everything once, then fork off a process for each request of `client.py`, until stdin ends.
 
-    python -P server.py SOCKET PROGRAM
+    python -P server.py SOCKET PROGRAM [MODULES…]
 
 A request is what an interpreter is started with: words, folder, variables and streams. One whose variables a library
-may have read as it was imported is sent back, for a process of its own.
+may have read as it was imported is sent back, for a process of its own. With MODULES it is in another environment, of
+vLLM for example: tests change no variables of what is started there, and what that starts has those that it has set.
 """
 
 from __future__ import annotations
@@ -67,15 +68,16 @@ _given = dict(os.environ)
 """Variables before anything was imported: some libraries set others."""
 
 
-def main(address: str, program: str) -> None:
-    for name in _IMPORTED:
+def main(address: str, program: str, *modules: str) -> None:
+    sys.executable = program  # before an import reads it
+    for name in modules or _IMPORTED:
         with suppress(ModuleNotFoundError):  # older libraries lack some of them
             importlib.import_module(name)
-    conversions = importlib.import_module("transformers.conversion_mapping")
-    conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models, a fifth of a short run's time
-    importlib.import_module("finetune.config.render").schema_text()  # each run writes this text, always the same
-    _know_the_modules_of_frames()
-    sys.executable = program
+    if not modules:
+        conversions = importlib.import_module("transformers.conversion_mapping")
+        conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models: a fifth of a short run
+        importlib.import_module("finetune.config.render").schema_text()  # each run writes this text, always the same
+        _know_the_modules_of_frames()
     multiprocessing.set_executable(program)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -111,7 +113,7 @@ def main(address: str, program: str) -> None:
                 if request is None:
                     connection.close()
                     continue
-                is_served = _is_served(request[0])
+                is_served = bool(modules) or _is_served(request[0])
                 process = os.fork() if is_served else 0
                 if is_served and not process:
                     for own in (listener, woken, wake, connection, *clients.values()):
@@ -131,7 +133,8 @@ def main(address: str, program: str) -> None:
                 events.unregister(clients[key.data])
                 clients.pop(key.data).close()
                 with suppress(ProcessLookupError):
-                    os.kill(key.data, signal.SIGKILL)
+                    # A server is killed with its processes, whose group is not that of its client.
+                    (os.killpg if modules else os.kill)(key.data, signal.SIGKILL)
 
 
 def _know_the_modules_of_frames() -> None:
