@@ -234,5 +234,10 @@ def _ways_out(plan: Plan, config: Config) -> Iterator[str]:
     yield f"a lower data.max_length (it is {config.data.max_length})"
     if plan.method == "full":
         yield "training.method=lora"
-    else:
-        yield "a smaller model" if config.lora.quantize != "none" else "lora.quantize=nf4, or a smaller model"
+        return
+    if plan.precision == "fp32":
+        narrow = "fp16" if plan.device.precision == "fp16" else "bf16"
+        yield f"training.precision={narrow}, which halves the memory of the frozen weights"
+    if plan.device.type == "cuda" and config.lora.quantize == "none":
+        yield "lora.quantize=nf4"
+    yield "a smaller model"

@@ -221,6 +221,10 @@ def test_what_does_not_fit_is_told_with_what_does(words):
     assert told.level == "problem"
     for advice in ("a lower training.batch_size", "training.global_batch_size=12", "gradient_checkpointing=true"):
         assert advice in told.fix
+    assert "training.precision=bf16, which halves" in told.fix
+    assert "quantize" not in told.fix, "a CPU has no base in 4 bits"
+    halved = make_plan(compose([*words, "training.batch_size=12", "training.precision=bf16"], needs_data=False), roomy)
+    assert halved.peak.parts["weights"] == pytest.approx(plan.peak.parts["weights"] / 2, rel=0.01)
     assert plan.checkpointing.bytes_with < plan.checkpointing.bytes_without == needed
     smaller = [*words, "training.batch_size=6", "training.global_batch_size=12"]
     assert make_plan(compose(smaller, needs_data=False), tight).fits
