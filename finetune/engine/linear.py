@@ -332,7 +332,7 @@ class _LayerGradients:
         self._d_low_rank = d_low_rank = self._low_rank_gradient(dy)
         if keep is None:
             return self._through_weight(dy, dx, LowRank(d_low_rank, cast(a, dy.dtype).t(), 1.0))
-        return self._through_weight(dy, dx).add_(product(d_low_rank, cast(a, dy.dtype).t()).mul_(keep))
+        return self._through_weight(dy, dx).add_(plus_product(None, d_low_rank, cast(a, dy.dtype), dy.dtype).mul_(keep))
 
     def _through_weight(
         self, dy: torch.Tensor, dx: torch.Tensor | None, low_rank: LowRank | None = None

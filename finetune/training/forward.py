@@ -11,6 +11,7 @@ import torch
 
 from finetune.data.batches import Collate, packer, pad
 from finetune.distributed.device import DTYPES
+from finetune.engine import products
 from finetune.engine.attention import prepared_by_the_host
 from finetune.engine.decoder import FAMILIES, bare_model, layer_windows
 from finetune.engine.fused import switch_fused, why_not_fused
@@ -100,7 +101,7 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
 
     `fused` is applied until `launch` ends. Collective: every rank, with a placed model.
     """
-    dtype = _computed_in(runtime)
+    dtype = DTYPES[runtime.precision]
     pads = wants_padding(section, runtime.device.type, dtype)
     forward = choose_forward(section, model, prepared_by_the_host(runtime.device, dtype), pads=pads)
     if section.kernels == "reference":
@@ -112,7 +113,9 @@ def agree_on_forward(runtime: Runtime, section: TrainingSection, model: torch.nn
     if reason is not None:
         wanted, used = "the engine's own forward", "transformers' own on padded rows"
         fallback = Fallback(what="training.kernels", wanted=wanted, used=used, why=reason)
-        runtime.fallbacks.take(fallback, warning=f"{fallback}{_how_to_prove(bare_model(model).config)}")
+        is_slow = runtime.device.type == "cpu" and dtype in products.WIDENED
+        fix = ". On this CPU, transformers' forward is much faster with training.precision=fp32" * is_slow
+        runtime.fallbacks.take(fallback, warning=f"{fallback}{fix}{_how_to_prove(bare_model(model).config)}")
         return Forward(collate=pad, why_not_engine=reason)
     _record_attention(runtime)
     if runtime.device.type == "cpu" and runtime.precision == "bf16":
@@ -138,7 +141,7 @@ def _record_attention(runtime: Runtime) -> None:
         return
     from finetune.engine.attention_cuda import attention_fallback
 
-    fallback = attention_fallback(runtime.device, _computed_in(runtime))
+    fallback = attention_fallback(runtime.device, DTYPES[runtime.precision])
     if fallback is not None:
         wanted, used, why = fallback
         runtime.fallbacks.take(Fallback(what="training.kernels", wanted=wanted, used=used, why=why))
@@ -168,7 +171,3 @@ def _fuse(runtime: Runtime, section: TrainingSection) -> None:
         wanted, used = "fused functions", "one kernel for each operation"
         runtime.fallbacks.take(Fallback(what="training.fused", wanted=wanted, used=used, why=why))
     switch_fused(is_wanted and why is None)
-
-
-def _computed_in(runtime: Runtime) -> torch.dtype:
-    return DTYPES[runtime.precision]

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from finetune.config.schema import Config, LoraSection
 from finetune.distributed.launch import launch
-from finetune.engine import attention_cuda
+from finetune.engine import attention_cuda, products
 from finetune.engine.attention_cuda import prepare_varlen
 from finetune.engine.loss import summed_cross_entropy
 from finetune.engine.products import Processor
@@ -21,7 +21,7 @@ from finetune.model.shrunken import random_model, shrunken_config
 from finetune.training import captures, forward
 from finetune.training.captures import captured_microbatches, why_not_captured
 from finetune.training.forward import agree_on_forward
-from tests.tiny_models import build_tiny, tiny_phi3_config, tiny_phi_config
+from tests.tiny_models import build_tiny, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
 
 
 @pytest.mark.parametrize("is_strict", [False, True])
@@ -63,6 +63,25 @@ def test_a_family_that_is_not_known_is_told_how_to_prove_it(
         (taken,) = runtime.fallbacks.as_records()
     (line,) = [line for line in capsys.readouterr().err.splitlines() if taken["why"] in line]
     assert (f"`finetune doctor --model '{model_type}'` proves" in line) is not is_known
+
+
+@pytest.mark.parametrize(
+    ("precision", "widened", "is_told"),
+    [("bf16", {torch.bfloat16}, True), ("bf16", set(), False), ("fp32", {torch.bfloat16}, False)],
+)
+def test_a_run_that_this_cpu_computes_slowly_in_16_bits_is_told_so(
+    precision: str,
+    widened: set[torch.dtype],
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The engine converts to fp32 there; transformers' own forward multiplies one number at a time."""
+    monkeypatch.setattr(products, "WIDENED", frozenset(widened))
+    config = Config.model_validate({"training": {"device": "cpu", "precision": precision, "fused": False}})
+    with launch(config) as runtime:
+        assert agree_on_forward(runtime, config.training, build_tiny(tiny_gemma2_config())).why_not_engine is not None
+    assert ("much faster with training.precision=fp32" in capsys.readouterr().err) == is_told
 
 
 @pytest.mark.parametrize(
