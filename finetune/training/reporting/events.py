@@ -199,7 +199,7 @@ class Interval:
 def energy_reader(device_type: str, *, world_size: int, num_here: int) -> Callable[[], dict[str, float]]:
     """Return a function that returns the joules since its last call, see `EnergyMeter.spent`.
 
-    It returns {} where nothing tells them, and for a run on several nodes, of which `num_here` processes are here.
+    It returns {} if no driver counts them, or if only `num_here` of `world_size` processes are on this node.
     """
     is_told = device_type == "cuda" or os.access("/sys/class/powercap/intel-rapl:0/energy_uj", os.R_OK)
     if not is_told or world_size > num_here:
