@@ -41,10 +41,11 @@ class Processor(NamedTuple):
 
     def widened_types(self, capability: str) -> frozenset[torch.dtype]:
         """Return the 16-bit types for which torch has no fast products on this CPU, given torch's CPU capability."""
-        native: Any = torch.ops.mkldnn
         is_limited = platform.machine() in ("x86_64", "AMD64") and not capability.startswith("AVX512")
-        asked = {torch.bfloat16: native._is_mkldnn_bf16_supported, torch.float16: native._is_mkldnn_fp16_supported}
-        return frozenset(dtype for dtype, is_fast in asked.items() if is_limited or not is_fast())
+        asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+        # A torch without oneDNN, on macOS for example, lacks these.
+        fast = {dtype for dtype, name in asked.items() if getattr(torch.ops.mkldnn, name, bool)()}
+        return frozenset(asked if is_limited else asked.keys() - fast)
 
 
 _BF16_PRODUCTS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16"}

@@ -46,7 +46,7 @@ def wide_product(
 def plus_wide_product(
     sums: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Compute `sums + left @ right` in place, in fp32 or a wider dtype; without sums, start from zeros."""
+    """Compute `sums + left @ right` in place, with products in fp32; without sums, start from zeros of this dtype."""
     wide_right = right.float()
     with torch.autocast(left.device.type, enabled=False):
         if sums is None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -102,6 +103,8 @@ def test_types_that_a_cpu_does_not_multiply_are_widened(monkeypatch):
     assert products.PROCESSOR.widened_types("AVX512") == {torch.float16}
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert products.PROCESSOR.widened_types("DEFAULT") == {torch.float16}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
+    assert products.PROCESSOR.widened_types("DEFAULT") == WIDE, "a torch without oneDNN, on macOS for example"
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
