@@ -75,6 +75,9 @@ Forecast = TypeVar("Forecast", StepForecast, GenerationForecast)
 
 SHARDS = (1, 2, 4, 8)
 """The plan says how much memory a process needs with each of these numbers of shards."""
+WORTH_SHARDING = 0.1
+"""The least share of the needed memory that shards must divide. Below it, the plan predicts one shard only."""
+_SHARDED = ("weights", "adapter", "gradients", "optimizer")
 
 
 def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:
@@ -329,7 +332,7 @@ class Planner:
         return None if known is None else known.with_held(optimizer, shards)
 
     def in_shards(self, forecast: StepForecast) -> list[ShardedNeed]:
-        """Predict the same step in each number of `SHARDS`; empty if the run cannot be sharded."""
+        """Predict the same step in each number of `SHARDS`, or in one if more save nothing; empty: it cannot be sharded."""
         sharded = self._config.with_values({"parallel.sharding": ("fsdp2", "default")})
         try:
             refuse_what_is_not_sharded(sharded, trains=True)
@@ -341,6 +344,9 @@ class Planner:
             peaks = self.peak_of(forecast, shards), self.generating(shards), self.evaluating(shards)
             needed = most_memory(*peaks, self.loading)[1] + self._device.reserve
             needs.append(ShardedNeed(number, needed, fits=needed <= self._device.memory))
+            divided = sum(peaks[0].parts.get(part, 0) for part in _SHARDED)
+            if number == 1 and self._shards.size == 1 and divided < WORTH_SHARDING * needed:
+                break
         return needs
 
     def trade(self, peak: Peak) -> Trade | None:
