@@ -143,7 +143,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         both = f"{format_bytes(without + device.reserve)} without, {format_bytes(with_it + device.reserve)} with"
         yield f"gradient checkpointing ({state}): {both}, which takes about {extra:.0%} longer"
     if len(plan.in_shards) == 1:
-        yield "in shards (parallel.sharding=fsdp2): they save next to nothing, because activations take most of the memory"
+        yield "in shards (parallel.sharding=fsdp2): they save next to nothing, as weights take little of the memory"
     elif plan.in_shards:
         in_shards = ", ".join(f"{format_bytes(need.needed)} in {need.shards}" for need in plan.in_shards)
         fewest = f"it fits in {plan.fewest_shards}" if plan.fewest_shards else "it does not fit in any of them"

@@ -86,7 +86,8 @@ class Plan:
     """Validations and the test phase, as far as the run has them. Empty if the rows or `peak` are not known."""
     checkpointing: Trade | None
     in_shards: list[ShardedNeed]
-    """With the same micro-batches; empty if the peak is not known, or the run cannot be sharded."""
+    """With the same micro-batches. One shard if more would save next to nothing; empty if the peak is not known, or
+    the run cannot be sharded."""
     choice: MemoryChoice
     """Gradient checkpointing and the size of micro-batches, as a run on this device would choose them."""
     disk: DiskNeed

@@ -332,7 +332,7 @@ class Planner:
         return None if known is None else known.with_held(optimizer, shards)
 
     def in_shards(self, forecast: StepForecast) -> list[ShardedNeed]:
-        """Predict the same step in each number of `SHARDS`, or in one if more save nothing; empty: it cannot be sharded."""
+        """Predict the step in each number of `SHARDS`, in one if more save nothing, in none if it cannot be."""
         sharded = self._config.with_values({"parallel.sharding": ("fsdp2", "default")})
         try:
             refuse_what_is_not_sharded(sharded, trains=True)
