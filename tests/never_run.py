@@ -16,9 +16,9 @@ import pytest
 
 NOT_IN_CI = {
     "tests/gpu/": "need a GPU",
-    "tests/export/test_llama_cpp.py": "build llama.cpp: pytest --llama-cpp",
-    "tests/export/test_certificates.py": "build llama.cpp: pytest --llama-cpp",
-    "tests/real/test_gemma.py::test_llama_cpp_": "build llama.cpp: pytest --llama-cpp",
+    "tests/export/test_llama_cpp.py": "build llama.cpp in FINETUNE_LLAMA_CPP",
+    "tests/export/test_certificates.py": "build llama.cpp in FINETUNE_LLAMA_CPP",
+    "tests/real/test_gemma.py::test_llama_cpp_": "build llama.cpp in FINETUNE_LLAMA_CPP",
     "tests/distributed/test_launcher_process.py::test_an_mpirun_that_is_installed_starts_two_ranks[mpiexec.hydra": (
         "needs MPICH, which Debian does not install beside Open MPI"
     ),
@@ -57,7 +57,7 @@ def main() -> None:
     lines = Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()
     collected = Collected()
     with redirect_stdout(io.StringIO()) as said:
-        code = pytest.main(["--everything", "--collect-only", "-q", "-n", "0"], plugins=[collected])
+        code = pytest.main(["-m", "slow or not slow", "--collect-only", "-q", "-n", "0"], plugins=[collected])
     if code:
         sys.exit(said.getvalue())
     tests = collected.tests

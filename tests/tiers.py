@@ -1,10 +1,8 @@
 """A plugin of pytest that decides which tests run when, and says how many do not.
 
-    pytest                 what is quick, and each promise once with real processes: a few minutes
-    pytest --everything    all tests
-    pytest --rest          what `pytest` left out, for CI
-    pytest --real          only the tests of a real model, which is made from a package on PyPI first
-    pytest --llama-cpp     only the tests that run llama.cpp, which they build first; no other command runs them
+    pytest           what is quick, and each promise once with real processes: a few minutes
+    pytest --rest    what `pytest` left out, for CI
+    pytest --real    the tests of a real model, which is made from a package on PyPI first
 
 Tests that are named (a file, `-k`, `-m`) run whatever their tier.
 """
@@ -23,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-LONG = {"llama_cpp", "needs", "slow"}
+LONG = {"needs", "slow"}
 """Markers of tests that `pytest` alone leaves out, unless they are marked `promise` too."""
 SAMPLE_SEED = 25
 """`pytest` runs the same cases of a test each time."""
@@ -40,10 +38,8 @@ _MOST_WORKERS = 4
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    group.addoption("--everything", action="store_true", help="run all tests, also those that start many processes")
     group.addoption("--rest", action="store_true", help="run only the tests that `pytest` alone leaves out")
     group.addoption("--real", action="store_true", help="run only the tests of a real model")
-    group.addoption("--llama-cpp", action="store_true", help="run only the tests that build and run llama.cpp")
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
@@ -61,17 +57,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)}: not installed (test-everything, qlora)"))
     for item in _cases_not_drawn(items):
         item.add_marker("slow")
-    if config.option.llama_cpp:
-        _keep(config, items, [item for item in items if item.get_closest_marker("llama_cpp")])
-        return
-    for item in items:
-        if item.get_closest_marker("llama_cpp"):
-            item.add_marker(pytest.mark.skip(reason="builds llama.cpp, for 5 minutes: pytest --llama-cpp"))
     real = [item for item in items if item.path.is_relative_to(_REAL_TESTS)]
     if config.option.real:
         _keep(config, items, real)
         return
-    if config.option.everything or _is_named(config):
+    if _is_named(config):
         return
     rest = config.option.rest
     config.stash[_REAL] = len(real)

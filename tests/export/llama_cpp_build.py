@@ -1,6 +1,7 @@
-"""Build llama-cpp-python from its source package, which holds llama.cpp and its converters too; once for a machine.
+"""Build llama-cpp-python from its source package, which holds llama.cpp and its converters too, in FINETUNE_LLAMA_CPP.
 
-The folder is FINETUNE_LLAMA_CPP, or one in the user's cache: `source` has llama.cpp, `packages` what Python imports.
+In that folder, `source` has llama.cpp and `packages` what Python imports. What is missing is downloaded and built.
+Without the variable, `download` uses a folder in the user's cache.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 from finetune.runs.file_lock import FileLock, file_lock
 
@@ -29,6 +32,12 @@ _SETTINGS = (
     *("GGML_NATIVE=OFF", "GGML_AVX2=ON", "GGML_FMA=ON", "GGML_F16C=ON"),
 )
 _ON_OTHER_CPUS = ("LLAVA_BUILD=OFF", "LLAMA_OPENSSL=OFF", "GGML_OPENMP=OFF")
+
+
+needs_llama_cpp = pytest.mark.skipif(
+    "FINETUNE_LLAMA_CPP" not in os.environ,
+    reason="llama.cpp: not installed; FINETUNE_LLAMA_CPP names a folder, where the first test builds it in 5 minutes",
+)
 
 
 class LlamaCpp(NamedTuple):

@@ -1,6 +1,6 @@
 """The quickstart's adapter in each runtime, and a SentencePiece model in llama.cpp: the certificates of docs/verify.md.
 
-Every command is the one that a user types. FINETUNE_WRITE_TABLES=1 pytest --llama-cpp writes the table into the page.
+Every command is the one that a user types. With FINETUNE_WRITE_TABLES=1 the table is written into the page.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from finetune.export.merge import write_merged
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
-from tests.export.llama_cpp_build import add_to_path, build
+from tests.export.llama_cpp_build import add_to_path, build, needs_llama_cpp
 from tests.export.sentencepiece_models import build_base, build_tokenizer, train
 
-pytestmark = [pytest.mark.llama_cpp, pytest.mark.slow]
+pytestmark = [needs_llama_cpp, pytest.mark.slow]
 
 PAGE, MARK = DOCS / "verify.md", "<!-- certificates -->"
 HEAD = "| what is served | runtime | conversations | greedy answers | tensors | logits apart by at most | bound |"

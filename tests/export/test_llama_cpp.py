@@ -1,7 +1,7 @@
 """A phi3 model with a SentencePiece tokenizer in a real llama.cpp: how it reads, computes, answers and stops.
 
-`pytest --llama-cpp` builds llama.cpp first (tests/export/llama_cpp_build.py). With FINETUNE_WRITE_TABLES=1 it writes
-the figures into docs/tasks/serve.md.
+The first test builds it (tests/export/llama_cpp_build.py). With FINETUNE_WRITE_TABLES=1 the figures are written into
+docs/tasks/serve.md.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from finetune.export.served_comparison import compare
 from finetune.export.vectors import CONVERSATIONS, read_vectors
 from tests.docs.pages import DOCS
 from tests.export.finished_runs import write_run
-from tests.export.llama_cpp_build import add_to_path, build
+from tests.export.llama_cpp_build import add_to_path, build, needs_llama_cpp
 from tests.export.sentencepiece_models import Spacing, build_base, build_tokenizer, train
 from tests.export.test_gguf import write_model
 from tests.in_process import run_finetune
 from tests.launches import free_port
 from tests.tiny_models import build_tiny
 
-pytestmark = [pytest.mark.llama_cpp, pytest.mark.slow]
+pytestmark = [needs_llama_cpp, pytest.mark.slow]
 
 LENGTH = 15
 KEYS = ("model", "tokens", "token_type")

@@ -27,7 +27,7 @@ from finetune.export.served_comparison import compare
 from finetune.export.vectors import read_vectors
 from finetune.inference.decoding import Decoding, generate_answers
 from finetune.model.base import evaluation_mode
-from tests.export.llama_cpp_build import add_to_path, build, download
+from tests.export.llama_cpp_build import add_to_path, build, download, needs_llama_cpp
 from tests.launches import run_command
 from tests.real.conftest import assert_same_curve, losses, write_orders
 from tests.real.test_learning import record
@@ -234,7 +234,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, torch.from_numpy(numbers.reshape(shape[::-1]).astype(np.float32))
 
 
-@pytest.mark.llama_cpp
+@needs_llama_cpp
 @pytest.mark.slow
 @pytest.mark.needs("sentencepiece")
 def test_llama_cpp_serves_the_gguf_file_as_it_was_trained(exported):
