@@ -61,6 +61,7 @@ from finetune.training.memory.generation import (
     engine_generates,
     forecast_generation,
 )
+from finetune.training.memory.tracing import Part
 from finetune.training.objective import encode_for_objective
 from finetune.training.optim import build_optimizer, is_schedule_free
 from finetune.training.rewards.prompt_rows import PromptRows
@@ -77,7 +78,7 @@ SHARDS = (1, 2, 4, 8)
 """The plan says how much memory a process needs with each of these numbers of shards."""
 WORTH_SHARDING = 0.1
 """The least share of the needed memory that shards must divide. Below it, the plan predicts one shard only."""
-_SHARDED = ("weights", "adapter", "gradients", "optimizer")
+_SHARDED: tuple[Part, ...] = ("weights", "adapter", "gradients", "optimizer")
 
 
 def make_plan(config: Config, device: Device, *, is_probed: bool = False) -> Plan:
