@@ -42,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--real", action="store_true", help="run only the tests of a real model")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Collect nothing else for `--real`: the others would take longer to collect than to leave out."""
+    if config.option.real and not _are_paths_named(config):
+        config.args = [str(_REAL_TESTS)]
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """For the option `-n auto` in pyproject.toml. A few files run faster without the start of workers."""
     if _are_paths_named(config) or config.option.collectonly:
@@ -57,12 +63,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=f"{', '.join(missing)}: not installed (test-everything, qlora)"))
     for item in _cases_not_drawn(items):
         item.add_marker("slow")
+    if config.option.real or _is_named(config):
+        return
     real = [item for item in items if item.path.is_relative_to(_REAL_TESTS)]
-    if config.option.real:
-        _keep(config, items, real)
-        return
-    if _is_named(config):
-        return
     rest = config.option.rest
     config.stash[_REAL] = len(real)
     _keep(config, items, [item for item in items if item not in set(real)])
