@@ -80,7 +80,7 @@ def presets() -> dict[str, ModelSection]:
 @pytest.mark.few(12)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_shipped_sizes_make_the_published_number_of_parameters(name):
-    published = published_sizes(presets()[name])
+    published = published_sizes(compose([f"model={name}"], complete=False).model)
     keys = published.as_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
