@@ -106,7 +106,7 @@ def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", state.address)
-        monkeypatch.setattr(hub, "_answers", {})
+        monkeypatch.setattr(hub, "answers_heard", {})
         yield
 
 

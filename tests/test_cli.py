@@ -34,30 +34,37 @@ def assert_is_one_message(done: Ended, *parts: str) -> None:
         assert part in done.errors
 
 
+LIGHT = [
+    (["--help"], 0, "huggingface_hub pydantic yaml"),
+    (["preview", "--help"], 0, "huggingface_hub numpy"),
+    (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2, "huggingface_hub"),
+    (["doctor", "optim.learning_rat=1"], 2, "huggingface_hub"),
+    (["init"], 0, "huggingface_hub"),
+    (["init", "task=finetune_preferences", "model=org/base"], 0, ""),
+    (["init", "--from", "lora.yml"], 0, ""),
+]
+"""Words of commands, how they end, and what else none of them up to there has imported."""
+HEAVY = "torch transformers peft datasets accelerate safetensors pyarrow pandas"
+ONE_AFTER_THE_OTHER = """
+import json, sys
+from finetune.cli import main
+for words, _, more in json.loads(sys.argv.pop()):
+    try:
+        code = main(words) or 0
+    except SystemExit as ended:
+        code = ended.code or 0
+    print("ended:", json.dumps([words, code, [name for name in more.split() if name in sys.modules]]))
+"""
+
+
 @pytest.mark.process
-@pytest.mark.parametrize(
-    ("words", "code", "more"),
-    [
-        (["--help"], 0, "huggingface_hub pydantic yaml"),
-        (["preview", "--help"], 0, "huggingface_hub numpy"),
-        (["train", "quickstart", "optim.learning_rat=1", "training.batch_size=many"], 2, "huggingface_hub"),
-        (["doctor", "optim.learning_rat=1"], 2, "huggingface_hub"),
-        (["init"], 0, "huggingface_hub"),
-        (["init", "task=finetune_preferences", "model=org/base"], 0, ""),
-        (["init", "--from", "lora.yml"], 0, ""),
-    ],
-)
-def test_help_a_config_error_and_init_answer_at_once_and_import_no_torch(words, code, more, tmp_path, monkeypatch):
+def test_help_a_config_error_and_init_answer_at_once_and_import_no_torch(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("lora.yml").write_text("base_model: org/base\nadapter: lora\nsequence_len: 8\noptimizer: adamw_torch\n")
-    heavy = f"torch transformers peft datasets accelerate safetensors pyarrow pandas {more}"
-    program = (
-        "import sys\nfrom finetune.cli import main\n"
-        f"try: main({words!r})\nfinally: print([name for name in {heavy.split()!r} if name in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert done.stdout.strip().endswith("[]")
+    asked = json.dumps([(words, code, f"{HEAVY} {more}") for words, code, more in LIGHT])
+    done = subprocess.run([sys.executable, "-c", ONE_AFTER_THE_OTHER, asked], capture_output=True, text=True)
+    ended = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("ended: ")]
+    assert ended == [[words, code, []] for words, code, _ in LIGHT], done.stderr
 
 
 @pytest.mark.process

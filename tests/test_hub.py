@@ -54,12 +54,12 @@ def point_to(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(hub, "_answers", {})
+    monkeypatch.setattr(hub, "answers_heard", {})
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
 
     def point(address):
-        hub._answers.clear()
+        hub.answers_heard.clear()
         warn_once.cache_clear()
         readable_hub.point_to(monkeypatch, address)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
@@ -168,7 +168,7 @@ def test_a_gated_model_needs_a_token(served, monkeypatch, token, why):
     )
     assert "hf_other" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    hub._answers.clear()
+    hub.answers_heard.clear()
     assert read_model_config(MODEL).model_type == "phi3"
 
 
@@ -189,7 +189,7 @@ def test_a_hub_that_is_down_or_no_hub_is_told(served, monkeypatch):
     served.status = 503
     with pytest.raises(ModelError, match=r"answers 503 Service Unavailable\. Try again later; or run `hf download"):
         build_base_model(MODEL)
-    hub._answers.clear()
+    hub.answers_heard.clear()
     served.status, served.commit = 200, ""
     with pytest.raises(ModelError, match="is no hub: a proxy, or the page of a login"):
         build_base_model(MODEL)
@@ -200,7 +200,7 @@ def test_what_is_in_the_cache_needs_no_network(served, point_to, logged):
     with black_hole() as address:
         point_to(address)
         fault = hub.HubFault("unreachable", "it is silent")
-        hub._answers[address, "another", None, "model"] = time.monotonic(), hub.LIMIT_SECONDS, fault
+        hub.answers_heard[address, "another", None, "model"] = time.monotonic(), hub.LIMIT_SECONDS, fault
         started = time.monotonic()
         _, tokenizer = build_base_model(MODEL), build_tokenizer(MODEL)
         assert time.monotonic() - started < 5

@@ -55,6 +55,7 @@ def test_killed_in_mid_epoch_and_resumed(tmp_path, words_of_rows):
         *(f"data.cache_dir={tmp_path / 'cache'}", "training.batch_size=4", *words_of_rows(tmp_path / "rows")),
         *("training.num_epochs=3", "checkpoint.save_every=4", "checkpoint.save_total_limit=3"),
         *("lora.dropout=0.1", "training.num_workers=1", "testing.num_samples=0", "training.log_every=1"),
+        "testing.general_prompts=none",
     ]
     done = run_finetune("train", *words, f"output_dir={tmp_path / 'whole'}", code=0)
 

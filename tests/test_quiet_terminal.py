@@ -53,7 +53,7 @@ def training_words(output_dir):
     return [
         *("model.path=base", "data.path=rows", "data.cache_dir=cache", f"output_dir={output_dir}", "resume=auto"),
         *("data.on_overlap=warn", "training.max_steps=4", "training.batch_size=6", "training.precision=fp32"),
-        *("training.device=cpu", "testing.max_new_tokens=4", "optim.warmup_steps=9"),
+        *("training.device=cpu", "testing.max_new_tokens=4", "testing.general_prompts=none", "optim.warmup_steps=9"),
     ]
 
 

@@ -30,6 +30,7 @@ TRIED_IN = {
     "finetune_qlora": "model/test_quantized.py",
 }
 TINY = ["training.max_steps=2", "training.batch_size=4", "testing.max_new_tokens=4", "testing.num_samples=1"]
+TINY += ["testing.general_prompts=none"]
 
 
 @pytest.fixture(scope="module")

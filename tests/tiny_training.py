@@ -83,7 +83,7 @@ def words_for(inputs: Path, run: Path) -> list[str]:
         f"output_dir={run}",
         *("training.device=cpu", "training.precision=fp32", "training.global_batch_size=8", "training.batch_size=3"),
         *("training.max_steps=4", "checkpoint.save_every=2", "checkpoint.save_every_epochs=null"),
-        *("checkpoint.save_total_limit=9", "testing.num_samples=0", "resume=auto"),
+        *("checkpoint.save_total_limit=9", "testing.num_samples=0", "testing.general_prompts=none", "resume=auto"),
     ]
 
 

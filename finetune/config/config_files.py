@@ -18,7 +18,7 @@ from finetune.errors import ConfigError
 
 SHIPPED_PREFIX = "shipped:"
 
-_PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE = Path(__file__).resolve().parents[1]  # beside which, or in which, the shipped folders are
 GROUPS = ("model", "data", "task", "parallel")
 """The groups, in the order in which their files are merged: a later one wins over an earlier one."""
 RUN_FILES = "run"
@@ -52,7 +52,7 @@ def shipped_folder(name: Literal["configs", "recipes", "docs"]) -> Path:
         ConfigError: the installation is incomplete.
     """
     # First inside: beside an installed package lie others, and one may be called "configs".
-    for folder in (_PACKAGE / "shipped" / name, _PACKAGE.parent / name):
+    for folder in (PACKAGE / "shipped" / name, PACKAGE.parent / name):
         if folder.is_dir():
             return folder
     raise ConfigError(f"this installation of finetune has no {name}/ folder. Install the package again.")
@@ -67,7 +67,7 @@ def resolve_shipped(path: str) -> str:
     if not path.startswith(SHIPPED_PREFIX):
         return path
     name = path.removeprefix(SHIPPED_PREFIX)
-    assets = {entry.name: entry for entry in (_PACKAGE / "assets").glob("[!_.]*")}
+    assets = {entry.name: entry for entry in (PACKAGE / "assets").glob("[!_.]*")}
     if name not in assets:
         there = ", ".join(SHIPPED_PREFIX + asset for asset in sorted(assets)) or "nothing"
         raise ConfigError(f"{path} is not shipped with this package. There is: {there}.")

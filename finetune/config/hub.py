@@ -58,13 +58,13 @@ def find_fault(repository: Repository, *, is_cached: bool = False) -> HubFault |
     if constants.HF_HUB_OFFLINE:
         return HubFault("offline", "HF_HUB_OFFLINE is set")
     now, here, limit = time.monotonic(), (_endpoint(), *repository), _limit(is_cached=is_cached)
-    for asked, (when, waited, fault) in _answers.items():
+    for asked, (when, waited, fault) in answers_heard.items():
         is_unreachable = fault is not None and fault.reason == "unreachable"
         counts_here = (waited >= limit and asked[0] == here[0]) if is_unreachable else asked == here
         if now - when < _REMEMBERED_SECONDS and counts_here:
             return fault
     fault = _ask(repository, limit)
-    _answers[here] = time.monotonic(), limit, fault
+    answers_heard[here] = time.monotonic(), limit, fault
     return fault
 
 
@@ -151,7 +151,7 @@ def cached_file(repository: Repository, name: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-_answers: dict[tuple[Any, ...], tuple[float, float, HubFault | None]] = {}
+answers_heard: dict[tuple[Any, ...], tuple[float, float, HubFault | None]] = {}
 """The time, the limit in seconds and the result of each question, by the hub's address and the repository."""
 
 

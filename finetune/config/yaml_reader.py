@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import yaml
@@ -86,6 +87,8 @@ class _Loader(yaml.SafeLoader):
 _Loader.yaml_implicit_resolvers = {}
 for _tag, (_pattern, _first_characters) in PLAIN_VALUES.items():
     _Loader.add_implicit_resolver(_tag, _pattern, _first_characters)
+_parse = lru_cache(maxsize=16)(lambda text: _Loader(text).get_single_node())
+"""The nodes of a text, which nobody changes. A command reads the config.yaml of its run several times."""
 
 
 def read_settings(path: Path, shown: str, problems: list[str]) -> list[Setting]:
@@ -136,7 +139,7 @@ class _Reading:
 
     def settings(self, text: str) -> list[Setting]:
         try:
-            root = _Loader(text).get_single_node()
+            root = (_parse if len(text) < 1 << 15 else _parse.__wrapped__)(text)  # a large one is not kept
             if root is None or (not self._at and root.tag == f"{_TAG}null"):
                 return []
             if self._at or isinstance(root, yaml.MappingNode):
@@ -158,8 +161,7 @@ class _Reading:
             entries = self._entries(node, key, self._first_lines)
             return [setting for name, below, value in entries for setting in self._unfold(value, below, name)]
         text = node.value if isinstance(node, yaml.ScalarNode) and not node.style else None
-        origin = self._origin(place.start_mark.line)
-        return [Setting(key=key, value=self._value(node, key), origin=origin, text=text)]
+        return [Setting(key=key, value=self._value(node, key), origin=self._origin(place.start_mark.line), text=text)]
 
     def _entries(
         self, node: yaml.MappingNode, above: tuple[str, ...], first_lines: dict[tuple[str, ...], int]
@@ -187,7 +189,6 @@ class _Reading:
             yield name, key, value
 
     def _value(self, node: yaml.Node, key: tuple[str, ...]) -> object:
-        """Convert a node to Python's own types."""
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, key)
         if isinstance(node, yaml.MappingNode):  # inside a list
@@ -217,8 +218,7 @@ class _Reading:
         return False
 
     def _refuse_tag(self, node: yaml.Node, key: tuple[str, ...]) -> None:
-        tag = node.tag.replace(_TAG, "!!")
-        self._problem(node, key, f"the tag {tag} is refused. A config may use only !pyobject.")
+        self._problem(node, key, f"the tag {node.tag.replace(_TAG, '!!')} is refused. A config may use only !pyobject.")
 
     def _problem(self, node: yaml.Node, key: tuple[str, ...], message: str) -> None:
         self._report(node.start_mark.line, key, message)

@@ -40,7 +40,7 @@ _ONE_FILE = "one file"
 _FILES = "a list of files"
 _PARTS = "a folder of parts"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_SEARCH_SECONDS = 120
+SEARCH_SECONDS = 120  # for the files that a pattern matches
 _ROWS_LOOKED_AT = 100
 _SHARE_WITH_TOOLS = 0.1
 """Tools are offered if at least this share of the rows has some."""
@@ -219,10 +219,10 @@ def _matching(pattern: str) -> list[str]:
         return []
     try:
         search = partial(glob, str(local_path(pattern)), recursive=True)
-        matches = call_within(_SEARCH_SECONDS, search, name="search for files")
+        matches = call_within(SEARCH_SECONDS, search, name="search for files")
     except DeadlineExceededError:
         raise DataError(
-            f"{pattern} matches files in so many folders that {_SEARCH_SECONDS} s are not enough to look into them. "
+            f"{pattern} matches files in so many folders that {SEARCH_SECONDS} s are not enough to look into them. "
             "Begin the pattern with the folder that holds the rows."
         ) from None
     return in_order(name for name in matches if suffix_of(name) in SUFFIXES and _is_file(name))

@@ -23,15 +23,15 @@ from finetune.units import format_bytes
 _MODULES = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": "backports.zstd"}
 """The module that opens each. The package zstandard is no choice for the last: it takes a file that was cut short for a
 whole one. fsspec's own decompression falls back to it."""
-_MOST_RATIO = 200
+MOST_RATIO = 200
 """A file may unpack to so many times its size. Rows of text unpack to 3 to 20 times."""
-_ALWAYS_BYTES = 256 << 20
+ALWAYS_BYTES = 256 << 20
 """Every file may unpack to this size."""
 _FIRST_BYTES = {b"\x1f\x8b": ".gz", b"BZh": ".bz2", b"\xfd7zX": ".xz", b"\x28\xb5\x2f\xfd": ".zst"}
 JSON_LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*JSON_LINES, ".json", ".csv", ".tsv", ".parquet")
 """The suffixes of files that can be read."""
-_MOST_OF_A_LINE = 128 << 20
+MOST_OF_A_LINE = 128 << 20
 """The longest line of a file, in bytes, and the longest cell of a table, in characters."""
 _LIST_START = re.compile(r'\s*(\{\s*"data"\s*:\s*)?\[')
 _JSON_EXPECTED = 'Expected a list of rows, an object {"data": [rows]}, or one row per line. Correct the file.'
@@ -95,7 +95,7 @@ def opened(path: Path, label: str) -> Iterator[IO[bytes]]:
     try:
         with module.open(path, "rb") as file:
             _refuse_other_bytes(file, label)
-            yield BufferedReader(_Unpacked(file, max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size), label), 1 << 16)
+            yield BufferedReader(_Unpacked(file, max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size), label), 1 << 16)
     except (EOFError, OSError, zlib.error, *own) as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the system, not of the package
             raise _cannot_be_read(label, error) from error
@@ -120,7 +120,7 @@ class _Unpacked(RawIOBase):
         self._left -= count
         if self._left < 0:
             raise DataError(
-                f"{self._label} unpacks to more than {format_bytes(self._most)}, over {_MOST_RATIO} times its size. If "
+                f"{self._label} unpacks to more than {format_bytes(self._most)}, over {MOST_RATIO} times its size. If "
                 "its rows are what you expect, decompress it first."
             )
         return count
@@ -314,11 +314,11 @@ def _read_json_lines(path: Path, label: str) -> Iterator[RawRow]:
 def _lines(file: IO[AnyStr], label: str) -> Iterator[AnyStr]:
     """Yield the lines of a file. Raises DataError for a line that would fill the memory."""
     number = 0
-    while line := file.readline(_MOST_OF_A_LINE + 1):
+    while line := file.readline(MOST_OF_A_LINE + 1):
         number += 1
-        if len(line) > _MOST_OF_A_LINE:
+        if len(line) > MOST_OF_A_LINE:
             raise DataError(
-                f"{label}:{number}: the line has more than {_MOST_OF_A_LINE:,} characters, the most that are read. "
+                f"{label}:{number}: the line has more than {MOST_OF_A_LINE:,} characters, the most that are read. "
                 "Write each row on a line of its own, and cut longer texts."
             )
         yield line
@@ -404,7 +404,7 @@ def _read_csv(path: Path, label: str, separator: str | None) -> Iterator[RawRow]
     from finetune.data.tables import csv_rows  # few runs read a table
 
     with opened(path, label) as file, TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        rows = csv_rows(partial(_lines, text, label), label, suffix_of(path), separator, most=_MOST_OF_A_LINE)
+        rows = csv_rows(partial(_lines, text, label), label, suffix_of(path), separator, most=MOST_OF_A_LINE)
         for number, (row, problem) in enumerate(rows, start=1):
             yield RawRow(number, row, problem, is_table=problem is None)
 
@@ -415,6 +415,6 @@ def _read_parquet(path: Path, label: str) -> Iterator[RawRow]:
 
     if is_compressed(path):
         raise DataError(f"{label} is compressed, but a Parquet file is compressed inside. Decompress it.")
-    most = max(_ALWAYS_BYTES, _MOST_RATIO * path.stat().st_size)
-    too_much = f"it unpacks to more than {format_bytes(most)}, over {_MOST_RATIO} times its size"
+    most = max(ALWAYS_BYTES, MOST_RATIO * path.stat().st_size)
+    too_much = f"it unpacks to more than {format_bytes(most)}, over {MOST_RATIO} times its size"
     yield from (RawRow(*row) for row in enumerate(parquet_rows(path, label, most, too_much), start=1))

@@ -36,9 +36,9 @@ _Answer = TypeVar("_Answer")
 _SAME_IN_ALL_VERSIONS = {"name", "type", "size", "url", "mimetype", "partial", "time"}
 """Keys of fsspec's `info` that do not identify a version. `time` is the time of the last read (SFTP, SMB)."""
 _PIECE_BYTES = 1 << 20
-_ANSWER_SECONDS = 120.0
+REMOTE_SECONDS = 120.0
 """The longest that a server may take to answer a question, and to send one piece of a file."""
-_MOST_BYTES_WITHOUT_SIZE = 64 << 30
+MOST_BYTES_WITHOUT_SIZE = 64 << 30
 """The largest file for which the server does not announce a size."""
 
 
@@ -118,7 +118,7 @@ class RemoteRows:
         ):
             while piece := ask(self.key, self.address, lambda *_: _read_piece(remote)):
                 copy.write(piece)
-                if copy.tell() > (most := _MOST_BYTES_WITHOUT_SIZE if size is None else size):
+                if copy.tell() > (most := MOST_BYTES_WITHOUT_SIZE if size is None else size):
                     raise DataError(f"{self.label} has more than {most:,} bytes, the most that its server may send.")
             copied = copy.tell()
             if size is not None and copied != size:
@@ -165,7 +165,7 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
     try:
         files, path = fsspec.core.url_to_fs(address, **_http_options(address))
         return call_within(
-            _ANSWER_SECONDS,
+            REMOTE_SECONDS,
             lambda: question(files, path),
             name=f"reading {key}",
             is_to_stop=lambda: received_stop_signal() is not None,
@@ -175,7 +175,7 @@ def ask(key: str, address: str, question: Callable[[Any, str], _Answer]) -> _Ans
     except DeadlineExceededError:
         raise DataError(
             f"{subject}: the server has not sent an answer, or the next {format_bytes(_PIECE_BYTES)}, within "
-            f"{_ANSWER_SECONDS:g} s. Try again later, or copy the file here."
+            f"{REMOTE_SECONDS:g} s. Try again later, or copy the file here."
         ) from None
     except ImportError as error:
         fix = f"Run `{extra_command('http')}`" if address.startswith("http") else "Install it into this environment"

@@ -57,7 +57,8 @@ _MADE_UP = (
     "tool or environment was called"
 )
 _MOST_NAMED = 3
-_ROWS_AT_ONCE = 512
+ROWS_OF_A_BLOCK = 512
+"""Rows that are read, rendered and written before the next ones are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,8 +278,8 @@ def write_table(table: Path, rows: Rows, tokenizer: PreTrainedTokenizerBase, *, 
     with disk_failures_end_the_run("Writing", table, then="run the command again"), replacing(table) as file:
         schema = pyarrow.Table.from_pylist([*read(0)]).schema
         with (CSVWriter if is_csv else ParquetWriter)(file, schema) as writer:
-            for first in range(0, len(rows), _ROWS_AT_ONCE):
-                block = [row for index in range(first, min(len(rows), first + _ROWS_AT_ONCE)) for row in read(index)]
+            for first in range(0, len(rows), ROWS_OF_A_BLOCK):
+                block = [row for index in range(first, min(len(rows), first + ROWS_OF_A_BLOCK)) for row in read(index)]
                 writer.write(pyarrow.Table.from_pylist(block, schema))
 
 

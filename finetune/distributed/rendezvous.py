@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 REPORT_SECONDS = 30.0
 """How often a waiting rank logs who is missing."""
 _POLL_SECONDS = 0.05
-_MARGIN_SECONDS = 5.0
+MARGIN_SECONDS = 5.0
 """Added to the timeout when a rank waits for rank 0, which gives its verdict at the timeout."""
 _STORE_TIMEOUT = timedelta(seconds=10)
 _LEAVE_SECONDS = 10.0
@@ -202,7 +202,7 @@ class Rendezvous:
         def describe() -> str:
             return f"rank 0: {problem}"
 
-        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, describe):
+        for _ in self._polls(self.seconds_left + MARGIN_SECONDS, describe):
             patience = max(PROBE_SECONDS, min(self.seconds_left, _LONGEST_PROBE_SECONDS))
             store_problem = probe_store(host, port, patience)
             if store_problem is None:
@@ -210,7 +210,7 @@ class Rendezvous:
                     return TCPStore(host, port, size, timeout=_STORE_TIMEOUT, wait_for_workers=False)
             problem = store_problem or "the store answered too late"
             # torchrun's agent opens its store before it starts a worker. If the store refuses, the agent has ended.
-            if self._uses_agent_store and problem != NO_STORE and time.monotonic() - began >= _MARGIN_SECONDS:
+            if self._uses_agent_store and problem != NO_STORE and time.monotonic() - began >= MARGIN_SECONDS:
                 waited = round(time.monotonic() - began)
                 break
         error = RunFailedError if self._uses_agent_store else LaunchError
@@ -257,7 +257,7 @@ class Rendezvous:
 
     def _read(self, key: str, waits_for: Callable[[], str]) -> Any:
         """Wait for what rank 0 writes under a key."""
-        for _ in self._polls(self.seconds_left + _MARGIN_SECONDS, waits_for):
+        for _ in self._polls(self.seconds_left + MARGIN_SECONDS, waits_for):
             if self._ask("check", [key]):
                 return json.loads(self._ask("get", key))
         raise LaunchError(

@@ -80,7 +80,7 @@ WIDENED = PROCESSOR.widened_types(_CAPABILITY)
 FP8 = torch.float8_e4m3fn
 """The type of weights in fp8 (`finetune.engine.quantized`)."""
 
-_FEW_ROWS, _WORTH_COMPILING = 16, 2**24
+_FEW_ROWS, WORTH_COMPILING = 16, 2**24
 """oneDNN compiles a kernel for each new shape, which takes longer than a product with fewer multiplications. Products
 with few rows are those of generated tokens: their shapes recur."""
 _WORTH_WIDENING = 8
@@ -182,7 +182,7 @@ def _is_for_onednn(x: torch.Tensor, weight: torch.Tensor) -> bool:
         return True
     if ONEDNN is None or x.device.type != "cpu" or x.dtype != torch.float32 or not x.numel():
         return False
-    return len(x) < _FEW_ROWS or x.numel() * weight.shape[0] >= _WORTH_COMPILING
+    return len(x) < _FEW_ROWS or x.numel() * weight.shape[0] >= WORTH_COMPILING
 
 
 def _dense(weight: torch.Tensor) -> torch.Tensor:

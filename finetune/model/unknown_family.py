@@ -19,7 +19,7 @@ from finetune.model.shrunken import VOCABULARY, random_model, shrunken_config
 from finetune.units import name_first
 
 _log = logging.getLogger(__name__)
-_tried: dict[str, str] = {}
+tried_families: dict[str, str] = {}
 """The configuration of the last trial, by type of model."""
 _MOST_DIFFERENCE = 1e-5
 """Relative, in fp32: a tiny model amplifies roundings, and a part that is missing changes far more."""
@@ -58,9 +58,9 @@ def learn_family(model: Any) -> None:
     made again for another configuration, because that may choose other parts.
     """
     model_type, text = model.config.model_type, model.config.to_json_string()
-    if _tried.get(model_type) == text or not type(model).__module__.startswith("transformers.models."):
+    if tried_families.get(model_type) == text or not type(model).__module__.startswith("transformers.models."):
         return
-    _tried[model_type] = text
+    tried_families[model_type] = text
     FAMILIES.pop(model_type, None)
     if any(lacking_reasons(model.config)):
         return

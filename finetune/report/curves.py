@@ -175,25 +175,32 @@ def compile_charts(charts: Sequence[dict[str, Any]]) -> str | None:
     V8, which compiles them, ends its process if it may not reserve address space. So it runs in another one. None if
     that has ended: then nothing was compiled.
     """
-    request = json.dumps([_VEGA_LITE, not _vega, [chart["specifications"] for chart in charts]])
-    done = subprocess.run([sys.executable, "-P", "-c", _COMPILER], input=request.encode(), capture_output=True)
-    if done.returncode:
-        return None
-    script, specifications = json.loads(done.stdout)
-    for chart, compiled in zip(charts, specifications, strict=True):
-        chart["specifications"] = compiled
-    _vega.extend(script)
+    asked = [json.dumps(form) for chart in charts for form in chart["specifications"].values()]
+    missing = [form for form in dict.fromkeys(asked) if form not in _compiled]
+    if missing or not _vega:
+        request = json.dumps([_VEGA_LITE, not _vega, missing])
+        done = subprocess.run([sys.executable, "-P", "-c", _COMPILER], input=request.encode(), capture_output=True)
+        if done.returncode:
+            return None
+        script, compiled = json.loads(done.stdout)
+        _vega.extend(script)
+        _compiled.update(zip(missing, compiled, strict=True))
+    for chart in charts:
+        forms = chart["specifications"].items()
+        chart["specifications"] = {name: _compiled[json.dumps(form)] for name, form in forms}
     return _vega[0]
 
 
 _vega: list[str] = []
 """Vega's script, once a page needed it: making it takes a second. It brings an interpreter and needs no `eval`."""
+_compiled: dict[str, dict[str, Any]] = {}
+"""What each specification of a page became. Charts over the same steps often have the same one."""
 _COMPILER = """
 import json, sys, vl_convert
-version, needs_script, charts = json.load(sys.stdin)
-charts = [{form: vl_convert.vegalite_to_vega(chart[form], vl_version=version) for form in chart} for chart in charts]
+version, needs_script, forms = json.load(sys.stdin)
+compiled = [vl_convert.vegalite_to_vega(json.loads(form), vl_version=version) for form in forms]
 script = [vl_convert.javascript_bundle("window.finetuneVega = vegaEmbed;")] if needs_script else []
-json.dump([script, charts], sys.stdout)
+json.dump([script, compiled], sys.stdout)
 """
 _LABELS = {"labelColor": "var(--quiet)", "labelFontSize": 11, "labelPadding": 6}
 _CONFIG: dict[str, Any] = {

@@ -24,7 +24,7 @@ answer, of what follows it, of the second answer, and so on, and `texts` are the
 -log p. `calls` has the results after each answer that called something, and `has_end` says whether the last answer is
 whole and calls nothing. An answer has a `prompt` of its own if an environment added turns to the one of its row."""
 
-_MOST_BYTES = 1 << 30
+MOST_UNPACKED_BYTES = 1 << 30
 """A file from elsewhere may unpack to much more than it takes on the disk."""
 
 
@@ -50,9 +50,9 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
     path = folder.rollout(step)
     try:
         with open_regular(path) as packed, gzip.open(packed) as file:
-            text = file.read(_MOST_BYTES + 1)
-        if len(text) > _MOST_BYTES:
-            raise ValueError(f"it unpacks to more than {format_bytes(_MOST_BYTES)}")
+            text = file.read(MOST_UNPACKED_BYTES + 1)
+        if len(text) > MOST_UNPACKED_BYTES:
+            raise ValueError(f"it unpacks to more than {format_bytes(MOST_UNPACKED_BYTES)}")
         rollout = json.loads(text)
         if not isinstance(rollout, dict) or not isinstance(rollout.get("groups"), list):
             raise ValueError("it holds no rollout")

@@ -9,7 +9,7 @@ from finetune.errors import ConfigError
 
 def test_in_a_wheel_the_packages_own_folder_wins(tmp_path, monkeypatch):
     package = tmp_path / "finetune"
-    monkeypatch.setattr(config_files, "_PACKAGE", package)
+    monkeypatch.setattr(config_files, "PACKAGE", package)
     with pytest.raises(ConfigError, match=r"no configs/ folder\. Install"):
         shipped_folder("configs")
     (tmp_path / "configs").mkdir()
@@ -19,7 +19,7 @@ def test_in_a_wheel_the_packages_own_folder_wins(tmp_path, monkeypatch):
 
 
 def test_assets_by_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(config_files, "_PACKAGE", tmp_path)
+    monkeypatch.setattr(config_files, "PACKAGE", tmp_path)
     with pytest.raises(ConfigError, match="There is: nothing"):
         resolve_shipped("shipped:orders")
     for name in ("orders", "phi_tiny", "__pycache__", ".hidden"):

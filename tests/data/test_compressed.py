@@ -60,7 +60,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.json"])
 def test_a_file_that_unpacks_to_far_more_than_text_does_is_refused(tmp_path, monkeypatch, suffix, name):
-    monkeypatch.setattr(readers, "_ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "ALWAYS_BYTES", 1 << 20)
     row = {"a.json": '{"text": "%s"},', "a.csv": "a,%s\n"}.get(name, '{"text": "%s"}\n').encode() % (b"a" * 1000)
     start, end = {"a.json": (b"[", b"1]"), "a.csv": (b"prompt,completion\n", b"")}.get(name, (b"", b""))
     rows = file_rows(tmp_path / f"{name}{suffix}", COMPRESS[suffix](start + row * ((2 << 20) // len(row)) + end))
@@ -73,8 +73,8 @@ def test_a_parquet_file_that_unpacks_to_far_more_is_refused_by_its_sizes(tmp_pat
     file = tmp_path / "a.parquet"
     Dataset.from_list([{"prompt": "a" * (2 << 20), "completion": "b"}]).to_parquet(file)
     assert len(list(FileRows(file, "a.parquet").rows())) == 1
-    monkeypatch.setattr(readers, "_ALWAYS_BYTES", 1 << 20)
-    monkeypatch.setattr(readers, "_MOST_RATIO", 2)
+    monkeypatch.setattr(readers, "ALWAYS_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "MOST_RATIO", 2)
     with pytest.raises(
         DataError, match=r"a\.parquet cannot be read as parquet: ValueError: it unpacks to more than [\d.]+ MB"
     ):
@@ -83,7 +83,7 @@ def test_a_parquet_file_that_unpacks_to_far_more_is_refused_by_its_sizes(tmp_pat
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.gz"])
 def test_a_line_has_a_limit(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(readers, "_MOST_OF_A_LINE", 1000)
+    monkeypatch.setattr(readers, "MOST_OF_A_LINE", 1000)
     content = b"a,b\n" + b"x" * 2000 + b",y\n" if "csv" in name else b'{"text": "a"}\n"' + b"x" * 2000 + b'"\n'
     rows = file_rows(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
     with pytest.raises(DataError, match=rf"{name}:2: the line has more than 1,000 characters"):

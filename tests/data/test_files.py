@@ -190,7 +190,7 @@ def test_a_glob_that_never_ends_is_refused(make_section, put, tmp_path, monkeypa
     links = [tmp_path / "p" / name for name in ("one", "two")]
     for link in links:
         link.symlink_to(".")
-    monkeypatch.setattr(examples, "_SEARCH_SECONDS", 1)
+    monkeypatch.setattr(examples, "SEARCH_SECONDS", 1)
     with pytest.raises(DataError, match="1 s are not enough to look into them"):
         load_examples(make_section(path="p/**/*.jsonl"))
     for link in links:

@@ -135,7 +135,7 @@ GENEROUS_SECONDS = 30.0
 
 @pytest.mark.parametrize("name", SLOW)
 def test_a_server_that_is_too_slow_is_given_up(server, tmp_path, monkeypatch, name):
-    monkeypatch.setattr(remote, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(remote, "REMOTE_SECONDS", 0.5)
     server.answers["/rows.jsonl"] = SLOW[name]
     began = time.monotonic()
     with pytest.raises(DataError, match=r"has not sent an answer, or the next 1\.05 MB, within 0\.5 s"):
@@ -154,7 +154,7 @@ def test_what_a_server_declares_as_compressed_is_not_decompressed(server, tmp_pa
 
 
 def test_a_file_without_an_end_is_refused(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote, "_MOST_BYTES_WITHOUT_SIZE", 4 << 20)
+    monkeypatch.setattr(remote, "MOST_BYTES_WITHOUT_SIZE", 4 << 20)
 
     def endless(_):
         yield b"HTTP/1.1 200 OK\r\n\r\n"

@@ -45,7 +45,7 @@ DPO = PreferenceLoss("dpo", PreferenceSection())
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
-    return write_base(folder / "base"), write_rows(folder / "rows")
+    return write_base(folder / "base"), write_rows(folder / "rows", test=0)  # of which test_plan_evaluation.py has more
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ def test_few_layers_tell_what_many_take(device_type, loss_of, monkeypatch):
     extrapolated = forecast_step(model, microbatch, how).peak(need)
     assert len(model.get_base_model().get_decoder().layers) == 6  # as it was
     assert all(weight.is_meta for weight in model.parameters())
-    monkeypatch.setattr("finetune.training.memory.forecast._MORE", 6)
+    monkeypatch.setattr("finetune.training.memory.forecast.MORE_LAYERS", 6)
     whole = forecast_step(model, microbatch, how).peak(need)
     assert abs(extrapolated.total / whole.total - 1) < 0.005
     for part, size in whole.parts.items():

@@ -80,7 +80,7 @@ def presets() -> dict[str, ModelSection]:
 @pytest.mark.few(12)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_shipped_sizes_make_the_published_number_of_parameters(name):
-    published = published_sizes(presets()[name])
+    published = published_sizes(compose([f"model={name}"], complete=False).model)
     keys = published.as_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys))
@@ -140,7 +140,7 @@ def test_the_hubs_own_config_counts_and_a_difference_is_told(tmp_path, monkeypat
     (tmp_path / "model" / "config.json").write_text(json.dumps(keys))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(hub, "_answers", {})
+    monkeypatch.setattr(hub, "answers_heard", {})
     warn_once.cache_clear()
     with running_hub() as state:
         state.folders["microsoft/Phi-3-mini-4k-instruct"] = tmp_path / "model"

@@ -285,7 +285,7 @@ def test_a_conversation_with_tools_is_made_up_after_each_prompt(base: Path, tmp_
 
 
 def test_the_rows_of_a_split_are_written_for_another_trainer(words, tmp_path, monkeypatch):
-    monkeypatch.setattr("finetune.diagnose.preview._ROWS_AT_ONCE", 3)  # the split has four rows
+    monkeypatch.setattr("finetune.diagnose.preview.ROWS_OF_A_BLOCK", 3)  # the split has four rows
     config = load_config([*words, *TOLERANT])
     rows = encode_examples(load_examples(config.data), build_tokenizer(config.model), config.data).train
     seen = [

@@ -309,7 +309,7 @@ def who_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 @maker
 def rank_0_not_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
     port = free_port()
-    monkeypatch.setattr(rendezvous, "_MARGIN_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "MARGIN_SECONDS", 0.0)
     _set(monkeypatch, {**_SLURM, "SLURM_PROCID": "1", "SLURM_LOCALID": "1"})
     printed = printed_by(lambda: initialize_ddp(_ONE_SECOND, master_addr="localhost", master_port=port, device="cpu"))
     return put(printed, **{str(port): "29500", "within 1 s": "within 3600 s"})
@@ -403,7 +403,7 @@ def _read_from(address: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> P
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
     point_to(monkeypatch, address)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
-    monkeypatch.setattr(hub, "_answers", {})
+    monkeypatch.setattr(hub, "answers_heard", {})
     printed = printed_by(lambda: build_tokenizer(ModelSection(path="microsoft/Phi-4-mini-instruct")))
     return put(printed, **{str(folder): "/data/hf/hub", address: "https://huggingface.co"})
 

@@ -129,7 +129,7 @@ def _model(family: str, dtype: torch.dtype, adapter: dict[str, Any] | None, *, i
 def main(words: list[str]) -> None:
     """Compute every case, and write its name into the log before it."""
     torch.set_num_threads(1)
-    products._WORTH_COMPILING = 0  # these models are small, and not what is asked about
+    products.WORTH_COMPILING = 0  # these models are small, and not what is asked about
     libc, in_4_bits = ctypes.CDLL(None), "4-bits" in words
     for family in COMPUTED:
         for dtype in (torch.float32, torch.bfloat16):

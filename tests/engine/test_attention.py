@@ -334,4 +334,4 @@ def test_the_gradients_of_a_key_that_many_rows_take_are_added_up_before_they_are
     assert grad.dtype == torch.bfloat16
     assert grad[:, 0, 0].tolist() == [1.0, 1000.0, 1.0]  # sums in bf16 stop at 256
     wide = keys.detach().double().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: take_keys(x, index[:5]), [wide])
+    assert torch.autograd.gradcheck(lambda x: take_keys(x, index[:5]), [wide], fast_mode=True)

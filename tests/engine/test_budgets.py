@@ -298,7 +298,7 @@ def waits_of_a_step(
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", STEPS)
 def test_the_host_waits_once_in_a_step_and_not_in_a_micro_batch(device: FakeDevice, kind: str) -> None:
-    waits = waits_of_a_step(device, adapted(), number=3, **STEPS[kind])
+    waits = waits_of_a_step(device, adapted(), number=2, **STEPS[kind])
     assert waits == READ_ONCE
 
 
@@ -314,7 +314,7 @@ def test_one_of_several_ranks_waits_twice(device: FakeDevice, monkeypatch: pytes
     exchanged: list[str] = []
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group=None: exchanged.append(tensor.device.type))
     monkeypatch.setattr(Liveness, "let_device_finish", lambda _: device.waits.update(["let_device_finish"]))
-    waits = waits_of_a_step(device, adapted(), number=3, world_size=2, sharding=sharding)
+    waits = waits_of_a_step(device, adapted(), number=2, world_size=2, sharding=sharding)
     assert waits == {**READ_ONCE, "let_device_finish": 1}
     assert exchanged[-3:] == ["cpu", KIND, KIND], "counts, gradients, sums"
 

@@ -25,7 +25,7 @@ NO_PROMPTS = "testing.general_prompts=none"
 def shipped_words(folder: Path) -> list[str]:
     """Beside `quickstart`: a few of its rows and steps, below a folder."""
     own = [f"data.max_rows={NUM_ROWS}", "training.max_steps=4", "training.batch_size=6", "optim.warmup_steps=0"]
-    limits = ["training.precision=fp32", "testing.metrics=[exact_match]", "testing.max_new_tokens=24", NO_PROMPTS]
+    limits = ["training.precision=fp32", "testing.metrics=[exact_match]", "testing.max_new_tokens=12", NO_PROMPTS]
     return [*own, *limits, f"output_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
 
 

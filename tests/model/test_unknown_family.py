@@ -18,7 +18,7 @@ from tests.tiny_models import SIZES, WIDE_HEADS, build_tiny
 def families(monkeypatch):
     """The table, which forgets after the test what it has learned."""
     table = dict(decoder.FAMILIES)
-    monkeypatch.setattr(unknown_family, "_tried", {})
+    monkeypatch.setattr(unknown_family, "tried_families", {})
     for module in (decoder, unknown_family):
         monkeypatch.setattr(module, "FAMILIES", table)
     monkeypatch.setattr("finetune.engine.supported.FAMILIES", table)

@@ -3,6 +3,7 @@ import hashlib
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ from finetune.runs.durable import (
     replace_file,
 )
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 OLD = {"a.bin": b"old" * 50, "b.json": b"{}"}
 NEW = {"a.bin": b"new" * 70, "b.json": b'{"x": 1}', "empty": b""}
 
@@ -103,10 +105,19 @@ KILL = signal.SIGKILL
 FAULTS = [(False, KILL), (True, KILL), (False, errno.ENOSPC), (True, errno.EIO)]
 
 
+@pytest.mark.process
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("exists", "fault"), FAULTS)
 def test_a_fault_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exists, fault):
+    """In an interpreter without torch: it forks dozens of times, a tenth of a second each in a large process."""
+    call = f"from tests.runs.test_durable import *; strike_everywhere({str(tmp_path)!r}, {exists}, {int(fault)})"
+    done = subprocess.run([sys.executable, "-c", call], cwd=REPOSITORY, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "struck everywhere\n"), done.stderr
+
+
+def strike_everywhere(folder: str, exists: bool, fault: int) -> None:
     """A kill, or an error of the disk. Only a kill may leave temporary files, and any start clears them away."""
+    tmp_path = Path(folder)
     for points in itertools.count(1):
         place = tmp_path / f"{points}"
         place.mkdir()
@@ -115,7 +126,7 @@ def test_a_fault_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exi
 
         def save(number=points, place=place):
             def strike() -> None:
-                if fault is KILL:
+                if fault == KILL:
                     os.kill(os.getpid(), KILL)
                 raise OSError(fault, os.strerror(fault), str(place))
 
@@ -128,7 +139,7 @@ def test_a_fault_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exi
             return 0 if len(seen) < number else 5
 
         status = in_child(save)
-        assert status in ((0, -KILL) if fault is KILL else (0, 3))
+        assert status in ((0, -KILL) if fault == KILL else (0, 3))
         is_new = (place / "x").is_dir() and content(place / "x") == NEW
         if status == 3 and not is_new:
             assert sorted(path.name for path in place.iterdir()) == ["x"] * exists
@@ -141,6 +152,7 @@ def test_a_fault_at_any_operation_leaves_the_old_or_the_new_folder(tmp_path, exi
             break
     assert points > (28 if exists else 20)
     assert is_new
+    print("struck everywhere")
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

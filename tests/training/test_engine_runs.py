@@ -70,7 +70,7 @@ def train(inputs: Path, run: Path, base: str, *words: str):
             *(f"model.path={inputs / base}", f"data.path={inputs}", f"data.cache_dir={inputs / 'cache'}"),
             *(f"output_dir={run}", "lora.r=2", "training.precision=fp32", "training.device=cpu"),
             *("training.batch_size=3", "training.global_batch_size=8", "training.max_steps=5"),
-            *("optim.learning_rate=2e-2", *words),
+            *("optim.learning_rate=2e-2", "testing.num_samples=0", "testing.general_prompts=none", *words),
         ]
     )
 

@@ -27,7 +27,7 @@ def rows(tmp_path_factory) -> Path:
 
 
 def words(rows: Path, folder: Path, *more: str) -> list[str]:
-    short = ["training.max_steps=2", "optim.warmup_steps=0", "testing.num_samples=0"]
+    short = ["training.max_steps=2", "optim.warmup_steps=0", "testing.num_samples=0", "testing.general_prompts=none"]
     return ["model=phi_tiny", f"data={rows}", f"data.cache_dir={rows.parent}", f"output_dir={folder}", *short, *more]
 
 

@@ -50,6 +50,7 @@ def words_for(inputs, run):
         *("optim.learning_rate=1e-2", "training.device=cpu", "training.precision=fp32"),
         *("training.global_batch_size=8", "training.batch_size=3", "training.max_steps=5"),
         *("checkpoint.save_total_limit=9", "testing.num_samples=1", "testing.max_new_tokens=3"),
+        "testing.general_prompts=none",
     ]
 
 

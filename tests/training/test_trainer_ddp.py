@@ -29,7 +29,7 @@ def config(inputs, tmp_path):
         "lora": {"r": 2},
         "optim.learning_rate": 1e-2,
         "training": {"device": "cpu", "precision": "fp32", "global_batch_size": 8, "batch_size": 4, "max_steps": 5},
-        "testing": {"num_samples": 1, "max_new_tokens": 3},
+        "testing": {"num_samples": 1, "max_new_tokens": 3, "general_prompts": "none"},
     }
 
 

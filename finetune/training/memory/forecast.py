@@ -49,7 +49,7 @@ _IN_PASS: tuple[Part, ...] = ("activations", "logits", "workspace")
 _AT_ONCE = 2
 """The number of layers that are gathered at the same time: the current layer, and the next one, gathered ahead."""
 
-_FEW, _MORE = 2, 3
+FEW_LAYERS, MORE_LAYERS = 2, 3
 """Layers of the two models that are run."""
 CANNOT_TRACE = (RuntimeError, NotImplementedError, AttributeError, TypeError)
 """The errors of `forecast_step` if a model's own forward does not run on tensors without data."""
@@ -349,11 +349,11 @@ def trace_deep(model: torch.nn.Module, trace_layers: Callable[[], Phases]) -> Ph
     layers = name_of_layers(decoder)
     every: torch.nn.ModuleList = getattr(decoder, layers)
     depth = len(every)
-    if depth <= _MORE or not _are_layers_alike(model):
+    if depth <= MORE_LAYERS or not _are_layers_alike(model):
         return trace_layers()
     traced: list[Phases] = []
     try:
-        for number in (_FEW, _MORE):
+        for number in (FEW_LAYERS, MORE_LAYERS):
             setattr(decoder, layers, torch.nn.ModuleList([*every[: number - 1], every[-1]]))
             traced.append(trace_layers())
     finally:
@@ -361,7 +361,7 @@ def trace_deep(model: torch.nn.Module, trace_layers: Callable[[], Phases]) -> Ph
     few, more = traced
     return {
         when: {
-            part: few[when].get(part, 0) + (depth - _FEW) * (more[when].get(part, 0) - few[when].get(part, 0))
+            part: few[when].get(part, 0) + (depth - FEW_LAYERS) * (more[when].get(part, 0) - few[when].get(part, 0))
             for part in PARTS
             if part in few[when] or part in more[when]
         }

@@ -348,7 +348,7 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
     folder = RunFolder(tmp_path)
     recorded_rollouts.write_rollout(folder, {"step": 1, "groups": []})
     assert recorded_rollouts.read_rollout(folder, 1) == {"step": 1, "groups": []}
-    monkeypatch.setattr(recorded_rollouts, "_MOST_BYTES", 10)
+    monkeypatch.setattr(recorded_rollouts, "MOST_UNPACKED_BYTES", 10)
     with pytest.raises(CheckpointError, match=r"unpacks to more than 10 B\. Step 1 learns from it"):
         recorded_rollouts.read_rollout(folder, 1)
 
