@@ -6,6 +6,7 @@ src/ggml-quants.c (`quantize_row_q8_0_ref`).
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -79,9 +80,15 @@ def measure_rounding(model: Any, vectors: Vectors, file_type: int) -> float:
     bare_model(model).set_experts_implementation("eager")  # other implementations do not call `linear`
     model.eval()
 
+    options: dict[str, Any] = {"input_ids": prompts, "use_cache": False}
+    if "logits_to_keep" in inspect.signature(bare_model(model).forward).parameters:  # one list for all rows
+        kept = sorted({place for _, place in places})
+        places = [(row, kept.index(place)) for row, place in places]
+        options["logits_to_keep"] = torch.tensor(kept)
+
     def logits() -> torch.Tensor:  # attention is causal, so the padding at the ends changes nothing
-        all_positions: torch.Tensor = model(input_ids=prompts, use_cache=False).logits
-        return all_positions[tuple(zip(*places, strict=True))]
+        computed: torch.Tensor = model(**options).logits
+        return computed[tuple(zip(*places, strict=True))]
 
     with torch.no_grad(), weights_in_fp32(model):
         own = logits()

@@ -75,12 +75,13 @@ def compare_logits(served: torch.Tensor, expected: torch.Tensor, base: torch.Ten
         infinite = dict.fromkeys(("max_abs", "relative", "most_relative"), math.inf)
         return LogitDifference(**infinite, same_greedy=0.0, num_positions=0)
     trained = centred(expected)
-    error = (centred(served) - trained).norm()
+    errors, sizes = (centred(served) - trained).norm(dim=-1), trained.norm(dim=-1)
+    error = errors.norm()
     effect = 0.0 if base is None else float((trained - centred(base)).norm())
     return LogitDifference(
         max_abs=float((served - expected).abs().max()),
-        relative=float(error / trained.norm().clamp_min(_SMALLEST_NORM)),
-        most_relative=float(relative_by_position(served, expected).max()),
+        relative=float(error / sizes.norm().clamp_min(_SMALLEST_NORM)),
+        most_relative=float(_relative(errors, sizes).max()),
         same_greedy=float((served.argmax(dim=-1) == expected.argmax(dim=-1)).double().mean()),
         num_positions=len(expected),
         lost=float(error) / effect if effect else None,
@@ -96,8 +97,11 @@ def centred(logits: torch.Tensor) -> torch.Tensor:
 def relative_by_position(served: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the relative difference of logits (positions, vocabulary) at each position; infinite for not a number."""
     trained = centred(expected)
-    relative = (centred(served) - trained).norm(dim=-1) / trained.norm(dim=-1).clamp_min(_SMALLEST_NORM)
-    return torch.nan_to_num(relative, nan=torch.inf)
+    return _relative((centred(served) - trained).norm(dim=-1), trained.norm(dim=-1))
+
+
+def _relative(errors: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    return torch.nan_to_num(errors / sizes.clamp_min(_SMALLEST_NORM), nan=torch.inf)
 
 
 VECTORS_FILE, LOGITS_FILE = "test_vectors.json", "test_vectors.npy"

@@ -294,6 +294,8 @@ def test_the_predicted_memory_of_a_step_is_the_measured_one(tmp_path, dtype):
     peak = forecast_step(copy_without_data(model), packed, how).peak(OptimizerNeed(0, 0))
     predicted = peak.total - peak.parts["weights"] - peak.parts["adapter"]
     assert predicted == pytest.approx(measured, rel=0.05)
+    if dtype != torch.float32:
+        return  # the choice below computes in its own type
     tight = choice_of(config_of("training.global_batch_size=512"), device_type="cuda", room=measured, model=model)
     assert tight.why.startswith("a step needs at most")
     assert 60 < tight.max_tokens < MOST_TOKENS
@@ -392,7 +394,7 @@ def train_on_cpu(words):
 
 
 @needs_bitsandbytes
-@pytest.mark.slow
+@pytest.mark.warm
 def test_a_base_in_four_bits_is_shared_out(inputs, tmp_path):
     """In the engine, which reads the bits, and in the model's own forward, which calls bitsandbytes' layers."""
     cases = [Case(2, words=words) for words in ((), (REFERENCE, "training.precision=fp16"), (CHECKPOINTED,))]
@@ -418,6 +420,7 @@ def test_missing_weights_are_refused(inputs, tmp_path):
 
 
 @needs_bitsandbytes
+@pytest.mark.warm
 def test_what_merging_changes_is_measured_and_the_trained_base_can_be_merged_into(inputs, tmp_path):
     """Merged into the dequantized base, the adapter has the loss that it was trained to; merged into the base, not."""
     run = tmp_path / "run"

@@ -18,13 +18,14 @@ from tests.tiny_training import events
 
 pytestmark = pytest.mark.process
 
-NUM_STEPS = 40
-NUM_TESTED = 32
+NUM_STEPS = 20
+NUM_TESTED = 16
+NUM_REPEATED = 4
 MAX_NEW_TOKENS = 96
 
 
 def finetune(*words: str | Path) -> str:
-    """`finetune WORDS…` in a process of its own, whose memory is measured; its output."""
+    """`finetune WORDS…` in a process of its own, whose memory is measured or is part of a plan; its output."""
     done = run_command([sys.executable, "-m", "finetune", *words], limit_seconds=900)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -45,14 +46,13 @@ def words(real_model, tmp_path_factory):
         *(f"data.cache_dir={folder / 'cache'}", f"output_dir={folder / 'run'}", "training.batch_size=4"),
         *(f"training.max_steps={NUM_STEPS}", "lora.r=16", "lora.alpha=32", "optim.learning_rate=2e-3"),
         *("optim.schedule=cosine", "optim.warmup_steps=4", "testing.compare_base=false"),
-        *("testing.metrics=[exact_match,json_valid]", f"testing.num_samples={NUM_TESTED}"),
+        *("testing.general_prompts=none", "testing.metrics=[json_valid]", f"testing.num_samples={NUM_TESTED}"),
         f"testing.max_new_tokens={MAX_NEW_TOKENS}",
     ]
 
 
 @pytest.fixture(scope="module")
 def run(words):
-    """A run of 40 steps."""
     finetune("train", *words)
     return Path(next(word for word in words if word.startswith("output_dir=")).partition("=")[2])
 
@@ -72,8 +72,25 @@ def merged(run):
 def test_it_learns_the_orders(run, result):
     scores = result["test_tuned"]
     print(f"{scores}; {events(run, 'resources')[-1]['tokens_per_second']:.0f} tokens per second")
-    assert scores["exact_match"] >= 1 / 3  # without training, no answer is JSON
-    assert scores["json_valid"] >= 0.9
+    assert scores["json_valid"] >= 0.9  # without training, no answer is JSON
+    # Values that an order names, since null is often right. Whole orders would be a coarser measure: few are right.
+    right = [
+        read_object(answer["tuned"]).get(key) == value
+        for answer in result["answers"]
+        for key, value in json.loads(answer["expected"]).items()
+        if value is not None
+    ]
+    print(f"{sum(right)} of {len(right)} values of {NUM_TESTED} orders")
+    assert len(right) >= 4 * NUM_TESTED
+    assert sum(right) >= 3 / 4 * len(right)
+
+
+def read_object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def test_the_plan_predicts_its_memory(run, words):
@@ -85,16 +102,18 @@ def test_the_plan_predicts_its_memory(run, words):
     assert 0.9 * planned < measured < 1.2 * planned
 
 
+@pytest.mark.warm
 def test_the_merged_model_is_verified(run, merged):
     assert record("verify", merged)["verdict"] == "same"
 
 
+@pytest.mark.warm
 def test_transformers_generates_the_same_answers(result, merged):
     """The answers of the test phase, by the adapter in the engine, against `generate` of the merged model."""
     model = AutoModelForCausalLM.from_pretrained(merged, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(merged)
     rows = (merged.parent / "rows/test.jsonl").read_text(encoding="utf-8").splitlines()
-    for row, answer in list(zip(rows, result["answers"], strict=True))[:8]:
+    for row, answer in list(zip(rows, result["answers"], strict=True))[:NUM_REPEATED]:
         prompt = tokenizer.apply_chat_template(
             json.loads(row)["messages"][:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
