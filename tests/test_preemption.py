@@ -222,7 +222,7 @@ def while_it_tests(play):
 def ctrl_c_twice_stops_at_once(play):
     """Its first step has so many micro-batches that both come in it. Three in a second count once."""
     rows = f"data.path={play.inputs / 'long_step'}"
-    many = ("training.batch_size=1", "training.global_batch_size=6000", "training.num_workers=0")
+    many = ("training.batch_size=1", "training.global_batch_size=2500", "training.num_workers=0")
     play.start("alone", rows, *many, is_itself=True)
     play.wait_for_text("Starting training...")
     time.sleep(1.0)
@@ -244,9 +244,9 @@ def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inputs")
     write_base(folder / "tokenizer")
     write_rows(folder / "rows", train=40, validation=4, test=0)
-    write_rows(folder / "many", train=40, validation=5_000, test=0)
-    write_rows(folder / "long_step", train=6000, validation=0, test=0)
-    write_rows(folder / "long_test", train=8, validation=0, test=2_000)
+    write_rows(folder / "many", train=40, validation=3_000, test=0)
+    write_rows(folder / "long_step", train=2500, validation=0, test=0)
+    write_rows(folder / "long_test", train=8, validation=0, test=1_000)
     return folder
 
 

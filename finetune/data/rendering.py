@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -19,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
-from math import ceil
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -284,7 +284,7 @@ def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[.
     request = json.loads(content)
     connection.send_bytes(json.dumps([[], None]).encode())  # it has begun
     if "patterns" in request:
-        _limit_seconds(ceil(time.process_time()) + request["seconds"])
+        _limit_seconds(request["seconds"])
         connection.send_bytes(json.dumps([[[True, json.dumps(_match(request))]], None]).encode())
         return
     conversations, template = request["conversations"], request["template"]
@@ -296,7 +296,7 @@ def _answer(connection: Connection[Any, Any], content: bytes, render: Callable[.
         if time.monotonic() - answered > _ANSWER_EVERY_SECONDS:
             connection.send_bytes(json.dumps([rendered, None]).encode())
             rendered, answered = [], time.monotonic()
-            _limit_seconds(ceil(time.process_time()) + ROW_SECONDS)
+            _limit_seconds(ROW_SECONDS)
         try:
             rendered.append(_attempt(partial(render, [conversation], chat_template=template, **settings)))
         except MemoryError:
@@ -319,12 +319,10 @@ def _limit_memory(num_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, most))
 
 
-def _limit_seconds(seconds: int) -> None:
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        _, most = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
+def _limit_seconds(seconds: float) -> None:
+    """Let this process end, in the middle of C code too, once it has taken so much more processor time."""
+    with suppress(AttributeError):  # a system without such a timer
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 if __name__ == "__main__":

@@ -354,10 +354,10 @@ def irregular_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
 
 @maker
 def slow_pattern(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Printed:
-    monkeypatch.setattr(rendering, "MATCH_SECONDS", 1)
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 0.2)
     names, pattern = [f"model.layers.{number}.self_attn.qkv_proj" for number in range(4)], r"(\w+\.?)+!"
     printed = printed_by(lambda: rendering.match_patterns([pattern], names, name="lora.target_modules"))
-    return put(printed, **{"longer than 1 s": "longer than 2 s"})
+    return put(printed, **{"longer than 0.2 s": "longer than 2 s"})
 
 
 @maker

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow]
 
 _SECONDS = 240.0
 _MARK = "FINETUNE_TEST_SWEEP"
-WORDS = ("optim.learning_rate=8e-3", "checkpoint.save_every=5")
+WORDS = ("optim.learning_rate=8e-3", "checkpoint.save_every=5", "validation.validate_every=15")
 WITH_LITTLE_PATIENCE = """
 import sys
 from finetune.cli import main
@@ -42,6 +42,18 @@ def wait_until(is_so: Callable[[], object], process: subprocess.Popen[str]) -> N
         assert time.monotonic() < end
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
+
+
+def holder_of(folder: Path) -> psutil.Process:
+    """The process that trains in a folder."""
+
+    def holds_it(process: psutil.Process) -> bool:
+        try:
+            return str(folder / ".lock") in {file.path for file in process.open_files()}
+        except psutil.Error:
+            return False
+
+    return next(filter(holds_it, psutil.process_iter()))
 
 
 def is_training(trial: Path) -> Callable[[], bool]:
@@ -100,9 +112,14 @@ def test_a_second_ctrl_c_ends_the_trial_at_once(tmp_path):
         [sys.executable, "-c", WITH_LITTLE_PATIENCE, *sweep(folder, "seed=1,2", steps=100_000)[3:]],
         variables={_MARK: str(tmp_path)},
     )
-    wait_until((folder / "trial-001/metrics.jsonl").exists, started)
-    trial = next(each for each in alive_with(_MARK, str(tmp_path)) if "train" in each.cmdline())
-    trial.suspend()  # it cannot finish its step
+    trials: list[psutil.Process] = []
+
+    def has_begun() -> bool:
+        trials[:] = [each for each in alive_with(_MARK, str(tmp_path)) if "train" in each.cmdline()]
+        return bool(trials)
+
+    wait_until(has_begun, started)
+    trials[0].suspend()  # it ends by no signal but SIGKILL, wherever it is
     started.send_signal(signal.SIGINT)
     time.sleep(1.5)
     started.send_signal(signal.SIGINT)
@@ -136,7 +153,10 @@ def test_a_trial_that_another_process_runs_is_left_to_it(tmp_path):
     words = sweep(folder, steps="100000,2")
     first = start_command([*words, "--only", "1"])
     wait_until(is_training(folder / "trial-001"), first)
+    trial = holder_of(folder / "trial-001")
+    trial.suspend()  # it still runs, and takes no time
     second = run_command(words)
+    trial.resume()
     assert status_of(folder / "trial-001") == "running"
     first.terminate()
     output, _ = first.communicate(timeout=_SECONDS)

@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> None:
     result = finetune.train(
         model="phi_tiny",
         data=ROWS,
-        overrides=[*overrides, *SHORT],
+        overrides=["testing.general_prompts=none", *overrides, *SHORT],
         callbacks=[watch],
         metrics={"length": length},
         loss=hungry if experiment == "no address space" else smoothed,

@@ -32,7 +32,7 @@ from tests.training.own_code import ROWS, length, smoothed
 
 SCRIPT = Path(__file__).with_name("own_code.py")
 SETTINGS = {"training.max_steps": 2, "training.batch_size": 8, "testing.num_samples": 0, "training.device": "cpu"}
-SETTINGS |= {"testing.max_new_tokens": 8, "validation.max_new_tokens": 8}
+SETTINGS |= {"testing.max_new_tokens": 8, "validation.max_new_tokens": 8, "testing.general_prompts": "none"}
 
 
 def record(run):

@@ -30,12 +30,14 @@ def number_in(data):
 
 words = sys.argv[1:]
 asked = words[1:] if words[:1] == ["-u"] else words  # as torchrun starts its workers
-# As a sweep or a rehearsal starts its commands, a search what computes elsewhere, a comparison a server, and an export
-# what reads or writes models.
-_MODULES = "finetune finetune.replay.trace onnxruntime_genai.models.builder vllm.entrypoints.openai.api_server".split()
-if words[:2] == ["-P", "-m"] and words[2] in _MODULES:
-    asked = words[1:]
-if words[:1] == ["-P"] and words[1].endswith(("/plain_reload.py", "/export/compressor.py")):
+# As a sweep or a rehearsal starts its commands, a search what computes elsewhere, a comparison a server, an export what
+# reads or writes models, and a run its helpers.
+_MODULES = """
+    finetune finetune.data.parallel finetune.data.rendering finetune.replay.trace
+    finetune.training.rewards.tool_process onnxruntime_genai.models.builder vllm.entrypoints.openai.api_server
+""".split()
+_SCRIPTS = ("/plain_reload.py", "/export/compressor.py")
+if words[:1] == ["-P"] and (words[1].endswith(_SCRIPTS) or (words[1] == "-m" and words[2] in _MODULES)):
     asked = words[1:]
 is_other = not asked or (asked[0].startswith("-") and asked[0] != "-m")
 found = [int(fd) for fd in os.listdir("/proc/self/fd")]  # noqa: PTH208 (importing pathlib takes longer)

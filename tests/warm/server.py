@@ -27,6 +27,7 @@ import struct
 import sys
 import threading
 import warnings
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ def main(address: str, program: str, *modules: str) -> None:
         conversions.get_checkpoint_conversion_mapping("phi3")  # makes those of all models: a fifth of a short run
         importlib.import_module("finetune.config.render").schema_text()  # each run writes this text, always the same
         _know_the_modules_of_frames()
+        _leave_the_ends_of_imports_out()
     multiprocessing.set_executable(program)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
@@ -145,6 +147,17 @@ def _know_the_modules_of_frames() -> None:
     """
     inspect.stack()
     inspect.modulesbyfile |= {"<frozen runpy>": "runpy", __file__: "tests.warm.server"}
+
+
+def _leave_the_ends_of_imports_out() -> None:
+    """A fork that does nothing would spend two thirds of its time on them.
+
+    They take down the operators of torch, and put together times of torch.compile that nobody reads.
+    """
+    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]
+        finalizer.atexit = False
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+        atexit.unregister(dynamo.dump_compile_times)
 
 
 def _receive(connection: socket.socket) -> tuple[Any, dict[int, int]] | None:
@@ -279,6 +292,8 @@ def _run(words: list[str]) -> int:
         sys.path.insert(0, first)
     if words[0] == "-m":
         sys.argv = words[1:]
+        # A module that the server has imported is none that this process has.
+        warnings.filterwarnings("ignore", ".* found in sys.modules after import", RuntimeWarning)
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = words

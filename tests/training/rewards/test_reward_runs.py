@@ -284,8 +284,13 @@ def test_a_function_in_a_file_is_found_when_the_run_resumes_and_not_needed_after
 @pytest.mark.slow
 def test_a_function_that_holds_the_interpreters_lock_is_ended_in_time(inputs, tmp_path):
     """No thread of the process runs meanwhile: neither a deadline in Python nor SIGTERM would end it."""
+    # It waits for a lock of C that it has already, which no signal but SIGKILL ends, and takes no processor time.
+    waits = (
+        "lock, both = ctypes.create_string_buffer(64), ctypes.PyDLL(None).pthread_mutex_lock; both(lock); both(lock)"
+    )
+    holds = waits if sys.platform == "linux" else "sum(range(10**15))"
     (tmp_path / "rewards_of_a_test.py").write_text(
-        "def counts(completions, **columns):\n    sum(range(10**15))\n    return [0.0] * len(completions)\n"
+        f"import ctypes\ndef counts(completions, **columns):\n    {holds}\n    return [0.0] * len(completions)\n"
     )
     function = "rewards_of_a_test.counts"
     own = ["reward.functions_from=rewards_of_a_test", "reward.pattern=null"]
