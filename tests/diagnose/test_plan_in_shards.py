@@ -144,6 +144,18 @@ def test_the_plan_of_a_sharded_run_is_that_of_its_shards():
 
 
 @pytest.mark.slow
+def test_a_model_that_is_small_beside_its_activations_is_not_planned_in_shards(capsys):
+    words = ["model=phi_tiny", "training.batch_size=16"]
+    found = make_plan(compose(words, needs_data=False), read_device("Small 4GB"))
+    assert found.in_shards == [(1, found.needed, True)]
+    show_plan(found, Console())
+    assert "they save next to nothing, as weights take little" in " ".join(capsys.readouterr().out.split())
+    sharded = [*words, "parallel.sharding=fsdp2", "parallel.world_size=4"]
+    asked = make_plan(compose(sharded, needs_data=False), read_device("Small 4GB"))
+    assert [need.shards for need in asked.in_shards] == list(SHARDS), "a run that asks for shards hears of all"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["parallel.gradient_sync=ddp", "optim.optimizer=torch.optim.Adafactor"])
 def test_what_cannot_be_sharded_has_no_figures(word):
     assert plan("task=finetune_full", word).in_shards == []
