@@ -63,6 +63,15 @@ def test_a_template_that_takes_too_long_is_stopped(what: str, monkeypatch: pytes
     assert start.call_count <= 1, "it is not tried again, and the next template may need a new process"
 
 
+@pytest.mark.slow
+def test_each_request_has_the_whole_time_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process answers all of them. Together they take more than one of them may."""
+    monkeypatch.setattr(rendering, "MATCH_SECONDS", 0.5)
+    names = [f"model.layers.{number}.self_attn.o_proj" for number in range(20_000)]
+    for _ in range(100):
+        assert all(rendering.match_patterns([r".*\.o_proj"], names, name="lora.target_modules")[0])
+
+
 def test_a_refusal_is_of_one_row() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% if messages[0].content == 'no' %}{{ raise_exception('why') }}{% endif %}yes"
