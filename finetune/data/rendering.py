@@ -321,7 +321,7 @@ def _limit_memory(num_bytes: int) -> None:
 
 def _limit_seconds(seconds: float) -> None:
     """Let this process end, in the middle of C code too, once it has taken so much more processor time."""
-    with suppress(AttributeError):  # a system without such a timer
+    with suppress(AttributeError):  # Windows has no such timer
         signal.signal(signal.SIGPROF, signal.SIG_DFL)  # a parent that ignores it has its children ignore it
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
