@@ -79,7 +79,7 @@ def stop_signals_go_to(
 ) -> Iterator[None]:
     """Within the block, handle the signals that the program does not handle itself. In the main thread only."""
     before = {number: signal.getsignal(number) for number in signals}
-    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    defaults = (signal.SIG_DFL, signal.default_int_handler, raise_at_once)
     handled = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
     for number in handled:
         signal.signal(number, handler)

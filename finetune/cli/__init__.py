@@ -88,7 +88,7 @@ def _end(error: BaseException) -> NoReturn:
         _say_how_to_resume("\nfinetune: stopped")
         _leave(EXIT_INTERRUPTED)
     if isinstance(error, Terminated):
-        _say_how_to_resume("finetune: ended by SIGTERM")
+        _say_how_to_resume(f"finetune: ended {error}")
         _leave(Terminated.exit_code)
     if isinstance(error, BrokenPipeError):  # the reader of stdout has seen enough; typer ends other writes the same way
         _leave(EXIT_BUG)

@@ -171,7 +171,7 @@ class ChatSession:
 
     def _answer_last_turn(self) -> None:
         try:
-            ids = self._generator.encode(self._conversation.as_prompt())
+            ids = self._generator.encode_whole(self._conversation.as_prompt())
             if self._compare:
                 self._answer("base", ids)
             answer = self._answer("tuned", ids)

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from finetune import __version__
+from finetune.signals import raise_at_once, stop_signals_go_to
 from finetune.terminal import say
 
 
@@ -196,9 +197,10 @@ class _Command(TyperCommand):
     """A command whose function may return an exit code."""
 
     def invoke(self, ctx: Any) -> None:
-        """Call the function, and exit with the code that it returns, if it returns one."""
-        if code := super().invoke(ctx):
-            ctx.exit(code)
+        """Call the function, and exit with its code. Stop signals raise in it, so that it removes temporary files."""
+        with stop_signals_go_to(raise_at_once):
+            if code := super().invoke(ctx):
+                ctx.exit(code)
 
 
 class _TakesOverrides(_Command):

@@ -15,7 +15,6 @@ from finetune.cli.overrides import config_from_overrides
 from finetune.cli.run_options import JsonOption, refuse_several_processes
 from finetune.errors import ConfigError, RunFailedError
 from finetune.logs import configure_logs, importing
-from finetune.signals import raise_at_once, stop_signals_go_to
 from finetune.terminal import print_json, say, visible
 from finetune.units import counted
 
@@ -61,7 +60,7 @@ def _prove(name: str, overrides: list[str], *, as_json: bool) -> int:
 
     config, source = find_family(name)
     folders = TemporaryDirectory(prefix="finetune-doctor-")
-    with stop_signals_go_to(raise_at_once), errors_of_transformers_only(), folders as folder:
+    with errors_of_transformers_only(), folders as folder:
         proof = FamilyProof(config, Path(folder), show=lambda result: None if as_json else _show(result))
         record = proof.as_record()
         if not as_json:

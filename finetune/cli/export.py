@@ -27,7 +27,6 @@ from finetune.cli.run_options import (
 )
 from finetune.errors import ConfigError, RequirementError, RunFailedError
 from finetune.logs import configure_logs, importing, waiting
-from finetune.signals import raise_at_once, stop_signals_go_to
 from finetune.terminal import fold, print_table, say
 from finetune.units import counted, format_bytes
 
@@ -286,13 +285,16 @@ def gguf_command(
     with importing():
         from finetune.export.compress import find_quantizer
         from finetune.export.gguf import Gguf, export_model, find_converter
+        from finetune.export.gguf_tokens import refuse_other_tokenizer
         from finetune.export.ollama import modelfile as text_of_modelfile
         from finetune.model.tokens import build_run_tokenizer
 
     run = _run_of(source, settings, is_needed=imatrix is not None)
     converter = find_converter(llama_cpp, os.environ)
-    if run is not None and modelfile:  # refuse a chat template before minutes of merging
-        text_of_modelfile(build_run_tokenizer(run.config), "./model.gguf", [])
+    if run is not None:  # refuse a tokenizer or a chat template before minutes of merging
+        refuse_other_tokenizer(tokenizer := build_run_tokenizer(run.config))
+        if modelfile:
+            text_of_modelfile(tokenizer, "./model.gguf", [])
     quantizer = find_quantizer(converter.parent, run, imatrix) if weight_type in _QUANTIZED else None
     gguf = Gguf(
         converter=converter,
@@ -315,7 +317,7 @@ def lora_command(
     ] = "auto",
     adapter_only: Annotated[bool, typer.Option("--adapter-only", help="Leave out the base.")] = False,
     llama_cpp: LlamaCppOption = None,
-    base: Annotated[Path | None, typer.Option(help="The base's folder. Default: the base of the run.")] = None,
+    base: BaseOption = None,
     allow_differences: AllowDifferencesOption = False,
     modelfile: ModelfileOption = True,
     settings: SetOption = None,
@@ -327,9 +329,9 @@ def lora_command(
         from finetune.export.gguf_lora import export_lora
         from finetune.inference.finished_run import find_run
 
-    run = find_run(run_folder, settings or [], is_alone=True)
+    run = find_run(run_folder, settings or [], base=base, is_alone=True)
     converter = find_converter(llama_cpp, os.environ)
-    gguf = Gguf(converter=converter, weight_type=weight_type, base=base, allows_differences=allow_differences)
+    gguf = Gguf(converter=converter, weight_type=weight_type, allows_differences=allow_differences)
     with waiting(f"exporting to {out}"):
         exported = export_lora(run, out, gguf=gguf, with_base=not adapter_only, with_modelfile=modelfile)
     _say_exported(exported, out, is_gguf=True)
@@ -462,8 +464,7 @@ def smallest_command(
     converter = find_converter(llama_cpp, os.environ)
     quantizer = find_quantizer(converter.parent, run, imatrix)
     gguf = Gguf(converter=converter, weight_type="auto", quantizer=quantizer, base=base)
-    with stop_signals_go_to(raise_at_once):  # SIGTERM too leaves no temporary file behind
-        search = find_smallest(run, out, gguf, keep=keep)
+    search = find_smallest(run, out, gguf, keep=keep)
     rows = []
     for tried in search.tries:
         change, share = f"{tried.loss / search.loss - 1:+.1%}", f"{tried.equal} of {search.num_answers}"
@@ -477,7 +478,9 @@ def smallest_command(
             f"no type has {keep:.0%} equal greedy answers and a loss at most 1 % higher, so nothing was written to "
             f"{out}. Lower --keep, add --imatrix, or serve the merged folder."
         )
-    say(f"Written to {out}, with its certificate. Next: finetune verify {out}")
+    for difference in search.differences:
+        _log.warning("kept though it differs: %s", difference)
+    say(f"Written to {out}, with its certificate.{'' if search.differences else f' Next: finetune verify {out}'}")
 
 
 def push(
@@ -523,6 +526,9 @@ def push(
 
 def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
     """Print the files of a folder for llama.cpp or Ollama, and how to serve it."""
+    from finetune.export.gguf_served import find_gguf
+    from finetune.export.vectors import VECTORS_FILE
+
     files = [path for path in sorted(out.expanduser().iterdir()) if path.suffix == ".gguf" or path.name == "Modelfile"]
     say(f"Written to {out}: {', '.join(f'{path.name} ({format_bytes(path.stat().st_size)})' for path in files)}")
     _say_system(out)
@@ -531,6 +537,7 @@ def _say_exported(exported: Exported, out: Path, *, is_gguf: bool) -> None:
     if is_gguf:
         say(exported.token_ids)
         say(f"Note: {exported.note}.") if exported.note else None
+    if is_gguf and find_gguf(out.expanduser()) and (out.expanduser() / VECTORS_FILE).is_file():
         say(f"Next: finetune verify {out}")
     if (out.expanduser() / "Modelfile").is_file():
         say(f"Next: cd {out} && ollama create my-model -f Modelfile")

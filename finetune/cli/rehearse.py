@@ -14,7 +14,6 @@ from finetune.cli.overrides import config_from_overrides
 from finetune.cli.run_options import DeviceOption, JsonOption, refuse_several_processes
 from finetune.logs import configure_logs, importing
 from finetune.runs.default_folder import with_chosen_folder
-from finetune.signals import raise_at_once, stop_signals_go_to
 from finetune.terminal import print_json, say
 
 if TYPE_CHECKING:
@@ -43,21 +42,19 @@ def rehearse_from_overrides(
 
     if device is not None:
         read_device(device)  # refuses a name that is not known before anything is run
-    # A signal leaves neither the folder nor a process of a stage behind.
-    with stop_signals_go_to(raise_at_once):
-        rehearsal = Rehearsal(
-            config=config,
-            arguments=overrides,
-            folder=make_folder(config),
-            device=device,
-            steps=steps,
-            minutes=minutes,
-            processes=processes,
-        )
-        try:
-            rehearsal.run()
-        finally:
-            rehearsal.clean()
+    rehearsal = Rehearsal(
+        config=config,
+        arguments=overrides,
+        folder=make_folder(config),
+        device=device,
+        steps=steps,
+        minutes=minutes,
+        processes=processes,
+    )
+    try:
+        rehearsal.run()
+    finally:
+        rehearsal.clean()
     code = rehearsal.failed[0].exit_code if rehearsal.failed else 0
     if as_json:
         print_json({**rehearsal.as_record(), "exit_code": code}, indent=None)

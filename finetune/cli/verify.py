@@ -88,15 +88,19 @@ def verify(
     """Verify a folder as the options say. Print each comparison, and write the certificate."""
     refuse_several_processes("verify")
     configure_logs(rank=0)
+    is_run = (source.expanduser() / "config.yaml").exists()  # find_run says what else than a file it is
+    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
+    others = {"--vectors": vectors, "--out": out, "--max-difference": max_difference, "--runtime": runtime}
+    others |= {"--server": server, "--served-as": served_as, "--json": as_json}
+    rules = OptionRules({**run_options, **others, "the folder of a run": is_run, "--receipt": receipt})
+    alone = "a receipt is compared with the files of its run alone. Run finetune verify once for each."
+    rules.exclude("--receipt", *run_options, *others, because=alone)
     if receipt:
         from finetune.report.receipt import check_receipt
         from finetune.runs.recorded_run import open_run
 
         say(f"The receipt fits its run: {check_receipt(open_run(source))} facts are equal.")
         return
-    is_run = (source.expanduser() / "config.yaml").exists()  # find_run says what else than a file it is
-    run_options = {"--replay": replay > 0, "--base": base, "--checkpoint": checkpoint, "--set": settings or None}
-    rules = OptionRules({**run_options, "the folder of a run": is_run, "--server": server, "--served-as": served_as})
     rules.need("--served-as", "--server")
     for option in run_options:
         rules.need(option, "the folder of a run")

@@ -13,7 +13,7 @@ from finetune.config.keys import values
 from finetune.distributed.device import accelerator_type
 from finetune.model.base import build_base_model, count_parameters, read_generation_config, read_model_config
 from finetune.model.published import with_sizes_here
-from finetune.model.shrunken import shrink
+from finetune.model.shrunken import in_common_names, in_own_names, shrink
 from finetune.threads import num_cores
 from finetune.training.loaders import global_batch_size
 from finetune.units import ceil_div, counted
@@ -139,9 +139,10 @@ def write_stand_in(section: ModelSection, folder: Path, *, seed: int, least_widt
     """
     sized, why_shipped = with_sizes_here(section)
     real = read_model_config(sized)
-    keys = shrink(real.to_dict(), least_width=least_width)
+    keys = shrink(in_common_names(real), least_width=least_width)
+    own = in_own_names(real, keys)
     torch.manual_seed(seed)
-    model: Any = build_base_model(section.model_copy(update={"init": "random", "config": keys}))
+    model: Any = build_base_model(section.model_copy(update={"init": "random", "config": own}))
     model.config.use_cache = True
     generation_config = read_generation_config(sized) if sized.config is None else None
     model.generation_config.eos_token_id = getattr(generation_config or real, "eos_token_id", None)

@@ -58,7 +58,7 @@ def export_lora(run: FinishedRun, out: Path, *, gguf: Gguf, with_base: bool, wit
             "model: finetune export gguf RUN OUT."
         )
     _refuse_what_is_lost(run.weights)
-    base, tokenizer = gguf.base or _base_folder(run), build_run_tokenizer(run.config)
+    base, tokenizer = _base_folder(run), build_run_tokenizer(run.config)
     size = (run.weights / _WEIGHTS).stat().st_size + (gguf_bytes(base, gguf.weight_type) if with_base else 0)
     with new_folder(out, size) as writer, tempfile.TemporaryDirectory(dir=writer.path.parent) as aside:
         num_tensors = _write_adapter(run.weights, base, writer, Path(aside), gguf)

@@ -71,16 +71,16 @@ def gguf_bound(folder: Path) -> float:
 
     Raises:
         CheckpointError: it was not measured.
+        ConfigError: the folder holds no GGUF file that llama.cpp can load alone.
         RunFailedError: the file is damaged.
     """
-    files = find_gguf(folder)
-    keys = {} if files is None else read_header(files.model).keys
+    keys = read_header(_require_gguf(folder).model).keys
     if keys.get("general.file_type") in QUANTIZED.values():
         return _QUANTIZED_BOUND
     measured = keys.get(ROUNDING_KEY)
     if not (isinstance(measured, float | int) and 0 <= measured <= 1):  # a file from others may claim any bound
         raise CheckpointError(
-            f"no GGUF file in {folder} says how far the rounding of its type moves this model's logits "
+            f"the GGUF file in {folder} does not say how far the rounding of its type moves this model's logits "
             f"({ROUNDING_KEY} is {measured}; expected a number from 0 to 1): an earlier version of finetune wrote it, "
             "or another program. Export it again, or set a bound with --max-difference."
         )
@@ -94,15 +94,20 @@ def load_gguf(folder: Path) -> LlamaCpp:
         ConfigError: llama-cpp-python is not installed, or the folder holds no GGUF file that it can load alone.
         ModelError: llama.cpp does not load the file.
     """
+    files = _require_gguf(folder)
+    if installed_version() is None:
+        raise ConfigError(f"{files.model.name} runs in llama.cpp, which is not installed: pip install {PACKAGE}.")
+    return LlamaCpp(files)
+
+
+def _require_gguf(folder: Path) -> GgufFiles:
     files = find_gguf(folder)
     if files is None:
         raise ConfigError(
             f"{folder} has no {MODEL_FILE}, and no {BASE_FILE} with an {ADAPTER_FILE}. Name a folder that "
-            "`finetune export gguf` wrote."
+            "`finetune export gguf` or `finetune export lora` wrote, with its base."
         )
-    if installed_version() is None:
-        raise ConfigError(f"{files.model.name} runs in llama.cpp, which is not installed: pip install {PACKAGE}.")
-    return LlamaCpp(files)
+    return files
 
 
 def check_in_llama_cpp(files: GgufFiles, reading: Reading, tokenizer: Any, stop_ids: Sequence[int]) -> str:

@@ -85,7 +85,11 @@ def find_rules(tokenizer: Any) -> Reading:
     """Compare a run's tokenizer with llama.cpp's rules, and choose those under which most texts have the same ids.
 
     Texts are encoded without added special tokens, as in training.
+
+    Raises:
+        ModelError: see `refuse_other_tokenizer`.
     """
+    refuse_other_tokenizer(tokenizer)
     record = json.loads(tokenizer.backend_tokenizer.to_str())
     chats = conversation_vectors(tokenizer)
     plain = [vector for vector in chats if vector.name in _PLAIN]
@@ -96,6 +100,20 @@ def find_rules(tokenizer: Any) -> Reading:
         in_plain, in_edges = (_other_ids(tokenizer, by_rules, chats) for chats in (plain, edges))
         readings.append(Reading(rules=rules, plain=in_plain, edges=in_edges, chats=chats, record=record))
     return min(readings, key=lambda reading: (len(reading.plain), len(reading.edges)))
+
+
+def refuse_other_tokenizer(tokenizer: Any) -> None:
+    """Refuse a tokenizer that does not join pieces by BPE, the only way whose ids are computed here.
+
+    Raises:
+        ModelError: names the kind of the tokenizer, and what to do.
+    """
+    kind = type(tokenizer.backend_tokenizer.model).__name__
+    if kind != "BPE":
+        raise ModelError(
+            f"the tokenizer is of the kind {kind}, and finetune can tell how llama.cpp reads chats only for BPE. "
+            "Nothing was written. Serve the merged folder with vLLM or transformers."
+        )
 
 
 def refuse_other_ids(reading: Reading) -> None:

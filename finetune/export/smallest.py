@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
@@ -11,10 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoConfig
 
 from finetune.data.encoded import EncodedExamples
-from finetune.errors import DataError, FinetuneError, PreemptedError
+from finetune.errors import DataError, FinetuneError, PreemptedError, RunFailedError
 from finetune.export.certificate import write_certificate
 from finetune.export.compress import export_compressed, measure_run, refuse_rows_without_answer
 from finetune.export.gguf import Gguf, export_model
@@ -24,7 +25,7 @@ from finetune.export.onnx import export_onnx
 from finetune.export.out_folder import nearest_parent, new_folder, read_on, refuse_taken
 from finetune.export.runtimes import runtime_of
 from finetune.export.vectors import CERTIFICATE, LOGITS_FILE, VECTORS_FILE, read_vectors, write_vectors
-from finetune.export.verifying import verify_folder
+from finetune.export.verifying import summarize_mismatches, verify_folder
 from finetune.inference.evaluation import Dialogues
 from finetune.inference.finished_run import FinishedRun
 from finetune.logs import waiting
@@ -69,6 +70,8 @@ class Search(NamedTuple):
     num_rows: int
     num_answers: int
     tries: list[Tried]
+    differences: list[str]
+    """What the certificate of the kept type lists."""
 
     @property
     def kept(self) -> Tried | None:
@@ -95,7 +98,7 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
         with waiting("measuring the run itself"):
             evaluation = measure_run(run, rows.select)
         answers = [answer.answers["tuned"] for answer in evaluation.answers]
-        search = Search(evaluation.tuned.loss, evaluation.num_rows, len(answers), [])
+        search = Search(evaluation.tuned.loss, evaluation.num_rows, len(answers), [], [])
         merged = write_merged(run, Path(place, "merged")).folder
         candidate, best = (Path(place, role, out.name) for role in ("candidate", "best"))
         candidate.parent.mkdir()
@@ -133,7 +136,7 @@ def find_smallest(run: FinishedRun, out: Path, gguf: Gguf, *, keep: float) -> Se
                 best.parent.mkdir()
                 candidate.rename(best)
         if search.kept is not None:
-            _keep(best, out, search.kept.size, note)
+            search.differences.extend(_keep(best, out, search.kept.size, note))
     if error is not None and not search.tries:
         raise error
     return search
@@ -175,10 +178,11 @@ class _Rows:
 
 def expected_sizes(model: Path) -> dict[str, float]:
     """Return the bytes that each type is expected to need for a merged model, the smallest first."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config: Any = AutoConfig.from_pretrained(str(model), local_files_only=True, trust_remote_code=False)
+    config = config.get_text_config()
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
-    embeddings = config["vocab_size"] * config["hidden_size"] * (1 if config.get("tie_word_embeddings") else 2)
-    linear = max(0, num_bytes / (4 if config.get("dtype") == "float32" else 2) - embeddings)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
+    linear = max(0, num_bytes / (4 if config.dtype == torch.float32 else 2) - embeddings)
     sizes = {
         name: (bits * linear + embedding_bits * embeddings) / 8
         for each in FORMATS
@@ -198,25 +202,41 @@ def _write_gguf(_: FinishedRun, merged: Path, folder: Path, gguf: Gguf, name: An
     export_model(merged, folder, gguf=replace(gguf, weight_type=name, quantizer=quantizer))
 
 
+def _write_onnx(_: FinishedRun, merged: Path, folder: Path, *__: Any) -> None:
+    """Write an int4 ONNX model. Other logits and answers do not matter here, because they are measured.
+
+    Raises:
+        RunFailedError: its runtime gives the model other tokens than the run does, or ends answers elsewhere.
+    """
+    checks = export_onnx(merged, folder, weight_type="int4", allows_differences=True).comparison.checks
+    others = [line for name in ("stop_ids", "rendered") for line in checks[name].mismatches]
+    if others:
+        raise RunFailedError(f"its runtime reads or ends chats otherwise than the run: {summarize_mismatches(others)}")
+
+
 FORMATS = (
     TriedFormat({name: (bits, bits) for name, bits in _GGUF_BITS.items()}, _write_gguf),
     TriedFormat({"w4a16": (4.25, 16)}, lambda run, _, folder, __, name: export_compressed(run, folder, name, 256)),
-    TriedFormat(
-        {"int4 ONNX": (4.5, 8)},
-        # Differences do not matter here: they are measured.
-        lambda _, merged, folder, *__: export_onnx(merged, folder, weight_type="int4", allows_differences=True),
-    ),
+    TriedFormat({"int4 ONNX": (4.5, 8)}, _write_onnx),
 )
 """To have another format tried, add an entry."""
 
 
-def _keep(folder: Path, out: Path, size: int, note: str) -> None:
-    """Copy a folder to its place, with the measured difference in its test vectors, and write its certificate."""
+def _keep(folder: Path, out: Path, size: int, note: str) -> list[str]:
+    """Copy a folder to its place, with the measured difference in its test vectors, and write its certificate.
+
+    Returns the differences that the certificate lists.
+    """
     vectors = read_vectors(folder)
     with new_folder(out, size) as writer:
+        digest = write_vectors(writer, replace(vectors, note="; ".join(filter(None, (vectors.note, note)))))
         for path in sorted(folder.iterdir()):
-            if path.name not in (MANIFEST, CERTIFICATE, VECTORS_FILE, LOGITS_FILE):
+            if path.name == "README.md":  # it names the digest of the test vectors
+                card = path.read_text(encoding="utf-8").replace(vectors.sha256, digest)
+                writer.write(path.name, [card.encode()])
+            elif path.name not in (MANIFEST, CERTIFICATE, VECTORS_FILE, LOGITS_FILE):
                 with path.open("rb") as file:
                     writer.write(path.name, read_on(file))
-        write_vectors(writer, replace(vectors, note="; ".join(filter(None, (vectors.note, note)))))
-    write_certificate(out / CERTIFICATE, verify_folder(out))
+    verified = verify_folder(out)
+    write_certificate(out / CERTIFICATE, verified)
+    return verified.mismatches

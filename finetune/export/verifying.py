@@ -140,10 +140,10 @@ def load_served(run: FinishedRun, known: Vectors, vllm: InVllm | None = None) ->
     """Load a run's weights in plain PEFT or transformers, or in vLLM, which is asked for the prompts of `known`."""
     if run.is_full:
         return _load(run.weights, runtime_of(run.weights), known, vllm)
-    base_model = locate_model(run.config.model)
+    base_model, revision = locate_model(run.config.model), run.config.model.revision
     if vllm is not None:
-        return served_by_vllm(run.weights, known, vllm, base=base_model)
-    return nullcontext(load_peft(run.weights, base_model, run.config.model.revision))
+        return served_by_vllm(run.weights, known, vllm, base=base_model, revision=revision)
+    return nullcontext(load_peft(run.weights, base_model, revision))
 
 
 def vectors_of_run(run: FinishedRun) -> Vectors:
@@ -155,7 +155,7 @@ def vectors_of_run(run: FinishedRun) -> Vectors:
     """
     tokenizer, model = build_run_tokenizer(run.config), load_tuned_model(run)
     if not run.is_full and (other := other_base(model, run)):
-        raise RunFailedError(f"{other}, so this is not what was trained. Give that base with --base.")
+        raise RunFailedError(f"{other}, so this is not what was trained. Name that base with --set model.path=FOLDER.")
     system = usual_system(run.config)
     prompts = prompts_to_ask(tokenizer, model, system)
     stops = set_stop_and_pad_ids(model, tokenizer)

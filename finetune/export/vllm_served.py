@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from finetune.export.vectors import Vectors
 from finetune.inference.vllm_answers import Choice, Limits, read_text, read_tokens, read_version
 from finetune.inference.vllm_server import ServerGoneError, ServerLostError, ServerRefusalError, VllmServer
 from finetune.model.targets import read_adapter_config
+from finetune.signals import end_with_parent
 
 PYTHON = "FINETUNE_VLLM"
 """Names the Python of an environment that has vLLM. Without it, vLLM must be installed beside finetune."""
@@ -126,11 +128,12 @@ class ServedByVllm:
 
 @contextmanager
 def served_by_vllm(
-    folder: Path, known: Vectors, where: InVllm, *, base: Path | str | None = None
+    folder: Path, known: Vectors, where: InVllm, *, base: str | None = None, revision: str | None = None
 ) -> Iterator[ServedByVllm]:
     """Serve a model folder, or an adapter on its base, by a vLLM server.
 
-    `base` is the base of an adapter, a folder or hub id; None for a whole model. See `ServedByVllm` for `known`.
+    `base` is the base of an adapter, a folder or a hub id at a commit, tag or branch; None for a whole model. See
+    `ServedByVllm` for `known`.
 
     Raises:
         ConfigError: vLLM is not installed.
@@ -140,7 +143,8 @@ def served_by_vllm(
         if where.url is not None:
             server = VllmServer(where.url, patience_seconds=_PATIENCE_SECONDS)
         else:
-            server = opened.enter_context(_started(folder if base is None else base, None if base is None else folder))
+            whole = _started(folder, None) if base is None else _started(base, folder, revision)
+            server = opened.enter_context(whole)
         server.wait()
         name = where.served_as or (server.base_model().id if base is None else server.name_of(folder))
         if name is None:
@@ -178,7 +182,7 @@ def _rank_to_allow(rank: int) -> int:
 
 
 @contextmanager
-def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
+def _started(model: Path | str, adapter: Path | None, revision: str | None = None) -> Iterator[VllmServer]:
     """Start a server on a free port, and end it after the block."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -188,6 +192,8 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     scheme = scheme_of(Path(model))
     command += ["--model", str(model), "--dtype", "float32" if scheme is None else scheme.vllm_dtype]
     command += ["--enforce-eager", "--max-logprobs", "-1"]
+    if revision is not None and not Path(model).is_absolute():
+        command += ["--revision", revision, "--tokenizer-revision", revision]
     if adapter is not None:
         config = read_adapter_config(adapter)
         command += ["--enable-lora", "--max-lora-rank", str(_rank_to_allow(_rank_of(config)))]
@@ -195,7 +201,12 @@ def _started(model: Path | str, adapter: Path | None) -> Iterator[VllmServer]:
     settings |= {"VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1")}
     with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(
-            command, env={**os.environ, **settings}, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env={**os.environ, **settings},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),
         )
         try:
             server = VllmServer(

@@ -199,7 +199,7 @@ def put_adapter_on(base: Any, run: FinishedRun) -> Any:
     except Exception as error:  # from several libraries, for other shapes or names
         raise ModelError(
             f"the adapter in {run.weights} does not fit the base {path}: {first_line(error)} "
-            "Use --base to name the base that it was trained on."
+            "Name the base that it was trained on with --set model.path=FOLDER."
         ) from error
     if other := other_base(model, run):
         _log.warning("%s", other)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -136,15 +136,25 @@ class Generator:
         return Opening(usual.system if system is None else system or None, tools or "")
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt as token ids, with the system turn and tools of the command line.
+        """Encode a prompt as token ids. The command line's system turn and tools replace those of the prompt.
 
         If the command line gives none, a prompt of a single turn gets the usual ones of the training rows."""
+        from finetune.inference.prompts import with_system_turn
+
+        system, tools = self._settings.system, self._settings.tools
+        if prompt.messages and (prompt.is_open or system is not None):
+            turns = with_system_turn(prompt.messages, self.opening.system, replaces=system is not None)
+            prompt = replace(prompt, messages=tuple(turns))
+        if prompt.messages and (prompt.is_open or tools is not None):
+            own = prompt.tools if tools is None else ""
+            prompt = replace(prompt, tools=own or self.opening.tools)
+        return self.encode_whole(prompt)
+
+    def encode_whole(self, prompt: Prompt) -> list[int]:
+        """Encode a prompt with its own turns and tools alone."""
         from finetune.inference.prompts import encode_prompt
 
-        has_turns = bool(prompt.messages)
-        system = self.opening.system if has_turns and (prompt.is_open or self._settings.system is not None) else None
-        tools = self.opening.tools if has_turns and (prompt.is_open or self._settings.tools is not None) else ""
-        return encode_prompt(self._tokens, prompt, system=system, tools=tools)
+        return encode_prompt(self._tokens, prompt)
 
     def batch(self, name: str, prompts: Sequence[Sequence[int]], *, batch_size: int) -> list[list[int]]:
         """Answer encoded prompts with the model `name`, `base` or `tuned`. Collective; see `generate_answers`."""

@@ -157,20 +157,18 @@ def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapp
     return usual
 
 
-def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = None, tools: str = "") -> list[int]:
+def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:
     """Encode a prompt, with the header of the assistant's turn. Without a chat template, a single turn is plain text.
-
-    `system` is a system turn for turns that have none, `tools` the JSON text of tools for a prompt that offers none.
 
     Raises:
         DataError: a text contains a special token, or the template refuses the turns.
     """
     tokenizer = tokens.tokenizer
-    dialogue = Dialogue(tuple(with_system_turn(prompt.messages, system)), (), prompt.tools or tools)
+    dialogue = Dialogue(prompt.messages, (), prompt.tools)
     if not prompt.messages:
         text = prompt.text
     elif tokenizer.chat_template is None:
-        if len(prompt.messages) > 1 or system:
+        if len(prompt.messages) > 1:
             raise DataError(
                 f"{prompt.source}: the tokenizer has no chat template, so only a single text can be asked. Set "
                 f"{WITHOUT_TEMPLATE}."
@@ -187,11 +185,16 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt, *, system: str | None = 
     return ids
 
 
-def with_system_turn(turns: Sequence[Turn], system: str | None) -> list[Turn]:
-    """Return the turns with this system turn, unless they have a non-empty one or `system` is empty."""
+def with_system_turn(turns: Sequence[Turn], system: str | None, *, replaces: bool = False) -> list[Turn]:
+    """Return the turns with this system turn, unless they have a non-empty one or `system` is empty.
+
+    With `replaces`, it takes the place of theirs, and an empty one removes theirs.
+    """
     has_one = bool(turns) and turns[0]["role"] in ("system", "developer")
     first, rest = (turns[0], turns[1:]) if has_one else ({"role": "system"}, turns)
-    return list(turns) if first.get("content") or not system else [{**first, "content": system}, *rest]
+    if not system:
+        return list(rest if replaces else turns)
+    return list(turns) if first.get("content") and not replaces else [{**first, "content": system}, *rest]
 
 
 def _render(tokens: AnswerTokens, dialogue: Dialogue, source: str) -> str:

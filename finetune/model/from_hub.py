@@ -47,9 +47,7 @@ def locate(path: str, key: str) -> str:
     if not looks_local:
         return path
     if not folder.is_dir():
-        notice = (
-            " If a run used it, it was moved or deleted since: name its new place with --base." * folder.is_absolute()
-        )
+        notice = " If a finished run used it, name its new place with --set model.path=FOLDER." * folder.is_absolute()
         raise ModelError(
             f"{key} is {path}, but there is no such folder.{notice} Give a folder that holds a model, or a hub id "
             "like microsoft/phi-4."

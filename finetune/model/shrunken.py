@@ -34,8 +34,19 @@ _MOST = {
 """The largest values of further sizes, as the configurations of transformers name them."""
 
 
+def in_common_names(config: PretrainedConfig) -> dict[str, Any]:
+    """Return the keys of a configuration by the names that most classes use: GPT-2's n_layer is num_hidden_layers."""
+    common = {own: name for name, own in config.attribute_map.items()}
+    return {common.get(key, key): value for key, value in config.to_dict().items()}
+
+
+def in_own_names(config: PretrainedConfig, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keys by the names that the class of this configuration uses."""
+    return {config.attribute_map.get(key, key): value for key, value in keys.items()}
+
+
 def shrink(keys: Mapping[str, Any], *, least_width: int = 0) -> dict[str, Any]:
-    """Return the keys of a config.json with small sizes and one layer of each layer type, at least two layers.
+    """Return keys `in_common_names` with small sizes and one layer of each layer type, at least two layers.
 
     The vocabulary, positions and window are kept. `least_width` is the fewest inputs and outputs of a linear layer.
     """
@@ -84,9 +95,7 @@ def shrunken_config(config: PretrainedConfig, vocab_size: int = VOCABULARY) -> P
     Beside the sizes that `shrink` changes, the vocabulary and the window are small, and a context after which rotary
     positions change is so short that rows of 30 tokens are longer.
     """
-    names = dict(config.attribute_map)
-    own = {mine: name for name, mine in names.items()}
-    old = {own.get(key, key): value for key, value in config.to_dict().items()}
+    old = in_common_names(config)
     keys = shrink(old) | {"vocab_size": vocab_size, "dtype": None}
     for key, value in old.items():
         if isinstance(value, int | list) and key.endswith(("_token_id", "_token_index")):
@@ -99,8 +108,8 @@ def shrunken_config(config: PretrainedConfig, vocab_size: int = VOCABULARY) -> P
         rope = keys[name]
         if "llama_4_scaling_beta" in rope or "longrope" in (rope.get("rope_type"), rope.get("type")):
             keys[name] = _shorten_context(keys, rope)
-    rest = {names.get(key, key): value for key, value in keys.items() if key not in ("model_type", "_name_or_path")}
-    return type(config)(**rest)
+    rest = {key: value for key, value in keys.items() if key not in ("model_type", "_name_or_path")}
+    return type(config)(**in_own_names(config, rest))
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from finetune.config.compose import compose, list_configs
-from finetune.config.schema import LoraSection
+from finetune.config.schema import LoraSection, ModelSection
 from finetune.diagnose.rehearsal import Rehearsal, _merge, _train, _write_stand_in
 from finetune.diagnose.rehearsal_overrides import (
     MOST_ROWS,
@@ -90,6 +90,14 @@ def test_a_stand_in_keeps_the_type_of_the_weights_and_what_ends_an_answer(tmp_pa
     assert (made.dtype, made.generation_config.eos_token_id) == (torch.bfloat16, [320, 321])
     assert made.config.num_key_value_heads * HEAD_SIZE >= 100
     assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "same/model.safetensors").read_bytes()
+
+
+def test_a_stand_in_of_a_class_with_other_names_is_as_small(tmp_path: Path) -> None:
+    sizes = {"n_layer": 6, "n_head": 4, "n_embd": 256, "vocab_size": 336}
+    described = write_stand_in(ModelSection(init="random", config={"model_type": "gpt2", **sizes}), tmp_path, seed=1)
+    made = AutoModelForCausalLM.from_pretrained(tmp_path).config
+    assert described.startswith("gpt2, 2 layers, hidden size 64, ")
+    assert (made.n_layer, made.n_embd, made.vocab_size) == (2, 64, 336)
 
 
 def changed(*words: str, **sizes: int) -> dict[str, Any]:

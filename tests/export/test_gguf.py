@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from finetune.errors import ModelError, RunFailedError
@@ -14,6 +18,7 @@ from finetune.export.gguf_file import read_header
 from tests.export.finished_runs import write_run
 from tests.export.gguf_files import write_gguf
 from tests.in_process import run_finetune
+from tests.launches import wait_until
 from tests.model.variants import VARIANTS
 from tests.tiny import tiny_tokenizer
 
@@ -100,6 +105,26 @@ def test_a_refusal_of_the_converter_is_repeated_with_what_to_do(model, tmp_path,
     with pytest.raises(ModelError, match=re.escape(f"llama.cpp's converter refused the model: {said}. ") + f".*{hint}"):
         export_model(model, tmp_path / "out", gguf=Gguf(converter=script, weight_type="f16"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["convert_hf_to_gguf.py", "merged"]
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.warm
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing_of_an_export_behind(model, tmp_path, number):
+    script, began = tmp_path / "convert_hf_to_gguf.py", tmp_path / "began"
+    script.write_text(f"import os, time; open({str(began)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    before = {path.name for path in tmp_path.iterdir()}
+    words = [sys.executable, "-m", "finetune", "export", "gguf", model, tmp_path / "out", "--llama-cpp", tmp_path]
+    with subprocess.Popen(list(map(str, words)), stderr=subprocess.PIPE, text=True) as process:
+        wait_until(lambda: began.exists() and began.read_text(), "the converter", 120)
+        assert {path.name for path in tmp_path.iterdir()} > {*before, began.name}
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 143, errors
+    assert f"ended by {number.name}" in errors
+    assert {path.name for path in tmp_path.iterdir()} == {*before, began.name}
+    wait_until(lambda: not psutil.pid_exists(int(began.read_text())), "the converter's end", 60)
 
 
 @pytest.mark.process

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from finetune.errors import ModelError
@@ -63,6 +63,13 @@ def lowercasing_tokenizer() -> PreTrainedTokenizerFast:
 def test_a_tokenizer_that_llama_cpp_cannot_follow_is_refused_with_the_first_token():
     with pytest.raises(ModelError, match=r"is '.*' in training and '.*' in llama\.cpp, from token 2 on"):
         refuse_other_ids(find_rules(lowercasing_tokenizer()))
+
+
+def test_a_tokenizer_that_is_not_bpe_is_refused():
+    backend = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁a", -1.0), ("b", -2.0)], unk_id=0))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="</s>")
+    with pytest.raises(ModelError, match=r"of the kind Unigram, .* Serve the merged folder"):
+        find_rules(tokenizer)
 
 
 def test_a_file_with_other_tokens_is_refused(tmp_path):

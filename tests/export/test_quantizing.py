@@ -92,7 +92,7 @@ def test_a_quantized_file_has_a_bound_of_its_own(tmp_path):
 
 
 def test_types_are_tried_from_small_to_large(tmp_path):
-    config = {"vocab_size": 8, "hidden_size": 8, "tie_word_embeddings": True, "dtype": "float32"}
+    config = {"model_type": "gpt2", "vocab_size": 8, "n_embd": 8, "tie_word_embeddings": True, "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(bytes(100_000))
     names = list(expected_sizes(tmp_path))

@@ -117,7 +117,7 @@ def test_numbers_that_do_not_fit_f16_are_refused():
 
 def test_a_file_says_how_far_its_rounding_goes_or_is_refused(tmp_path):
     write_gguf(tmp_path / MODEL_FILE, {"general.name": "a"})
-    with pytest.raises(CheckpointError, match=r"no GGUF file in .* says how far .* Export it again"):
+    with pytest.raises(CheckpointError, match=r"GGUF file in .* does not say how far .* Export it again"):
         gguf_bound(tmp_path)
     for measured, bound in ((0.25, 0.5), (2**-12, _LEAST_BOUND)):
         write_gguf(tmp_path / MODEL_FILE, {ROUNDING_KEY: measured})

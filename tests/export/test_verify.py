@@ -282,7 +282,7 @@ def test_whole_layers_stay_exact_on_a_base_in_16_bits_and_another_base_is_refuse
     assert verified.mismatches == []
     other = shutil.copytree(resolve_shipped("shipped:phi_tiny"), tmp_path / "other")
     change_tensor(other / "model.safetensors", "model.norm.weight")
-    with pytest.raises(RunFailedError, match=r"other has other weights than the base .* Give that base with --base"):
+    with pytest.raises(RunFailedError, match=r"other has other weights than the base .* Name that base with --set"):
         verify_run(run, base=str(other))
 
 

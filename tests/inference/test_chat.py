@@ -97,6 +97,12 @@ def test_lines_of_a_pipe_are_answered_one_after_the_other(piped, adapter_run, an
     assert "never read" not in notes
 
 
+def test_a_system_turn_of_the_command_line_can_be_removed(piped, adapter_run, answers):
+    shown, notes = piped(adapter_run, ORDER, "/system -", ORDER, system="Be nice.")
+    assert shown == f"{answers('Be nice.')[1]}\n{answers('')[1]}\n"
+    assert "system: none." in notes
+
+
 def test_a_full_run_cannot_compare_and_says_so(piped, full_run):
     shown, notes = piped(full_run, "/compare", ORDER, "/help")
     assert shown.strip()

@@ -109,7 +109,7 @@ def test_a_base_whose_weights_have_changed_is_named(own_copy, tmp_path, capsys):
 
 def test_a_base_that_the_adapter_does_not_fit_is_refused(adapter_run, tmp_path):
     build_tiny(tiny_phi3_config()).save_pretrained(tmp_path / "other")
-    with pytest.raises(ModelError, match=r"adapter in .* does not fit the base .*other: .*--base"):
+    with pytest.raises(ModelError, match=r"adapter in .* does not fit the base .*other: .*--set model.path"):
         load(adapter_run, base=str(tmp_path / "other"))
 
 

@@ -97,6 +97,24 @@ def test_rows_of_a_file_are_asked_as_they_stand(asked, adapter_run, tmp_path):
     assert without["num_prompt_tokens"] == bare["num_prompt_tokens"]
 
 
+def test_options_replace_the_system_turn_and_the_tools_of_rows(asked, adapter_run, tmp_path):
+    def lengths(**options):
+        found = records(asked(adapter_run, from_file=str(path), max_new_tokens=1, as_json=True, **options))
+        return [record["num_prompt_tokens"] for record in found]
+
+    path = tmp_path / "asked.jsonl"
+    system, user = {"role": "system", "content": "Extract."}, {"role": "user", "content": PROMPTS[0]}
+    rows = [{"messages": [user]}, {"messages": [system, user]}, {"messages": [user], "tools": [{"name": "weather"}]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bare, opened, offered = lengths()
+    assert bare < opened
+    assert bare < offered
+    assert lengths(system="") == [bare, bare, offered]
+    assert lengths(tools="") == [bare, opened, bare]
+    first, second, _ = lengths(system="Extract the order as JSON.")
+    assert first == second > opened
+
+
 def test_a_text_through_a_pipe_is_one_prompt_and_json_lines_are_several(asked, adapter_run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPTS[1] + "\r\n"))
     assert asked(adapter_run) == asked(adapter_run, [PROMPTS[1]])

@@ -1,6 +1,7 @@
 import io
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from finetune.inference.prompts import (
     read_tools,
     user_prompt,
     usual_opening,
+    with_system_turn,
 )
 from tests.tiny import tiny_tokenizer
 
@@ -30,7 +32,8 @@ def lines(*rows):
 
 def text_of(prompt, *, style="phi4_mini", system=None):
     tokens = AnswerTokens(tiny_tokenizer(style))
-    return tokens.tokenizer.decode(encode_prompt(tokens, prompt, system=system))
+    prompt = replace(prompt, messages=tuple(with_system_turn(prompt.messages, system)))
+    return tokens.tokenizer.decode(encode_prompt(tokens, prompt))
 
 
 def test_every_kind_of_row_can_be_asked_and_its_answer_is_what_is_expected():
@@ -84,6 +87,14 @@ def test_a_prompt_is_rendered_by_the_template_with_the_answers_header():
     assert text_of(own, system="Another.") == text_of(prompt, system="Be brief."), "a system turn of its own stays"
     assert text_of(Prompt(source="row", text="<|user|>as it stands")) == "<|user|>as it stands"
     assert text_of(prompt, style="none") == "three crates"
+
+
+def test_a_system_turn_replaces_another_only_if_it_is_to():
+    developer = {"role": "developer", "content": "Be brief."}
+    assert with_system_turn([developer, USER], "Be nice.") == [developer, USER]
+    assert with_system_turn([developer, USER], "Be nice.", replaces=True) == [developer | {"content": "Be nice."}, USER]
+    assert with_system_turn([developer, USER], "", replaces=True) == [USER]
+    assert with_system_turn([USER], "", replaces=True) == [USER]
 
 
 @pytest.mark.parametrize("answered", [[], [ANSWER]])
@@ -164,7 +175,7 @@ def test_the_tools_of_a_file_are_offered(tmp_path):
     file.write_text(json.dumps(tools))
     assert json.loads(read_tools(file)) == tools
     tokens = AnswerTokens(tiny_tokenizer())
-    offered = encode_prompt(tokens, user_prompt("three crates", "prompt 1"), tools=read_tools(file))
+    offered = encode_prompt(tokens, replace(user_prompt("three crates", "prompt 1"), tools=read_tools(file)))
     assert tokens.tokenizer.decode(offered).startswith("<|system|><|tool|>[{")
     file.write_text("[1]")
     with pytest.raises(DataError, match="expected a list of objects"):

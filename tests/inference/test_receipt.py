@@ -36,6 +36,14 @@ def test_a_receipt_is_read_from_the_run_and_checked_against_it(own_copy):
     assert "://" not in page
     assert "facts are equal" in run_finetune("verify", "--receipt", own_copy, code=0).stdout
 
+    certificate = {"runtime": "PEFT 0.19.1", "verdict": "same"}
+    (own_copy / "adapter/certificate.json").write_text(json.dumps(certificate))
+    run_finetune("verify", "--receipt", own_copy, code=0)
+    (own_copy / "adapter/certificate.json").write_text(json.dumps({**certificate, "verdict": "differs"}))
+    assert "certificate.verdict is differs" in run_finetune("verify", "--receipt", own_copy, code=3).stdout
+    (own_copy / "adapter/certificate.json").unlink()
+    assert "cannot be given together" in run_finetune("verify", "--receipt", own_copy, "--json", code=2).stdout
+
     changed(own_copy / "receipt.json", "training", "tokens", value=7)
     wrong = run_finetune("verify", "--receipt", own_copy, code=3)
     assert "training.tokens is " in wrong.stdout

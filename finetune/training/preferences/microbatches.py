@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.data.batches import Collate, EvaluationLoader
-from finetune.data.encoded import EncodedExample
 from finetune.data.preferences import EncodedPair, LabelledExample
 from finetune.distributed.runtime import Runtime
 from finetune.engine.loss import BY_DEVICE, Choices, cross_entropy_per_target, function_of_nats
@@ -83,7 +82,9 @@ def put_pairs_together(
     With `learns_prompt`, each pair has a third row: the chosen answer again, with the loss on its prompt. If rows are
     packed, this row costs nothing, because it shares all its tokens with the chosen answer.
     """
-    of_pairs = [[*pair, *([_prompt_of(pair.chosen)] if learns_prompt else [])] for pair in pairs]
+    of_pairs = [
+        [*pair, pair.chosen._replace(is_target=~pair.chosen.is_target)] if learns_prompt else [*pair] for pair in pairs
+    ]
     return PreferenceMicrobatch(
         rows=rows([row for of_pair in of_pairs for row in of_pair]),
         each=3 if learns_prompt else 2,
@@ -234,11 +235,6 @@ def _by_row(rows: Microbatch, values: torch.Tensor) -> torch.Tensor:
     """Sum the values of targets by row: float64, shape (rows,)."""
     owner = rows.target_row.to(values.device)
     return torch.zeros(rows.num_rows, dtype=torch.float64, device=values.device).index_add(0, owner, values)
-
-
-def _prompt_of(answer: EncodedExample) -> EncodedExample:
-    """Return the same row with the loss on all tokens that carry none."""
-    return answer._replace(is_target=~answer.is_target)
 
 
 def _added(first: GlobalSums, second: GlobalSums) -> GlobalSums:
