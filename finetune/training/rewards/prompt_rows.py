@@ -62,7 +62,7 @@ class PromptRows:
     def row(self, row: int) -> Row:
         """Return what an environment gets of a row."""
         read = None if self._rows is None else as_messages(self._rows[self.sources[row]])
-        return Row((), {}) if read is None else Row(read.messages[:-1], read.columns or {})
+        return Row((), {}) if read is None else Row(read.messages[:-1], read.columns or {}, read.tools)
 
     def answer(self, row: int, answer: GeneratedConversation, stops: Sequence[int]) -> GeneratedAnswer:
         """Describe an answer to a row's prompt for reward functions."""
