@@ -227,7 +227,7 @@ class RolloutLoader:
         metrics = {
             "reward": float(group_advantages.rewards.nanmean()),
             "reward_std": float(group_advantages.deviations.mean()),
-            **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
+            **mean_rewards(self._rewards, table),
             "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
             "answer_length": sum(answer.num_generated for answer in answers) / len(answers),
             "truncated": sum(not answer.has_end for answer in answers) / len(answers),
@@ -421,6 +421,15 @@ class RolloutLoader:
 def stops_of(setup: Setup) -> list[int]:
     """Return the tokens that end an answer."""
     return stop_ids(setup.tokenizer, setup.model.generation_config.eos_token_id)
+
+
+def mean_rewards(rewards: Rewards, table: torch.Tensor) -> dict[str, float]:
+    """Return the mean of each function's rewards by its metric, without functions that gave none.
+
+    `table` has the rewards: (answers, functions); nan where a function gave none.
+    """
+    means = {rewards.metrics[name]: float(table[:, k].nanmean()) for k, name in enumerate(rewards.names)}
+    return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def reward_on_main(
