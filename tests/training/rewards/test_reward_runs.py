@@ -346,9 +346,19 @@ def test_a_learning_rate_of_0_asks_for_no_update_and_strict_refuses_a_step_witho
 
 
 @pytest.mark.slow
-def test_a_lost_rollout_ends_a_resume_that_needs_it(inputs, tmp_path, monkeypatch):
+def test_a_lost_rollout_or_one_of_other_prompts_ends_a_resume_that_needs_it(inputs, tmp_path):
     more = ["grpo.num_iterations=2", "checkpoint.save_every=3"]
     train_from_overrides(words(inputs, tmp_path / "run", *more, "training.max_steps=3"))
+    for change, key, problem in (
+        ("seed=7", "seed", "has answers to other prompts than this configuration asks for"),
+        ("reward.functions=regex,length", "reward", "has no rewards of length, which reward.functions names"),
+        ("rollout.num_generations=2", "rollout", "does not have 2 answers to each prompt"),
+    ):
+        changed = shutil.copytree(tmp_path / "run", tmp_path / key)
+        allowed = [change, f"resume.allow={key},training.max_steps"]
+        with pytest.raises(CheckpointError, match=rf"step-000003\.json\.gz {problem}.* Step 3 learns from it\. To gen"):
+            train_from_overrides(words(inputs, changed, *more, *allowed))
+        assert [step["step"] for step in curve(changed)] == [1, 2, 3]
     (tmp_path / "run/rollouts/step-000003.json.gz").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"step-000003\.json\.gz cannot be read"):
         train_from_overrides(words(inputs, tmp_path / "run", *more, "resume.allow=training.max_steps"))
