@@ -71,7 +71,9 @@ def write_model(folder: Path, *, is_whole: bool, context: int = 128) -> Path:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     write_model(folder / "base", is_whole=False)
-    write_row(write_rows(folder / "rows", train=17, validation=4, test=0) / "train.jsonl", f"send {BAD} to Porto")
+    rows = write_rows(folder / "rows", train=17, validation=4, test=2)
+    write_row(rows / "train.jsonl", f"send {BAD} to Porto")
+    write_row(rows / "test.jsonl", f"{BAD} to Lagos")
     return folder
 
 
@@ -81,7 +83,7 @@ def words(inputs: Path, output_dir: Path, *more: str) -> list[str]:
         *(f"output_dir={output_dir}", "training.device=cpu", "training.precision=fp32", "lora.r=4", "lora.dropout=0.1"),
         *("training.batch_size=1", "training.global_batch_size=4", f"training.num_epochs={NUM_EPOCHS}"),
         *("seed=2", "optim.learning_rate=1e-2", "checkpoint.save_every=1", "checkpoint.save_total_limit=100"),
-        "testing.num_samples=0",
+        *("testing.num_samples=0", "testing.metrics=[]", "testing.batch_size=1"),
         *more,
     ]
 
@@ -161,6 +163,9 @@ def test_a_bad_row_costs_one_step_an_epoch_in_every_world(whole: dict[str, tuple
     state = json.loads((folder / "checkpoints" / LAST / "state.json").read_text())
     assert state["num_skipped_steps"] == result(folder)["num_skipped_steps"] == NUM_EPOCHS
     assert newest(folder) == NUM_STEPS
+    assert result(folder)["test_tuned"]["loss"] == "NaN", "a bad row of the test split does not end the run"
+    verdict = result(folder)["verdict"]["loss"]
+    assert (verdict["result"], verdict["num_not_finite"]) == ("not comparable", 1)
     before, after = (folder / "checkpoints" / f"step-{step:06d}" for step in (bad[0] - 1, bad[0]))
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         assert (before / name).read_bytes() == (after / name).read_bytes(), "nothing moves in a step that is skipped"

@@ -237,7 +237,7 @@ def _report(
     """Print the scores, and write them to the files that are named."""
     from finetune.inference.scores import show_evaluation
 
-    record = _as_record(run, evaluation)
+    record = _with_finite_numbers(_as_record(run, evaluation))
     if as_json:
         print_json(record, indent=None)
     else:
@@ -435,7 +435,7 @@ def _as_markdown(run: FinishedRun, evaluation: Evaluation, limits: Mapping[str, 
 
 
 def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:
-    """Convert the scores to plain values. A score that is not finite becomes None."""
+    """Convert the scores to plain values."""
     record: dict[str, Any] = {"run": str(run.folder.path), "weights": run.weights_name, "split": evaluation.split}
     record |= _scores_as_record(evaluation)
     record["against"] = None if evaluation.other_name == "base" else evaluation.other_name
@@ -453,9 +453,9 @@ def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:
 def _scores_as_record(evaluation: Evaluation) -> dict[str, Any]:
     scores: dict[str, Any] = {
         name: {
-            "loss": _finite(score.loss),
-            "standard_error": _finite(score.standard_error),
-            "perplexity": _finite(score.perplexity),
+            "loss": score.loss,
+            "standard_error": score.standard_error,
+            "perplexity": score.perplexity,
             **score.metrics,
         }
         for name, score in evaluation.scores.items()
@@ -476,8 +476,13 @@ def _rows(evaluation: Evaluation) -> list[dict[str, Any]]:
     ]
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _with_finite_numbers(value: Any) -> Any:
+    """Return plain values in which None stands for each number that is not finite, which JSON cannot express."""
+    if isinstance(value, dict):
+        return {name: _with_finite_numbers(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_finite_numbers(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _show_harness(results: Results) -> None:

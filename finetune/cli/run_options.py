@@ -11,7 +11,7 @@ from typing import Annotated, TypeVar
 import typer
 
 from finetune.distributed.environment import read_environment
-from finetune.errors import ConfigError
+from finetune.errors import ConfigError, DataError
 from finetune.logs import configure_logs
 
 STYLES = {
@@ -107,14 +107,23 @@ BaseOption = Annotated[
 
 
 def read_tools_option(file: str | None) -> str | None:
-    """Return the tools in a file as JSON text; None stays None, and an empty name means no tools.
+    """Return the tools in a file, a JSON list as in the column `tools` of a row; None stays None, and empty means none.
 
     Raises:
-        DataError: see `read_tools`.
+        DataError: it cannot be read, or holds something else.
     """
-    from finetune.inference.prompts import read_tools
+    from finetune.data.turns import parse_tools
+    from finetune.data.values import BadRowError
 
-    return read_tools(Path(file).expanduser()) if file else file
+    if not file:
+        return file
+    path = Path(file).expanduser()
+    try:
+        return parse_tools(path.read_text(encoding="utf-8"), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--tools is {path}, which cannot be read: {error}. Correct the path.") from error
+    except BadRowError as error:
+        raise DataError(f"--tools: {error}.") from None
 
 
 def log_as_this_rank(level: int = logging.INFO) -> None:

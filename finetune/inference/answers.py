@@ -209,12 +209,7 @@ def is_equal(answer: object, expected: object) -> bool:
     return answer == expected and isinstance(answer, bool) == isinstance(expected, bool)
 
 
-METRICS: Mapping[str, Metric] = {
-    "exact_match": exact_match,
-    "json_valid": json_valid,
-    "json_equal": json_equal,
-    "token_f1": token_f1,
-}
+METRICS: Mapping[str, Metric] = {each.__name__: each for each in (exact_match, json_valid, json_equal, token_f1)}
 
 
 def measure(name: str, metric: Metric, answer: str, expected: str) -> float:

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import groupby, pairwise, zip_longest
-from statistics import stdev
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from finetune.inference.answers import METRICS, AnswerReader, Metric, measure
 from finetune.inference.decoding import Decoding, count_unended, generate_answers
 from finetune.inference.losses import in_even_rounds, measure_losses
 from finetune.inference.scores import AnsweredRow, Evaluation, ModelName, RowValues, Scores, worse_first
+from finetune.inference.verdict import standard_error
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.metrics import subset_key
@@ -85,12 +85,12 @@ def evaluate_model(
     num_answers = len(dialogue.prompts) if metrics else min(section.num_samples, len(dialogue.prompts))
     is_writer = is_alone or runtime.is_main_process
     names: list[ModelName] = ["base", "tuned"] if section.compare_base and has_adapter(model) else ["tuned"]
+    as_model = {name: model.disable_adapter if name == "base" else nullcontext for name in names}
     stops = stop_ids(tokenizer, model.generation_config.eos_token_id)
     losses: dict[ModelName, torch.Tensor] = {}
     answers: dict[ModelName, list[str]] = {}
     for name in names:
-        adapter = model.disable_adapter() if name == "base" else nullcontext()
-        with adapter, waiting(f"measuring the {name} model on {counted(len(examples), 'row')}"):
+        with as_model[name](), waiting(f"measuring the {name} model on {counted(len(examples), 'row')}"):
             losses[name] = _row_losses(runtime, model, loader, is_shared=is_shared)
     chosen = list(range(len(dialogue.prompts)))
     if not metrics and len(names) > 1:  # rows whose loss rose are shown first
@@ -99,8 +99,7 @@ def evaluate_model(
     chosen = chosen[:num_answers]
     asked, unended = [dialogue.prompts[row] for row in chosen], dict[ModelName, int]()
     for name in names:
-        adapter = model.disable_adapter() if name == "base" else nullcontext()
-        with adapter, waiting(f"answering {counted(num_answers, 'prompt')} with the {name} model"):
+        with as_model[name](), waiting(f"answering {counted(num_answers, 'prompt')} with the {name} model"):
             ids = generate_answers(
                 model,
                 asked,
@@ -296,11 +295,8 @@ def _scores(losses: torch.Tensor, measured: Mapping[str, Sequence[float]]) -> Sc
     nats, counts = losses
     num_targets = int(counts.sum())
     means = (nats[counts > 0] / counts[counts > 0]).tolist()
-    return Scores(
-        loss=math.fsum(nats.tolist()) / num_targets if num_targets else math.nan,
-        standard_error=stdev(means) / math.sqrt(len(means)) if len(means) > 1 else 0.0,
-        metrics=_means(measured),
-    )
+    loss = math.fsum(nats.tolist()) / num_targets if num_targets else math.nan
+    return Scores(loss=loss, standard_error=standard_error(means), metrics=_means(measured))
 
 
 def _evaluate_subsets(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +21,7 @@ from finetune.engine.reference import in_float64, logits_of_padded
 from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, generate_answers, group_prompts
 from finetune.inference.prompts import encode_prompt, read_general_prompts
+from finetune.inference.verdict import standard_error
 from finetune.logs import waiting
 from finetune.model.base import evaluation_mode
 from finetune.runs.model_files import has_adapter
@@ -137,7 +138,7 @@ def measure_forgetting(
         base_name=base_name,
         num_prompts=len(ids),
         divergence=fmean(divergences),
-        standard_error=stdev(divergences) / math.sqrt(len(ids)) if len(ids) > 1 else 0.0,
+        standard_error=standard_error(divergences),
         base_log_probability=fmean(of_base),
         tuned_log_probability=fmean(of_tuned),
         most_changed=[(prompts[row].shown, divergences[row]) for row in listed],

@@ -40,12 +40,12 @@ class LossSums(NamedTuple):
 
     @property
     def standard_error(self) -> float:
-        """Standard error of the rows' mean losses, sqrt(s^2 / n); 0 below two rows."""
+        """Standard error of the rows' mean losses, sqrt(s^2 / n); 0 below two rows, nan if one is not finite."""
         n = self.num_examples
         if n < 2:
             return 0.0
         variance = (self.squared_example_means - self.example_means**2 / n) / (n - 1)
-        return math.sqrt(max(0.0, variance) / n)
+        return math.sqrt(max(variance, 0.0) / n)  # max(0.0, nan) would be 0.0
 
 
 class SplitLosses(NamedTuple):

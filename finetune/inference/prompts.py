@@ -16,7 +16,7 @@ from finetune.data.formats import FORMATS, FORMATS_OF, Example, Reads, detect_fo
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line, suffix_of
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
-from finetune.data.turns import Dialogue, Turn, parse_tools, text_turn
+from finetune.data.turns import Dialogue, Turn, text_turn
 from finetune.data.values import BadRowError, parse_text, quote
 from finetune.errors import DataError
 from finetune.inference.answers import answer_text
@@ -93,11 +93,7 @@ def read_general_prompts(value: str) -> list[Prompt]:
 
 def read_json_lines(lines: Iterable[str], source: str) -> list[Prompt]:
     """Read prompts from JSON lines, for example of standard input."""
-    read = (
-        parse_line(number, line.encode(errors="surrogateescape"))
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
-    )
+    read = (parse_line(n, line.encode(errors="surrogateescape")) for n, line in enumerate(lines, 1) if line.strip())
     return read_rows(read, source, lambda number: f"{source}:{number}", parse_prompt)
 
 
@@ -122,20 +118,6 @@ def read_rows(
     if not prompts:
         raise DataError(f"{source} has no rows: there is nothing to answer.")
     return prompts
-
-
-def read_tools(path: Path) -> str:
-    """Read a JSON file with a list of tools, as the column `tools` of a row has them.
-
-    Raises:
-        DataError: it cannot be read, or holds something else.
-    """
-    try:
-        return parse_tools(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--tools is {path}, which cannot be read: {error}. Correct the path.") from error
-    except BadRowError as error:
-        raise DataError(f"--tools: {error}.") from None
 
 
 def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapping[str, Any] | None = None) -> Opening:

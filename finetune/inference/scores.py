@@ -137,7 +137,7 @@ class Evaluation:
         return verdicts
 
     def exceeded(self, margins: Mapping[str, float]) -> list[str]:
-        """Return a sentence for each metric that is worse than its margin allows.
+        """Return a sentence for each metric that is worse than its margin allows, or cannot be compared.
 
         Raises:
             ConfigError: there is no verdict on one of them.
@@ -148,7 +148,7 @@ class Evaluation:
                 "model (--against RUN2, or testing.compare_base=true), and for the loss the same tokens in both."
             )
         return [
-            f"{name} is worse than --fail-if-worse allows ({margin:g}): {self.verdicts[name]}"
+            f"{name} does not pass --fail-if-worse ({margin:g}): {self.verdicts[name]}"
             for name, margin in margins.items()
             if self.verdicts[name].is_worse_than(margin)
         ]

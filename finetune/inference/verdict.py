@@ -2,8 +2,9 @@
 
 Two tests, each with an interval that leaves out 0 exactly where p <= 0.05:
 
-- Values that are 0 or 1: the exact sign test (exact McNemar test) on the rows that differ. The interval is the product
-  of two Clopper-Pearson intervals: for the share of rows that differ, and for the share of better rows among them.
+- Rows that all change by the same amount, if at all, as values of 0 or 1 do: the exact sign test (exact McNemar test)
+  on the rows that differ. The interval is this amount times the product of two Clopper-Pearson intervals: for the
+  share of rows that differ, and for the share of better rows among them.
 - All other values: the symmetric bootstrap-t over rows (Hall, "On symmetric bootstrap confidence intervals", J. R.
   Stat. Soc. B 50, 1988). The usual percentile bootstrap covers too little with few rows.
 """
@@ -23,6 +24,8 @@ LEVEL = 0.05
 LOWER_IS_BETTER = frozenset({"loss"})
 _RESAMPLES = 4_999
 _DRAWN_AT_ONCE = 2_000_000
+_ROUNDING = 1e-9
+"""Changes of rows that differ by less, as a share of their size, count as equal."""
 Floats = NDArray[np.float64]
 
 
@@ -32,7 +35,7 @@ class PairedVerdict:
 
     metric: str
     difference: float
-    """The judged model minus the other one, in the metric's unit."""
+    """The judged model minus the other one, in the metric's unit; nan if a value is not finite."""
     low: float | None
     """The 95 % interval of the difference; None where too few rows differ to bound it."""
     high: float | None
@@ -41,30 +44,36 @@ class PairedVerdict:
     num_worse: int
     num_equal: int
     rows_needed: int | None
-    """How many rows would show a difference of this size in 80 of 100 cases; None if it is 0."""
+    """How many rows would show a difference of this size in 80 of 100 cases; None without a difference or interval."""
+    num_not_finite: int = 0
+    """Rows that cannot be compared, because a value is not finite."""
 
     @property
-    def result(self) -> Literal["better", "worse", "no difference"]:
+    def result(self) -> Literal["better", "worse", "no difference", "not comparable"]:
         """What these rows show at the 5 % level."""
+        if self.num_not_finite:
+            return "not comparable"
         if self.p_value > LEVEL:
             return "no difference"
         return "worse" if (self.difference > 0) == (self.metric in LOWER_IS_BETTER) else "better"
 
     def is_worse_than(self, margin: float) -> bool:
-        """Return whether the whole interval lies beyond the margin on the bad side."""
+        """Return whether the whole interval lies beyond the margin on the bad side, or a value is not finite."""
         if self.low is None or self.high is None:
-            return False
+            return self.num_not_finite > 0
         return self.low > margin if self.metric in LOWER_IS_BETTER else self.high < -margin
 
     def __str__(self) -> str:
         """Return a sentence without the metric's name."""
         text: str = self.result
+        counts = f"{self.num_better:,} rows better, {self.num_worse:,} worse, {self.num_equal:,} equal"
+        if self.num_not_finite:
+            return f"{text}: {counts}, {self.num_not_finite:,} with a value that is not finite"
         if self.p_value > LEVEL:
             text += f" that {self.num_better + self.num_worse + self.num_equal:,} rows could show"
             if self.rows_needed is not None:
                 text += f" (about {self.rows_needed:,} rows would show one of this size)"
         interval = "unknown" if self.low is None else f"{self.low:+.4f} to {self.high:+.4f}"
-        counts = f"{self.num_better:,} rows better, {self.num_worse:,} worse, {self.num_equal:,} equal"
         return f"{text}: {self.difference:+.4f}, 95 % interval {interval}, p = {self.p_value:.2g}; {counts}"
 
     def as_record(self) -> dict[str, Any]:
@@ -85,25 +94,40 @@ def judge_rows(
     """
     first, second = np.asarray(judged, np.float64), np.asarray(other, np.float64)
     sizes = np.asarray(weights, np.float64) if len(weights) else np.ones(len(first))
-    delta = first - second
-    difference = float(delta.sum() / sizes.sum())
+    delta = np.where(np.isfinite(first) & np.isfinite(second), first, math.nan) - second
+    difference, error = (float(value[0]) for value in _ratio(delta[None], sizes[None]))
     num_more, num_less = int((delta > 0).sum()), int((delta < 0).sum())
-    if not len(weights) and np.isin(np.concatenate([first, second]), (0.0, 1.0)).all():
-        low, high, p_value = _sign_test(num_more, num_less, len(delta))
+    changes = np.abs(delta[delta != 0])
+    # All rows that differ may change by the same amount. Shares would change by 1, even if no row differs.
+    change = float(changes.max(initial=float(np.isin([first, second], (0.0, 1.0)).all())))
+    low, high, p_value = _sign_test(num_more, num_less, len(delta))
+    if math.isnan(difference):
+        low, high, p_value = math.nan, math.nan, 1.0
+    elif not len(changes) or (not len(weights) and float(changes.min()) >= change * (1 - _ROUNDING)):
+        low, high = change * low + 0.0, change * high + 0.0  # 0.0 instead of -0.0
     else:
-        low, high, p_value = _bootstrap_t(delta, sizes)
+        low, high, p_value = _bootstrap_t(delta, sizes, difference, error, is_clear=p_value <= LEVEL)
     num_better, num_worse = (num_less, num_more) if metric in LOWER_IS_BETTER else (num_more, num_less)
+    is_bounded = math.isfinite(low)
     return PairedVerdict(
         metric=metric,
         difference=difference,
-        low=low if math.isfinite(low) else None,
-        high=high if math.isfinite(high) else None,
+        low=low if is_bounded else None,
+        high=high if is_bounded else None,
         p_value=p_value,
         num_better=num_better,
         num_worse=num_worse,
-        num_equal=len(delta) - num_more - num_less,
-        rows_needed=_rows_needed(delta, sizes),
+        num_equal=int((delta == 0).sum()),
+        rows_needed=_rows_needed(delta, sizes, difference, error) if is_bounded and difference else None,
+        num_not_finite=int(np.isnan(delta).sum()),
     )
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Return the standard error of the mean of these values; 0 below two, nan if one is not finite."""
+    each = np.asarray([values], np.float64)
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
+        return float(_ratio(each, np.ones_like(each))[1][0]) if len(values) > 1 else 0.0
 
 
 def _sign_test(num_more: int, num_less: int, num_rows: int) -> tuple[float, float, float]:
@@ -137,22 +161,25 @@ def _tails(n: int, share: float) -> Floats:
     return tails
 
 
-def _bootstrap_t(delta: Floats, sizes: Floats) -> tuple[float, float, float]:
-    """Return the symmetric bootstrap-t interval and p-value of sum(delta) / sum(sizes), with a fixed seed."""
-    if not delta.any():
-        return 0.0, 0.0, 1.0
-    estimate, error = (float(value[0]) for value in _ratio(delta[None], sizes[None]))
+def _bootstrap_t(
+    delta: Floats, sizes: Floats, estimate: float, error: float, *, is_clear: bool
+) -> tuple[float, float, float]:
+    """Return the symmetric bootstrap-t interval and p-value of sum(delta) / sum(sizes), with a fixed seed.
+
+    A resample without spread counts as far away, so too few differing rows show nothing. If the sign test is clear, a
+    resample may have no spread because nearly all rows change equally. It then gets the standard error of all rows.
+    """
+    error = max(error, _ROUNDING * abs(estimate))
     random, n = np.random.default_rng(0), len(delta)
     at_random = np.empty(0)
     while (num_left := _RESAMPLES - len(at_random)) > 0:
         rows = random.integers(n, size=(min(num_left, max(1, _DRAWN_AT_ONCE // n)), n))
         mean, spread = _ratio(delta[rows], sizes[rows])
+        spread[(mean != 0) & (spread <= _ROUNDING * np.abs(mean))] = error if is_clear else 0.0
         with np.errstate(divide="ignore", invalid="ignore"):
             at_random = np.append(at_random, np.abs(mean - estimate) / spread)
-    # A resample of equal rows has no spread. It counts as far away, so too few differing rows show nothing.
     at_random[np.isnan(at_random)] = np.inf
-    observed = abs(estimate) / error if error else 0.0
-    p_value = (1 + int((at_random >= observed).sum())) / (_RESAMPLES + 1)
+    p_value = (1 + int((at_random >= abs(estimate) / error).sum())) / (_RESAMPLES + 1)
     reach = error * float(np.sort(at_random)[-int(LEVEL * (_RESAMPLES + 1))])
     return estimate - reach, estimate + reach, p_value
 
@@ -164,16 +191,13 @@ def _ratio(delta: Floats, sizes: Floats) -> tuple[Floats, Floats]:
     return ratio, np.sqrt(((delta - ratio[:, None] * sizes) ** 2).sum(1) * n / (n - 1)) / total
 
 
-def _rows_needed(delta: Floats, sizes: Floats) -> int | None:
+def _rows_needed(delta: Floats, sizes: Floats, estimate: float, error: float) -> int:
     """Return how many rows show a difference of this size in 80 of 100 cases, by a two-sided test at 5 %.
 
     n = (z(0.975) * sqrt(m) + z(0.8) * sqrt(v))^2 / difference^2, where m is the mean square of the differences of rows
     and v their variance (Connor, "Sample size for testing differences in proportions for the paired-sample design",
     Biometrics 43, 1987, which has it for shares).
     """
-    estimate, error = (float(value[0]) for value in _ratio(delta[None], sizes[None]))
-    if estimate == 0:
-        return None
     square, variance = float((delta**2).mean() / sizes.mean() ** 2), len(delta) * error**2
     z = NormalDist().inv_cdf
     root = z(1 - LEVEL / 2) * math.sqrt(square) + z(0.8) * math.sqrt(variance)

@@ -58,11 +58,16 @@ def read_rollout(folder: RunFolder, step: int) -> Rollout:
             raise ValueError("it holds no rollout")
     except (OSError, EOFError, ValueError, zlib.error) as error:  # gzip's errors are among them
         reason = describe_os_error(error) if isinstance(error, OSError) else error
-        raise CheckpointError(
-            f"{path} cannot be read: {reason}. Step {step} learns from it. To generate its answers again, delete this "
-            f"file and the folders of step {step} and later in checkpoints/, then go on with resume=auto."
-        ) from error
+        raise unusable_rollout(folder, step, f"cannot be read: {reason}") from error
     return rollout
+
+
+def unusable_rollout(folder: RunFolder, step: int, problem: str) -> CheckpointError:
+    """Return the error for a rollout that no step can learn from."""
+    return CheckpointError(
+        f"{folder.rollout(step)} {problem}. Step {step} learns from it. To generate its answers again, delete this "
+        f"file and the folders of step {step} and later in checkpoints/, then go on with resume=auto."
+    )
 
 
 def remove_rollouts_after(folder: RunFolder, step: int) -> None:

@@ -405,7 +405,7 @@ def test_the_verdict_is_shown_and_decides_the_exit_code(compared, capsys, adapte
     both = (adapter_run, full_run)
     worse, better = both if compared["verdict"]["loss"]["result"] == "worse" else reversed(both)
     words = ["testing.metrics=[]", "testing.num_samples=0"]
-    with pytest.raises(RequirementError, match="loss is worse than --fail-if-worse allows") as caught:
+    with pytest.raises(RequirementError, match="loss does not pass --fail-if-worse") as caught:
         evaluate(worse, words, against=better, fail_if_worse=["loss"])
     assert caught.value.exit_code == 3
     shown = capsys.readouterr().out

@@ -1,4 +1,5 @@
 import math
+import statistics
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from finetune.data.batches import EvaluationLoader, pad
 from finetune.data.encoded import EncodedExamples
 from finetune.distributed.launch import launch
 from finetune.engine.loss import cross_entropy_per_target
+from finetune.inference.evaluation import _scores
 from finetune.inference.losses import LossSums, SplitLosses, sum_losses
+from finetune.inference.verdict import standard_error
 from finetune.model.lora import add_lora
 from tests.tiny_models import build_tiny, tiny_examples, tiny_phi3_config
 
@@ -78,6 +81,19 @@ def test_dropout_is_off_while_measuring(runtime, model):
         if "lora_B" in name:
             parameter.data.fill_(1.0)
     assert sums(runtime, model, tiny_examples(3)) == sums(runtime, model, tiny_examples(3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_the_error_of_values_that_are_not_finite_is_not_known(bad):
+    assert standard_error([1.0, 2.0, 4.0]) == pytest.approx(statistics.stdev([1.0, 2.0, 4.0]) / math.sqrt(3))
+    assert standard_error([1.0]) == standard_error([]) == 0
+    assert math.isnan(standard_error([1.0, bad, 4.0]))
+    assert math.isnan(LossSums(num_examples=3.0, example_means=bad, squared_example_means=bad).standard_error)
+    losses = torch.tensor([[6.0, bad, 0.0], [3.0, 2.0, 0.0]], dtype=torch.float64)
+    scores = _scores(losses, {"exact_match": [1.0, 0.0]})
+    assert scores.metrics == {"exact_match": 0.5}
+    assert not math.isfinite(scores.loss)
+    assert math.isnan(scores.standard_error)
 
 
 def test_rows_without_a_target_count_for_nothing(runtime, model):

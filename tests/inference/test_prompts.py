@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from finetune.cli.run_options import read_tools_option
 from finetune.config.schema import DataSection
 from finetune.data.examples import Opening, read_opening
 from finetune.data.templates import AnswerTokens
@@ -14,7 +15,6 @@ from finetune.inference.prompts import (
     encode_prompt,
     read_json_lines,
     read_prompts_file,
-    read_tools,
     user_prompt,
     usual_opening,
     with_system_turn,
@@ -173,15 +173,16 @@ def test_the_usual_opening_of_a_mixture_is_found_whatever_its_sources_put_aside(
 def test_the_tools_of_a_file_are_offered(tmp_path):
     tools, file = [{"type": "function", "function": {"name": "weather"}}], tmp_path / "tools.json"
     file.write_text(json.dumps(tools))
-    assert json.loads(read_tools(file)) == tools
+    assert json.loads(read_tools_option(str(file))) == tools
     tokens = AnswerTokens(tiny_tokenizer())
-    offered = encode_prompt(tokens, replace(user_prompt("three crates", "prompt 1"), tools=read_tools(file)))
+    prompt = replace(user_prompt("three crates", "prompt 1"), tools=read_tools_option(str(file)))
+    offered = encode_prompt(tokens, prompt)
     assert tokens.tokenizer.decode(offered).startswith("<|system|><|tool|>[{")
     file.write_text("[1]")
     with pytest.raises(DataError, match="expected a list of objects"):
-        read_tools(file)
+        read_tools_option(str(file))
     with pytest.raises(DataError, match=r"--tools is .* which cannot be read"):
-        read_tools(tmp_path / "gone.json")
+        read_tools_option(str(tmp_path / "gone.json"))
 
 
 def test_a_row_that_ends_in_a_call_expects_its_json():

@@ -1,9 +1,11 @@
+import json
 import math
 from dataclasses import replace
 
 import pytest
 
-from finetune.inference.scores import AnsweredRow, Evaluation, Scores, show_evaluation, worse_first
+from finetune.cli.evaluate import _with_finite_numbers
+from finetune.inference.scores import AnsweredRow, Evaluation, RowValues, Scores, show_evaluation, worse_first
 
 
 @pytest.fixture
@@ -87,6 +89,19 @@ def test_evaluate_prints_the_same_table_with_perplexity_and_metrics_of_the_users
         "perplexity 1.000",
     ]
     assert rows[-3:] == ["prompt p<U+001B>[2J", "expected e", "tuned t"]
+
+
+@pytest.mark.parametrize("base", [math.nan, 6.0])
+def test_a_row_whose_loss_is_not_finite_is_shown_and_does_not_pass(render, base):
+    rows = {"base": RowValues([base, 2.0], [2, 2], {}), "tuned": RowValues([math.nan, 1.0], [2, 2], {})}
+    scores = {name: Scores(loss=math.nan, standard_error=math.nan) for name in rows}
+    text = " ".join(render(scores, num_rows=2, rows=rows).split())
+    assert "loss: not comparable: 1 rows better, 0 worse, 0 equal, 1 with a value that is not finite" in text
+    evaluation = Evaluation(num_rows=2, scores=scores, rows=rows)
+    (reason,) = evaluation.exceeded({"loss": 0.5})
+    assert reason.startswith("loss does not pass --fail-if-worse (0.5): not comparable: ")
+    record = _with_finite_numbers({"verdict": [evaluation.verdicts["loss"].as_record()]})
+    assert json.loads(json.dumps(record, allow_nan=False))["verdict"][0]["difference"] is None
 
 
 @pytest.mark.parametrize(("loss", "perplexity"), [(0.0, 1.0), (1000.0, math.inf), (math.nan, math.nan)])

@@ -1,5 +1,8 @@
 """The verdict is right where the effect is large, and wrong no more often than its level where there is none."""
 
+import json
+import math
+
 import numpy as np
 import pytest
 
@@ -86,9 +89,65 @@ def test_equal_rows_show_nothing_and_bound_the_difference():
 def test_two_rows_decide_nothing():
     verdict = judge_rows("token_f1", [0.9, 0.8], [0.1, 0.2])
     assert verdict.result == "no difference"
-    assert (verdict.low, verdict.high) == (None, None)
+    assert (verdict.low, verdict.high, verdict.rows_needed) == (None, None, None)
     assert not verdict.is_worse_than(0)
-    assert "interval unknown" in str(verdict)
+    assert str(verdict).startswith("no difference that 2 rows could show: +0.7000, 95 % interval unknown, p = ")
+
+
+@pytest.mark.parametrize("unit", [100.0, 5.0, 0.1])
+@pytest.mark.parametrize(("num_better", "num_worse"), [(40, 0), (0, 40), (6, 1), (30, 5)])
+def test_the_unit_of_equal_changes_does_not_matter(unit, num_better, num_worse):
+    base = compare_shares(num_better, num_worse, 40)
+    signs = [1] * num_better + [-1] * num_worse + [0] * (40 - num_better - num_worse)
+    other = [unit * (1 + row % 3) for row in range(40)]  # 0.1 + 0.2 is not 0.3
+    verdict = judge_rows("points", [value + sign * unit for value, sign in zip(other, signs, strict=True)], other)
+    assert (verdict.result, verdict.p_value, verdict.num_equal) == (base.result, base.p_value, base.num_equal)
+    assert [verdict.difference, verdict.low, verdict.high] == pytest.approx(
+        [unit * value for value in (base.difference, base.low, base.high)]
+    )
+    assert verdict.is_worse_than(0.5 * unit) == base.is_worse_than(0.5)
+
+
+@pytest.mark.parametrize("unit", [1.0, 0.1])
+@pytest.mark.parametrize("num_odd", [1, 2, 5])
+@pytest.mark.parametrize("num_rows", [40, 200])
+def test_many_rows_that_change_almost_alike_show_a_difference(num_rows, num_odd, unit):
+    other = [unit * (1 + row % 3) for row in range(num_rows)]
+    changes = [unit] * (num_rows - num_odd) + [unit / 2] * num_odd
+    lower, higher = ([value + sign * by for value, by in zip(other, changes, strict=True)] for sign in (-1, 1))
+    worse, better = judge_rows("token_f1", lower, other), judge_rows("token_f1", higher, other)
+    assert (worse.result, better.result) == ("worse", "better")
+    assert worse.is_worse_than(0.5 * unit)
+    assert not worse.is_worse_than(unit)
+    assert not better.is_worse_than(0)
+    assert worse.low < worse.difference < worse.high < 0
+
+
+def test_few_rows_that_differ_show_nothing():
+    other = [0.5] * 40
+    verdict = judge_rows("token_f1", [0.9, 0.8, *other[2:]], other)
+    assert (verdict.result, verdict.low, verdict.num_better) == ("no difference", None, 2)
+
+
+def test_losses_that_change_by_the_same_rate_show_a_difference():
+    sizes = [float(n) for n in range(10, 50)]
+    verdict = judge_rows("loss", [2.5 * n for n in sizes], [2.0 * n for n in sizes], sizes)
+    assert (verdict.result, verdict.difference) == ("worse", pytest.approx(0.5))
+    assert verdict.is_worse_than(0.4)
+    same = judge_rows("loss", sizes, sizes, sizes)
+    assert (same.low, same.high, same.p_value, same.rows_needed) == (0.0, 0.0, 1.0, None)
+    assert "+0.0000, 95 % interval +0.0000 to +0.0000" in str(same)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("is_of_base", [False, True])
+def test_a_value_that_is_not_finite_cannot_be_compared_and_does_not_pass(value, is_of_base):
+    both = [value, *[1.0] * 39], [value if is_of_base else 1.0, *[1.5] * 39]
+    verdict = judge_rows("loss", *both, [1.0] * 40)
+    assert (verdict.result, verdict.p_value, verdict.low, verdict.rows_needed) == ("not comparable", 1.0, None, None)
+    assert verdict.is_worse_than(10)
+    assert str(verdict) == "not comparable: 39 rows better, 0 worse, 0 equal, 1 with a value that is not finite"
+    json.dumps({**verdict.as_record(), "difference": None}, allow_nan=False)
 
 
 def test_a_lower_loss_is_better_and_a_margin_shields_a_small_one():

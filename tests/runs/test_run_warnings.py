@@ -115,6 +115,12 @@ def test_ten_bad_steps_are_said_once(values, kind):
     assert kinds(steps(40, **values)) == [kind]
 
 
+def test_a_warning_does_not_hide_the_others_and_causes_come_first():
+    bad = {"equal_groups": 1.0, "truncated": 1.0}
+    assert kinds(steps(40, **bad)) == ["truncated", "equal"]
+    assert kinds([*steps(20, **bad), *steps(20, **bad, entropy=0.01)]) == ["truncated", "equal", "collapsed"]
+
+
 def test_an_entropy_that_collapses():
     assert kinds([*steps(20), *steps(9, entropy=0.0)]) == []
     assert kinds([*steps(20), *steps(10, entropy=0.09)]) == ["collapsed"]

@@ -49,6 +49,8 @@ class Row(NamedTuple):
 
     turns: Sequence[Turn]
     columns: Mapping[str, Any]
+    tools: str = ""
+    """The tools that the row itself offers, as JSON text."""
 
 
 @dataclass
@@ -345,7 +347,8 @@ class ToolUse(SingleAnswers):
         added = [environment.turns(place, "reset", row.columns) for place, row in enumerate(rows)]
         places = [place for place, turns in enumerate(added) if turns]
         whole = [
-            Dialogue((*rows[place].turns, *self._cleaned(added[place] or [])), (), self._schemas) for place in places
+            Dialogue((*rows[place].turns, *self._cleaned(added[place] or [])), (), self._schemas or rows[place].tools)
+            for place in places
         ]
         texts = self._tokens.template.render(whole, with_prompt=True)
         if problem := next((text for text in texts if isinstance(text, BadRowError)), None):

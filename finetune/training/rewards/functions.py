@@ -150,10 +150,13 @@ class Rewards:
 
     @property
     def metrics(self) -> dict[str, str]:
-        """The name of each function's metric: `reward_` and the last part of its name, or all if two are alike."""
+        """The name of each function's metric: `reward_` and the last part of its name, or all if two are alike.
+
+        `reward_std` is the spread within groups.
+        """
         short = [name.rpartition(".")[2] for name in self.names]
         return {
-            name: f"reward_{last if short.count(last) == 1 else name}"
+            name: f"reward_{last if [*short, 'std'].count(last) == 1 else name}"
             for name, last in zip(self.names, short, strict=True)
         }
 

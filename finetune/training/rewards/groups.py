@@ -154,7 +154,7 @@ class Advantages(NamedTuple):
     """How much better than the other answers of its group each answer is."""
 
     rewards: torch.Tensor
-    """The weighted sum of rewards, float64, shape (groups, answers); nan where no function gave one."""
+    """The weighted sum of rewards, float64, shape (groups, answers); nan where no function with a weight gave one."""
     values: torch.Tensor
     """Shape (groups, answers); 0 where there is no reward."""
     deviations: torch.Tensor
@@ -166,9 +166,10 @@ def advantages_of(rewards: torch.Tensor, weights: Sequence[float], scale: str, *
 
     `rewards` are float64, (answers, functions), group after group; nan where a function gave none.
     """
-    weighted = rewards * torch.tensor(weights, dtype=rewards.dtype)
-    total = weighted.nansum(1)
-    total[rewards.isnan().all(1)] = math.nan
+    of_weights = torch.tensor(weights, dtype=rewards.dtype)
+    total = (rewards * of_weights).nansum(1)
+    # A function of weight 0 is only measured. It gives no reward to an answer to which all others give none.
+    total[rewards[:, of_weights != 0].isnan().all(1)] = math.nan
     grouped = total.view(-1, num_generations)
     # Equal rewards minus the lowest are exactly 0, and so is their mean; a mean of e.g. 0.1 three times is not 0.1.
     above = grouped - grouped.nan_to_num(math.inf).amin(1, keepdim=True)
@@ -294,6 +295,7 @@ def nats_of_tokens(model: Any, microbatch: Any, *, temperature: float, choices: 
 def _as_answers(microbatch: Any) -> GroupMicrobatch:
     if isinstance(microbatch, GroupMicrobatch):
         return microbatch
-    advantages = torch.ones(microbatch.num_rows, dtype=torch.float64)
-    # Of rows without answers all sums are 0. Times nan they would hide the metrics of other ranks.
-    return GroupMicrobatch(rows=microbatch, advantages=advantages, num_targets=microbatch.num_targets, per_token=0.0)
+    num_targets, advantages = microbatch.num_targets, torch.ones(microbatch.num_rows, dtype=torch.float64)
+    # Without answers, all sums are 0, those of ratios too: nan would hide the metrics of other ranks.
+    old = None if num_targets else torch.zeros(0, dtype=torch.float64)
+    return GroupMicrobatch(rows=microbatch, advantages=advantages, old=old, num_targets=num_targets, per_token=0.0)

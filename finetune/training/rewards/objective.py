@@ -18,6 +18,7 @@ from finetune.data.preferences import refuse_each_turn
 from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
+from finetune.errors import DataError
 from finetune.inference.decoding import Decoding, SampledAnswer
 from finetune.inference.evaluation import answer_unless_stopped
 from finetune.inference.losses import LossSums, SplitLosses
@@ -29,10 +30,11 @@ from finetune.training.rewards.conversations import SingleAnswers, ToolUse
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import advantages_of, group_loss_of, has_turns, summed_group_loss
 from finetune.training.rewards.prompt_rows import ConversationRows, PromptRows, check_expected, read_rows_by_source
-from finetune.training.rewards.rollouts import RolloutLoader, reward_on_main, stops_of
+from finetune.training.rewards.rollouts import RolloutLoader, mean_rewards, reward_on_main, stops_of
 from finetune.training.rewards.tools import Environment, offered_tools, with_tools
 from finetune.training.rewards.warnings import RewardWarnings
 from finetune.training.step import LossWithMetrics
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -153,11 +155,13 @@ class RewardedAnswers(Objective):
         table = torch.tensor(rewards, dtype=torch.float64)
         total = advantages_of(table, self.rewards.weights, "none", num_generations=1).rewards[:, 0]
         valid_rewards = total[total.isnan().logical_not()]
-        names = self.rewards.metrics
-        metrics = {
-            "reward": float(valid_rewards.mean()),
-            **{names[name]: float(table[:, place].nanmean()) for place, name in enumerate(self.rewards.names)},
-        }
+        if not len(valid_rewards):
+            raise DataError(
+                f"reward.functions ({', '.join(self.rewards.names)}) gave no reward to any of "
+                f"{counted(len(total), 'validation answer')}; expected a number for at least one. Correct the "
+                "functions, or validate on other rows: data.validation."
+            )
+        metrics = {"reward": float(valid_rewards.mean()), **mean_rewards(self.rewards, table)}
         if not setup.runtime.is_main_process:  # the caller adds up all ranks, which have the same rewards
             return SplitLosses(LossSums(), metrics=metrics)
         loss, count = -float(valid_rewards.sum()), float(len(valid_rewards))

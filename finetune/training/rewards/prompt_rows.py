@@ -15,6 +15,7 @@ from finetune.inference.evaluation import Dialogues
 from finetune.logs import warnings_only
 from finetune.training.rewards.conversations import GeneratedConversation, Row, turns_of
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards
+from finetune.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,17 +37,18 @@ class PromptRows:
         sources: file and line of each row.
 
     Raises:
-        DataError: `data.max_length` cuts a prompt.
+        DataError: `data.max_length` cuts a row, so its last question or its expected answer is not whole.
     """
 
     def __init__(
         self, examples: EncodedExamples, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Example] | None
     ) -> None:
-        cut = examples.has_answer.logical_not().nonzero()[:, 0].tolist()
+        cut = (examples.has_answer.logical_not() | examples.is_truncated).nonzero()[:, 0].tolist()
         if cut:
             raise DataError(
-                f"{len(cut)} prompts are longer than data.max_length, the first is {examples.source(cut[0])}. Raise "
-                "data.max_length, or remove them."
+                f"data.max_length cuts the prompt or the expected answer of {counted(len(cut), 'row')}; the first is "
+                f"{examples.source(cut[0])} ({int(examples.full_lengths[cut[0]]):,} tokens). Raise data.max_length, or "
+                "leave such rows out: data.on_long_row=drop."
             )
         dialogues = Dialogues(examples, tokenizer)
         self.prompts, self.expected, self.sources = dialogues.prompts, dialogues.expected, dialogues.sources
@@ -62,7 +64,7 @@ class PromptRows:
     def row(self, row: int) -> Row:
         """Return what an environment gets of a row."""
         read = None if self._rows is None else as_messages(self._rows[self.sources[row]])
-        return Row((), {}) if read is None else Row(read.messages[:-1], read.columns or {})
+        return Row((), {}) if read is None else Row(read.messages[:-1], read.columns or {}, read.tools)
 
     def answer(self, row: int, answer: GeneratedConversation, stops: Sequence[int]) -> GeneratedAnswer:
         """Describe an answer to a row's prompt for reward functions."""

@@ -24,7 +24,7 @@ from finetune.engine.prefixes import RowGroup, assign_to_ranks
 from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
-from finetune.runs.rollouts import read_rollout, write_rollout
+from finetune.runs.rollouts import read_rollout, unusable_rollout, write_rollout
 from finetune.training.rewards.conversations import Draw, GeneratedConversation, SingleAnswers, is_generated
 from finetune.training.rewards.drawn import LARGEST_DIFFERENCES, DrawnAnswer, drawn_metrics, explain_difference
 from finetune.training.rewards.functions import Rewards
@@ -227,7 +227,7 @@ class RolloutLoader:
         metrics = {
             "reward": float(group_advantages.rewards.nanmean()),
             "reward_std": float(group_advantages.deviations.mean()),
-            **{names[name]: float(table[:, k].nanmean()) for k, name in enumerate(self._rewards.names)},
+            **mean_rewards(self._rewards, table),
             "equal_groups": float((group_advantages.values == 0).all(1).double().mean()),
             "answer_length": sum(answer.num_generated for answer in answers) / len(answers),
             "truncated": sum(not answer.has_end for answer in answers) / len(answers),
@@ -273,11 +273,18 @@ class RolloutLoader:
         return self._runtime.collectives.broadcast_from_main(there)
 
     def _read(self, step: int, rows: list[int]) -> Rollout:
-        """Read a rollout on the main process, and return it on every rank. Collective."""
+        """Read a rollout on the main process, and return it on every rank. Collective.
+
+        Raises:
+            CheckpointError: on all ranks, if it cannot be read, or the configuration now asks for other answers.
+        """
         record: Any = None
         with self._runtime.collectives.failing_together("reading the rollout"):
             if self._setup.journal is not None:
-                record = read_rollout(self.recorded or self._setup.journal.folder, step)
+                folder = self.recorded or self._setup.journal.folder
+                record = read_rollout(folder, step)
+                if problem := self._problem_of(record["groups"], rows):
+                    raise unusable_rollout(folder, step, f"{problem}, so go on without this change or with new answers")
         record = self._runtime.collectives.broadcast_from_main(record)
         answers = [answer for group in record["groups"] for answer in group["answers"]]
         rewards = [
@@ -290,6 +297,17 @@ class RolloutLoader:
         rollout = replace(rollout, metrics=metrics, old_nats=[answer.get("nats", []) for answer in answers])
         nats = self._before_temperature(rollout)
         return rollout if nats is None else self._with_drawn_ratios(rollout, nats)
+
+    def _problem_of(self, groups: Sequence[Mapping[str, Any]], rows: list[int]) -> str:
+        """Return why recorded answers are not those that a step with these rows learns from; empty if they are."""
+        names, size = self._rewards.names, self._config.rollout.num_generations
+        if [group["prompt"] for group in groups] != [self._prompts.prompts[row] for row in rows]:
+            return "has answers to other prompts than this configuration asks for"
+        if any(len(group["answers"]) != size for group in groups):
+            return f"does not have {size} answers to each prompt, as rollout.num_generations says"
+        rewards = [answer["rewards"].keys() for group in groups for answer in group["answers"]]
+        missing = [name for name in names if any(name not in each for each in rewards)]
+        return f"has no rewards of {', '.join(missing)}, which reward.functions names" if missing else ""
 
     def _as_record(self, rollout: Rollout) -> dict[str, Any]:
         names = self._rewards.names
@@ -421,6 +439,15 @@ class RolloutLoader:
 def stops_of(setup: Setup) -> list[int]:
     """Return the tokens that end an answer."""
     return stop_ids(setup.tokenizer, setup.model.generation_config.eos_token_id)
+
+
+def mean_rewards(rewards: Rewards, table: torch.Tensor) -> dict[str, float]:
+    """Return the mean of each function's rewards by its metric, without functions that gave none.
+
+    `table` has the rewards: (answers, functions); nan where a function gave none.
+    """
+    means = {rewards.metrics[name]: float(table[:, k].nanmean()) for k, name in enumerate(rewards.names)}
+    return {name: mean for name, mean in means.items() if not math.isnan(mean)}
 
 
 def reward_on_main(

@@ -170,12 +170,15 @@ class ToolProcess:
         return Result(name=name, arguments=arguments, seconds=time.monotonic() - started, **answer)
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Send a request, and return what the process answers, or an error if it does not."""
+        """Send a request, and return what the process answers, or an error if it does not.
+
+        Values that JSON does not know become text, such as the dates in a row.
+        """
         late = f"{request['name']} has not returned within {seconds:g} s and was ended"
         try:
             if self._process is None:
                 self._start()
-            self._connection.send_bytes(json.dumps(request).encode())
+            self._connection.send_bytes(json.dumps(request, default=str).encode())
             if self._connection.poll(seconds):
                 answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
                 return answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterator
 
 from finetune.runs.metrics import Event, number_in
 from finetune.training.reporting.run_warnings import RunWarning, RunWarnings
@@ -42,29 +43,32 @@ class RewardWarnings(RunWarnings):
                 self._metrics.setdefault(name, deque(maxlen=_WINDOW)).append(value)
         if len(self._first_entropy) < _WINDOW and (entropy := number_in(event, "entropy")) is not None:
             self._first_entropy.append(entropy)
+        return next((sign for sign in self._signs() if sign.name not in self._said), None)
+
+    def _signs(self) -> Iterator[RunWarning]:
+        """Yield a warning for each sign that the last steps show, causes first, whether it was given before or not."""
         equal, truncated, entropy = (self._mean(name) for name in ("equal_groups", "truncated", "entropy"))
-        if equal is not None and equal > _MOST_EQUAL:
-            return RunWarning(
-                "equal",
-                f"all answers to a prompt have the same reward for {equal:.0%} of the prompts over the last {_WINDOW} "
-                "steps, so there is little to learn from. Take prompts that are neither too easy nor too hard, or "
-                "raise rollout.num_generations or rollout.temperature",
-            )
         if truncated is not None and truncated > _MOST_TRUNCATED:
-            return RunWarning(
+            yield RunWarning(
                 "truncated",
                 f"{truncated:.0%} of the answers of the last {_WINDOW} steps have no end. Raise "
                 "rollout.max_completion_length, or reward short answers: add length to reward.functions, with a small "
                 "weight",
             )
         if entropy is not None and entropy < _LEAST_ENTROPY * (first := statistics.fmean(self._first_entropy)):
-            return RunWarning(
+            yield RunWarning(
                 "collapsed",
                 f"the entropy of answers has collapsed from {first:.3g} to {entropy:.3g} nats per token: the model "
                 "hardly tries anything new. Lower optim.learning_rate, raise grpo.epsilon_high or rollout.temperature, "
                 "and go on from an earlier checkpoint",
             )
-        return None
+        if equal is not None and equal > _MOST_EQUAL:
+            yield RunWarning(
+                "equal",
+                f"all answers to a prompt have the same reward for {equal:.0%} of the prompts over the last {_WINDOW} "
+                "steps, so there is little to learn from. Take prompts that are neither too easy nor too hard, or "
+                "raise rollout.num_generations or rollout.temperature",
+            )
 
     def after_validation(self, event: Event) -> RunWarning | None:
         """Return the warning that a validation causes, if any."""

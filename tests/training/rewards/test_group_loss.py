@@ -283,12 +283,13 @@ def test_the_first_ratio_is_1(way):
 @pytest.mark.parametrize("beta", [0.0, 0.04])
 def test_a_rank_without_answers_adds_nothing(beta):
     model = tiny_lora()
-    loss = GroupLoss(GrpoSection(beta=beta), LONGEST)
+    loss = GroupLoss(GrpoSection(beta=beta), LONGEST, turns=1)
     sums = summed_group_loss(model, EMPTY_MICROBATCH, loss=loss, temperature=1.0)
-    figures = dict(zip(METRICS, sums[1:].tolist(), strict=True))
+    figures = dict(zip(loss.metrics, sums[1:].tolist(), strict=True))
     assert sums[0] == 0
     assert [figures["entropy"], figures["clipped"]] == [0, 0], "nan would hide the figures of the other ranks"
     assert figures["kl"] == 0 if beta else math.isnan(figures["kl"])
+    assert sums[4:].tolist() == [0] * 5, "of the ratios, and of clipped tokens and ratios in the one turn"
     gradients = torch.autograd.grad(sums[0], trainable_parameters(model), allow_unused=True)
     assert all(gradient is None or not gradient.any() for gradient in gradients)
 
@@ -353,6 +354,16 @@ def test_a_group_without_rewards_or_with_one_has_no_advantage(scale):
     nothing = compared([[NAN]] * 4, [1.0], scale)
     assert nothing.values.tolist() == [[0, 0, 0, 0]]
     assert nothing.rewards.isnan().all()
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_function_of_weight_0_changes_nothing(scale):
+    rewards = [[1.0], [NAN], [0.5], [NAN]]
+    alone = compared(rewards, [2.0], scale)
+    watched = compared([[0.3, *given] for given in rewards], [0.0, 2.0], scale)
+    for mine, theirs in zip(watched, alone, strict=True):
+        assert torch.equal(mine.nan_to_num(9.0), theirs.nan_to_num(9.0))
+    assert watched.values[0, 0] > 0 == watched.values[0, 1]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -12,7 +14,9 @@ from finetune import load_config
 from finetune.config.compose import config_from_dict
 from finetune.config.schema import RewardSection
 from finetune.errors import ConfigError, DataError
+from finetune.training.rewards import objective as objective_module
 from finetune.training.rewards.functions import GeneratedAnswer, Rewards, built_in_functions
+from finetune.training.rewards.objective import RewardedAnswers
 
 MODULE = "rewards_of_mine.orders"
 SOURCE = """
@@ -256,6 +260,32 @@ def test_functions_with_one_last_name_have_metrics_of_their_own(own, tmp_path):
         f"{other}.shorter": f"reward_{other}.shorter",
         "length": "reward_length",
     }
+
+
+def test_a_function_named_std_does_not_replace_the_spread_within_groups(own):
+    rewards = Rewards.of(config_of(f"reward.functions={own}.std,length", f"reward.functions_from={own}"))
+    assert rewards.metrics == {f"{own}.std": f"reward_{own}.std", "length": "reward_length"}
+
+
+class Prompts:
+    prompts: ClassVar = [[1], [2]]
+    row = str
+
+    def __len__(self):
+        return 2
+
+
+def test_a_validation_without_any_reward_names_the_functions(own, monkeypatch):
+    words = [f"reward.functions={own}.some,length", f"reward.functions_from={own}", "reward.weights=[1,0]"]
+    objective = RewardedAnswers(config_of(*words))
+    objective._prompts["validation"] = Prompts()
+    monkeypatch.setattr(objective._answering, "converse", lambda *given, **named: [])
+    monkeypatch.setattr(objective_module, "stops_of", lambda setup: [2])
+    monkeypatch.setattr(objective_module, "reward_on_main", lambda *given: [[math.nan, 0.5]] * 2)
+    setup = SimpleNamespace(runtime=None, model=None)
+    message = rf"^reward\.functions \({own}\.some, length\) gave no reward to any of 2 validation answers; expected a"
+    with pytest.raises(DataError, match=message):
+        objective.measure(setup, None)
 
 
 # --- functions in one file ------------------------------------------------------------------------------------------

@@ -53,6 +53,11 @@ def inputs(tmp_path_factory):
     for split, count in (("train", 12), ("validation", 3)):
         rows = [{"prompt": f"{split} {n}: three crates to Porto by Friday?", "limit": n} for n in range(count)]
         (folder / "rows" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with (folder / "turns.jsonl").open("w") as file:
+        for name in ("Porto", "Lagos"):
+            texts = ("Hello.", "Hi.", f"{'Here is a long list. ' * 20}How many crates to {name}?", "three")
+            turns = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+            file.write(json.dumps({"messages": turns}) + "\n")
     return folder
 
 
@@ -341,9 +346,19 @@ def test_a_learning_rate_of_0_asks_for_no_update_and_strict_refuses_a_step_witho
 
 
 @pytest.mark.slow
-def test_a_lost_rollout_ends_a_resume_that_needs_it(inputs, tmp_path, monkeypatch):
+def test_a_lost_rollout_or_one_of_other_prompts_ends_a_resume_that_needs_it(inputs, tmp_path):
     more = ["grpo.num_iterations=2", "checkpoint.save_every=3"]
     train_from_overrides(words(inputs, tmp_path / "run", *more, "training.max_steps=3"))
+    for change, key, problem in (
+        ("seed=7", "seed", "has answers to other prompts than this configuration asks for"),
+        ("reward.functions=regex,length", "reward", "has no rewards of length, which reward.functions names"),
+        ("rollout.num_generations=2", "rollout", "does not have 2 answers to each prompt"),
+    ):
+        changed = shutil.copytree(tmp_path / "run", tmp_path / key)
+        allowed = [change, f"resume.allow={key},training.max_steps"]
+        with pytest.raises(CheckpointError, match=rf"step-000003\.json\.gz {problem}.* Step 3 learns from it\. To gen"):
+            train_from_overrides(words(inputs, changed, *more, *allowed))
+        assert [step["step"] for step in curve(changed)] == [1, 2, 3]
     (tmp_path / "run/rollouts/step-000003.json.gz").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"step-000003\.json\.gz cannot be read"):
         train_from_overrides(words(inputs, tmp_path / "run", *more, "resume.allow=training.max_steps"))
@@ -364,6 +379,11 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
         (["reward.functions=[]", "reward.pattern=null"], ConfigError, "reward.functions is empty"),
         (["reward.functions=exact_match", "reward.pattern=null"], DataError, "12 rows have none; the first is"),
         (["data.max_length=4"], DataError, "data.max_length"),
+        (
+            ["data.path={inputs}/turns.jsonl", "data.max_length=64"],
+            DataError,
+            r"cuts the prompt or the expected answer of 2 rows; the first is .*turns\.jsonl:1 \(\d+ tokens\)",
+        ),
         (["training.objective=sft"], ConfigError, "but training.objective is sft, which does not read it"),
         (["validation.metrics=exact_match"], ConfigError, "have no expected answer"),
         (["checkpoint.best_metric=reward_margin"], ConfigError, "measures loss, reward"),
@@ -371,6 +391,7 @@ def test_a_rollout_s_file_is_not_unpacked_without_a_limit(tmp_path, monkeypatch)
     ],
 )
 def test_a_run_that_cannot_learn_from_rewards_is_refused(inputs, tmp_path, more, error, message):
+    more = [override.format(inputs=inputs) if "{inputs}" in override else override for override in more]
     with pytest.raises(error, match=message):
         train_from_overrides(words(inputs, tmp_path / "run", *more))
 

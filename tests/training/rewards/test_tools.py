@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import time
 from types import SimpleNamespace
@@ -311,6 +312,7 @@ class Guess:
 
     def reset(self, row):
         self.row, self.tries = row, 0
+        assert row["when"] == "2026-01-31"
         return f"Guess {row['hint']}." if row["hint"] else None
 
     def step(self, answer):
@@ -337,7 +339,8 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
     tools = ToolUse(config, tokenizer, "")
     assert "once others follow" in tools.fallback.why, "phi4_mini leaves out the thinking of earlier questions"
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    rows = [Row([{"role": "user", "content": "Play."}], {"completion": "7", "hint": hint}) for hint in ("a number", "")]
+    columns = {"completion": "7", "when": datetime.date(2026, 1, 31)}  # as from Parquet: JSON knows no dates
+    rows = [Row([{"role": "user", "content": "Play."}], {**columns, "hint": hint}) for hint in ("a number", "")]
     lines = iter([["5", "7"], ["7"]])
     seen = []
 
@@ -362,3 +365,6 @@ def test_an_environment_answers_each_conversation_and_an_error_ends_the_run(tmp_
     for answer, problem in (("fail", "failed in step: .*KeyError"), ("odd", "returned 5 from step; expected None")):
         with pytest.raises(DataError, match=f"the environment Guess {problem}"):
             tools._environment.turns(0, "step", answer)
+    offering = rows[0]._replace(tools=json.dumps([{"type": "function", "function": {"name": "weather"}}]))
+    (opened,) = tools._open(tools._environment, [offering]).values()
+    assert "<|tool|>[{" in tokenizer.decode(opened), "reset keeps the tools that the row offers"
