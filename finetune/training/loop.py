@@ -89,7 +89,7 @@ def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_l
     """
     runtime, step = setup.runtime, end.state.step
     runtime.liveness.enter_phase("saving", step)
-    setup.on_main(lambda journal: journal.finish_saves(), f"saving step {step}")
+    setup.on_main(lambda journal: journal.finish_saves(is_last=True), f"saving step {step}")
     runtime.collectives.agree_on_failure_beside()  # of a save that was in the background in the last step
     if end.reason == "preempted":
         raise preempted_in_training(runtime, step)

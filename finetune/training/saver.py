@@ -53,7 +53,8 @@ class Saved:
 class Saver:
     """Write checkpoints, one at a time. Main process only; call every method from the thread that trains.
 
-    `before` is called right before each commit, in the thread that writes.
+    `before` is called right before each commit, in the thread that writes. `error` is why the newest checkpoint could
+    not be written; None if it is on the disk.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Saver:
         self._before = before
         self._in_background = keys.background
         self._writer: _Writer | None = None
+        self.error: Exception | None = None
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> list[Saved]:
         """Begin to write a checkpoint, after the one before is finished. The one of the step `best` is not pruned.
@@ -101,22 +103,20 @@ class Saver:
         return [] if self._writer is None or self._writer.is_alive() else self.finish()
 
     def finish(self, *, is_last: bool = False) -> list[Saved]:
-        """Wait for the save in progress. If it is the last, training cannot go on without it. Raises like `save`."""
+        """Wait for the save in progress. Raises like `save`; if `is_last`, whenever the newest has failed."""
         writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.wait()
+            self.error = writer.error
+        if is_last and self.error is not None:
+            raise self.error
         if writer is None:
             return []
-        writer.wait()
         if writer.error is not None:
-            if is_last or self._keys.on_disk_failure == "stop" or not isinstance(writer.error.__cause__, OSError):
+            if self._keys.on_disk_failure == "stop" or not isinstance(writer.error.__cause__, OSError):
                 raise writer.error
-            self._fallbacks.take(
-                Fallback(
-                    what=f"saving step {writer.snapshot.step}",
-                    wanted="a checkpoint",
-                    used="training goes on (checkpoint.on_disk_failure=continue)",
-                    why=str(writer.error),
-                )
-            )
+            what, used = f"saving step {writer.snapshot.step}", "training goes on (checkpoint.on_disk_failure=continue)"
+            self._fallbacks.take(Fallback(what=what, wanted="a checkpoint", used=used, why=str(writer.error)))
         return writer.saved
 
     def close(self, error: BaseException | None) -> list[Saved]:
@@ -165,14 +165,8 @@ class _Writer(threading.Thread):
         """The checkpoint; none if it was not written."""
         if self._path is None:
             return []
-        saved = Saved(
-            step=self.snapshot.step,
-            path=self._path,
-            num_bytes=self.snapshot.num_bytes,
-            blocked_seconds=self.blocked_seconds,
-            write_seconds=self._write_seconds,
-        )
-        return [saved]
+        seconds = {"blocked_seconds": self.blocked_seconds, "write_seconds": self._write_seconds}
+        return [Saved(step=self.snapshot.step, path=self._path, num_bytes=self.snapshot.num_bytes, **seconds)]
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the thread, if this save has one."""

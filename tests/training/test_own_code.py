@@ -162,6 +162,38 @@ def test_another_loss_or_other_rows_refuse_to_resume(trained):
     assert same.folder == result.folder
 
 
+class Loses:
+    """Takes the folder of the checkpoints away in step 2, and brings it back in step 3."""
+
+    def __init__(self, run):
+        self.checkpoints, self.elsewhere = run / "checkpoints", run.with_name("elsewhere")
+        self.saved = []
+
+    def on_step(self, result):
+        if result.step == 2:
+            self.checkpoints.rename(self.elsewhere)
+            self.checkpoints.write_text("")
+        if result.step == 3:
+            self.checkpoints.unlink()
+            self.elsewhere.rename(self.checkpoints)
+
+    def on_save(self, result):
+        assert (result.path / "manifest.json").is_file()
+        self.saved.append(result.step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
+def test_on_save_is_not_called_for_a_checkpoint_that_was_not_written(tmp_path, background):
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "training.max_steps": 4, "checkpoint.save_every": 1, "data.cache_dir": tmp_path}
+    settings |= {"output_dir": run, "checkpoint.on_disk_failure": "continue", "checkpoint.background": background}
+    finetune.train(model="phi_tiny", data=ROWS, overrides=settings, callbacks=[watch := Loses(run)])
+    assert watch.saved == [1, 3, 4]
+    assert record(run)["status"] == "completed"
+    assert "saving step 2" in [taken["what"] for taken in record(run)["fallbacks"]]
+
+
 @pytest.mark.slow
 def test_a_given_adapter_is_recorded_as_it_is_and_answers_from_its_folder(tmp_path):
     model = get_peft_model(shipped_model(), LoraConfig(r=4, lora_alpha=4, target_modules=["qkv_proj"]))
