@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -261,11 +262,14 @@ def _fingerprint(code: Any) -> str:
     """Return the name and a digest of the source; only the name if Python has no source, as in a terminal."""
     values: dict[str, object] = {}
     while isinstance(code, partial):
+    functions = ""
         values |= {"args": code.args, **code.keywords}
         code = code.func
+        functions += "".join(_fingerprint(value) for value in (*code.args, *code.keywords.values()) if callable(value))
     named = code if hasattr(code, "__qualname__") else type(code)
     try:
         source = inspect.getsource(named)
     except (OSError, TypeError):
         return _name_of(code)
-    return f"{_name_of(code)} {hashlib.sha256(f'{source}{values}'.encode()).hexdigest()[:12]}"
+    text = source + re.sub(" at 0x[0-9A-Fa-f]+", "", str(values)) + functions  # addresses are others in each process
+    return f"{_name_of(code)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

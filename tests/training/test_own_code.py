@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import math
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +163,28 @@ def test_another_loss_or_other_rows_refuse_to_resume(trained):
         finetune.train(model=shipped_model(), data={**data, "train": ROWS[9:]}, overrides=again, loss=smoothed)
     same = finetune.train(model=shipped_model(), data=data, overrides=again, loss=smoothed)
     assert same.folder == result.folder
+
+
+def test_code_with_arguments_is_known_again_in_another_process():
+    """Each object has another address, as it has in another process."""
+
+    class Plain:
+        pass
+
+    def made():
+        return lambda logits: logits
+
+    config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
+
+    def fingerprint(*args, **keywords):
+        return Hooks(loss=partial(smoothed, *args, **keywords)).fingerprints(config)["loss"]
+
+    assert fingerprint(Plain(), base=made()) == fingerprint(Plain(), base=made())
+    assert fingerprint(base=partial(smoothed, Plain())) == fingerprint(base=partial(smoothed, Plain()))
+    functions = (smoothed, length, partial(smoothed, 1), partial(smoothed, 2), np.exp, np.log, torch.exp, 0.1, 0.2)
+    assert len({fingerprint(base=value) for value in functions}) == len(functions)
+    source = inspect.getsource(smoothed) + str({"args": (), "base": 0.1})
+    assert fingerprint(base=0.1).endswith(hashlib.sha256(source.encode()).hexdigest()[:12]), "as in earlier versions"
 
 
 class Loses:
