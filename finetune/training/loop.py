@@ -186,6 +186,6 @@ def _refuse_not_finite(state: TrainerState, loss: float) -> None:
     if not math.isfinite(loss):
         raise RunFailedError(
             f"the validation loss after step {state.step} is {loss}: these weights are not saved. Look at the rows of "
-            "the validation split, lower optim.learning_rate or add optim.warmup_steps, and go on from the last "
-            "checkpoint: resume=auto resume.allow=optim"
+            "the validation split, or lower optim.learning_rate, and go on from the last checkpoint: resume=auto "
+            "resume.allow=optim"
         )

@@ -206,7 +206,8 @@ def test_a_step_behind_the_limit_ends_the_run_before_it_is_saved():
 
 
 def test_without_skipping_the_first_ends_the_run_and_says_how_to_skip():
-    with pytest.raises(RunFailedError, match=r"step 2: .*on_nonfinite is stop.*left as before.*on_nonfinite=skip"):
+    advice = r"step 2: .*on_nonfinite is stop.*left as before.*on_nonfinite=skip.*resume=auto resume\.allow=optim"
+    with pytest.raises(RunFailedError, match=advice):
         run(cadence(), skipped_at=[2])
 
 
