@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
+from finetune.runs.metrics import FORGOTTEN, OF_EVERY_VALIDATION
 from finetune.signals import Terminated
-from finetune.training.validation import LOSS
 
 if TYPE_CHECKING:
     import torch
@@ -116,8 +116,9 @@ class Hooks:
         if self.metrics:
             from finetune.inference.answers import METRICS
 
-            if reserved := sorted({LOSS, *METRICS} & self.metrics.keys()):
-                raise ConfigError(f"metrics has {reserved[0]}, which is a metric of finetune. Choose another name.")
+            own = {*OF_EVERY_VALIDATION, *METRICS, FORGOTTEN, "model"}
+            if reserved := sorted(name for name in self.metrics if name.partition("/")[0] in own):
+                raise ConfigError(f"metrics has {reserved[0]}, a name that finetune uses itself. Choose another name.")
         for callback in self.callbacks:
             _check_callback(callback)
 
@@ -261,11 +262,11 @@ def _name_of(code: Any) -> str:
 def _fingerprint(code: Any) -> str:
     """Return the name and a digest of the source; only the name if Python has no source, as in a terminal."""
     values: dict[str, object] = {}
-    while isinstance(code, partial):
     functions = ""
+    while isinstance(code, partial):
         values |= {"args": code.args, **code.keywords}
-        code = code.func
         functions += "".join(_fingerprint(value) for value in (*code.args, *code.keywords.values()) if callable(value))
+        code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
     try:
         source = inspect.getsource(named)

@@ -390,7 +390,10 @@ class WithHook:
         ({"callbacks": [WithHook()]}, "WithHook defines on_step_end, which is not called", []),
         ({"callbacks": [object()]}, "object defines none of the methods", []),
         ({"callbacks": [WithHook]}, r"is a class. Give an object: WithHook\(\)", []),
-        ({"metrics": {"exact_match": length}}, "exact_match, which is a metric of finetune", []),
+        *(
+            ({"metrics": {name: length}}, f"metrics has {name}, a name that finetune uses itself", [])
+            for name in ("exact_match", "step", "model", "loss/long", "forgotten")
+        ),
         ({"loss": "focal"}, "loss is 'focal'; expected a function", []),
         (
             {"metrics": length},
