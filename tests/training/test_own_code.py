@@ -352,6 +352,11 @@ def test_an_optimizer_that_a_run_cannot_keep_is_refused(optimizer, message, chan
         build_optimizer(torch.nn.Linear(2, 2), section.with_factory(optimizer, "ours"))
 
 
+def test_an_optimizer_of_a_rate_of_zero_is_built():
+    section = OptimSection(learning_rate=0.0).with_factory(sgd(0.0), "ours")
+    assert build_optimizer(torch.nn.Linear(2, 2), section).param_groups[0]["lr"] == 0.0
+
+
 def test_an_optimizer_object_holds_the_trained_weights_and_is_new():
     layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9)
