@@ -19,7 +19,7 @@ from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.runs.checkpoints import Snapshot, commit_snapshot, disk_need, prune, publish_adapter
 from finetune.runs.folder import RunFolder
-from finetune.runs.state import TrainerState
+from finetune.runs.state import TrainerState, read_state
 from finetune.runs.tensors import is_sharded
 from finetune.runs.verification import verify_checkpoint, verify_published
 from finetune.training.cadence import Cadence
@@ -205,13 +205,7 @@ def log_disk_need(folder: RunFolder, snapshot: Snapshot, cadence: Cadence, *, ke
 
 
 def publish_best(
-    folder: RunFolder,
-    state: TrainerState,
-    cadence: Cadence,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    keep: int,
-    has_trained: bool,
+    folder: RunFolder, state: TrainerState, tokenizer: PreTrainedTokenizerBase, *, keep: int, has_trained: bool
 ) -> int | None:
     """Publish the best checkpoint as `adapter/`, or the last where nothing was validated or the best was not saved.
 
@@ -225,16 +219,17 @@ def publish_best(
         CheckpointError: the checkpoint is damaged.
         RunFailedError: the disk is full or failing.
     """
-    steps = [step for step in folder.checkpoint_steps() if cadence.saves_after(step)]
-    best = state.best_step if state.best_step in steps else None
+    best = state.best_step if state.best_step in folder.checkpoint_steps() else None
+    problems = [] if best is None else verify_checkpoint(folder.checkpoint(best))
+    if best is not None and not problems and not read_state(folder.checkpoint(best)).is_due:
+        best = None
     if state.best_step is not None and best is None:
         _log.warning(
-            "the best validation was at step %d, which has no checkpoint (checkpoint.save_every): "
+            "the best validation was at step %d, which has no checkpoint by checkpoint.save_every: "
             "adapter/ holds the last step, %d",
-            state.best_step,
-            state.step,
+            *(state.best_step, state.step),
         )
-    if best is not None and (problems := verify_checkpoint(folder.checkpoint(best))):
+    if problems:
         stays = not has_trained and not verify_published(folder.adapter)
         outcome = "stays, and is whole" if stays else f"holds the last step, {state.step}"
         _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), outcome)
