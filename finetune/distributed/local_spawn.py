@@ -126,9 +126,10 @@ def _exit_code_of_cause(codes: Sequence[int], sent: Sequence[int]) -> int:
 
 def _command_to_repeat() -> list[str]:
     main = sys.modules["__main__"]
-    if getattr(main, "__file__", None) is None or "-c" in sys.orig_argv[1:2]:
+    # A worker would find nothing left on standard input, and end with success.
+    if getattr(main, "__file__", None) in (None, "<stdin>", "/dev/stdin") or "-c" in sys.orig_argv[1:2]:
         raise LaunchError(
-            "parallel.num_processes runs the command line again, and this session has none (a notebook, or python "
-            "-c). Put the code into a script, or start it with torchrun."
+            "parallel.num_processes runs the command line again, and this session has none (a notebook, python -c, or "
+            "a script on standard input). Put the code into a file, or start it with torchrun."
         )
     return [sys.executable, *sys.orig_argv[1:]]

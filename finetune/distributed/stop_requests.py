@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 
 from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import rendezvous_store
@@ -12,7 +13,7 @@ from finetune.distributed.liveness import Liveness
 from finetune.signals import Terminated, received_stop_signal, record_stop_signals
 
 _LOOK_SECONDS = 0.5
-_KEY = "stop requested"
+_numbers = count()
 
 
 class StopRequests:
@@ -26,6 +27,8 @@ class StopRequests:
         self._collectives = collectives
         self._liveness = liveness
         self._next_look = 0.0
+        # A process that has joined a world may launch several runs. Each has its own key in the store.
+        self._key = f"stop requested {next(_numbers)}"
         self._stops_in: str | None = None
 
     @property
@@ -51,8 +54,8 @@ class StopRequests:
         self._next_look = now + _LOOK_SECONDS
         try:
             if self.is_on_this_rank:
-                store.set(_KEY, "")
-            return bool(store.check([_KEY]))
+                store.set(self._key, "")
+            return bool(store.check([self._key]))
         except RuntimeError:  # the process that keeps the store is gone: the next collective names it
             return self.is_on_this_rank
 

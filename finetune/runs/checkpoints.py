@@ -74,7 +74,8 @@ class Snapshot:
         if bad:
             raise RunFailedError(
                 f"step {self.step} is not saved: {len(bad)} of its tensors hold a value that is not finite, the first "
-                f"is {bad[0]}. Earlier checkpoints are intact. Lower optim.learning_rate or add optim.warmup_steps."
+                f"is {bad[0]}. Earlier checkpoints are intact. Lower optim.learning_rate, and go on from the last of "
+                "them: resume=auto resume.allow=optim"
             )
 
     @property

@@ -20,7 +20,7 @@ from finetune.runs.durable import describe_os_error, disk_failures_end_the_run, 
 
 Event = dict[str, Any]
 """A line of metrics.jsonl; docs/watching.md describes each type of event."""
-_OF_EVERY_VALIDATION = frozenset(
+OF_EVERY_VALIDATION = frozenset(
     ("event", "time", "step", "epoch", "loss", "standard_error", "num_targets", "best_metric")
 )
 Detail = Literal["all", "thinned", "recent"]
@@ -227,7 +227,7 @@ def measured_beside_loss(event: Event) -> list[str]:
     return [
         name
         for name in event
-        if name not in _OF_EVERY_VALIDATION and "/" not in name and number_in(event, name) is not None
+        if name not in OF_EVERY_VALIDATION and "/" not in name and number_in(event, name) is not None
     ]
 
 

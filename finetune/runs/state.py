@@ -19,8 +19,8 @@ STATE_FILE = "state.json"
 SCHEMA_VERSION = 1
 """Raised when a field of `TrainerState` changes its meaning; checkpoints of another version are refused."""
 _ADDED_LATER = {
-    *("num_skipped_steps", "best_value", "stopping_merit", "best_metric", "stopping_metric", "validated_step"),
-    *("loss_scale", "steps_at_loss_scale", "num_overflows", "is_stopped", "num_without_gradient", "forgotten"),
+    *("num_skipped_steps", "best_value", "stopping_merit", "best_metric", "stopping_metric", "forgotten", "is_due"),
+    *("validated_step", "loss_scale", "steps_at_loss_scale", "num_overflows", "is_stopped", "num_without_gradient"),
 }
 """Fields that older checkpoints lack. Their defaults are the values that they had then."""
 _MOST = 1 << 62
@@ -80,6 +80,8 @@ class TrainerState:
     """Steps in fp16 that were computed in vain, because gradients overflowed, and computed again."""
     is_stopped: Annotated[bool, Field(strict=True)] = False
     """Whether a callback ended training after this step. A resumed run trains no further."""
+    is_due: Annotated[bool, Field(strict=True)] = True
+    """Whether the run saves after this step in any case. A preempted run also saves after other steps."""
     world_size: _Count = 1
     """Processes that trained this state."""
     global_batch_size: _Count = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from finetune.errors import ConfigError, RunFailedError
+from finetune.runs.metrics import FORGOTTEN, OF_EVERY_VALIDATION
 from finetune.signals import Terminated
-from finetune.training.validation import LOSS
 
 if TYPE_CHECKING:
     import torch
@@ -115,8 +116,9 @@ class Hooks:
         if self.metrics:
             from finetune.inference.answers import METRICS
 
-            if reserved := sorted({LOSS, *METRICS} & self.metrics.keys()):
-                raise ConfigError(f"metrics has {reserved[0]}, which is a metric of finetune. Choose another name.")
+            own = {*OF_EVERY_VALIDATION, *METRICS, FORGOTTEN, "model"}
+            if reserved := sorted(name for name in self.metrics if name.partition("/")[0] in own):
+                raise ConfigError(f"metrics has {reserved[0]}, a name that finetune uses itself. Choose another name.")
         for callback in self.callbacks:
             _check_callback(callback)
 
@@ -260,12 +262,15 @@ def _name_of(code: Any) -> str:
 def _fingerprint(code: Any) -> str:
     """Return the name and a digest of the source; only the name if Python has no source, as in a terminal."""
     values: dict[str, object] = {}
+    functions = ""
     while isinstance(code, partial):
         values |= {"args": code.args, **code.keywords}
+        functions += "".join(_fingerprint(value) for value in (*code.args, *code.keywords.values()) if callable(value))
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
     try:
         source = inspect.getsource(named)
     except (OSError, TypeError):
         return _name_of(code)
-    return f"{_name_of(code)} {hashlib.sha256(f'{source}{values}'.encode()).hexdigest()[:12]}"
+    text = source + re.sub(" at 0x[0-9A-Fa-f]+", "", str(values)) + functions  # addresses are others in each process
+    return f"{_name_of(code)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

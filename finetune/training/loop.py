@@ -48,8 +48,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
         RunFailedError: on every rank, before saving: more than `max_skipped_steps` steps of the run, over all its
             starts, were not finite, or a validation loss was not.
     """
-    end = _early_stop(state, rules)
-    end = "stopped" if state.is_stopped else end
+    end = early_stop(state, rules) or ("stopped" if state.is_stopped else None)
     if run.validates and cadence.owes_validation(state):
         state, end = _after_step(state, cadence, run, rules)
     if cadence.is_last(state.step):
@@ -72,7 +71,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                     if end is not None:
                         break
         except NoRowsError as error:
-            if state.step > first_step and not cadence.saves_after(state.step):
+            if state.step > first_step and not state.is_due:
                 run.save(state)
             if not error.is_preempted:
                 raise
@@ -80,7 +79,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
     return LoopEnd(state, end)
 
 
-def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_loader: EvaluationLoader | None) -> None:
+def finish(end: LoopEnd, run: TrainingRun, setup: Setup, val_loader: EvaluationLoader | None) -> None:
     """Finish the saves, publish the best weights, and call `on_end`. Collective.
 
     Raises:
@@ -89,7 +88,7 @@ def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_l
     """
     runtime, step = setup.runtime, end.state.step
     runtime.liveness.enter_phase("saving", step)
-    setup.on_main(lambda journal: journal.finish_saves(), f"saving step {step}")
+    setup.on_main(lambda journal: journal.finish_saves(is_last=True), f"saving step {step}")
     runtime.collectives.agree_on_failure_beside()  # of a save that was in the background in the last step
     if end.reason == "preempted":
         raise preempted_in_training(runtime, step)
@@ -98,7 +97,7 @@ def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_l
         from finetune.training.keeping import warn_of_forgetting
 
         warn_of_forgetting(setup.config, end.state)
-    setup.on_main(lambda journal: _publish(journal, end.state, cadence, run, setup), "publishing the adapter")
+    setup.on_main(lambda journal: _publish(journal, end.state, run, setup), "publishing the adapter")
     if val_loader is not None:
         setup.objective.after_training(setup, val_loader, step)
     run.callbacks.call("on_end", EndResult(step, end.reason, run.last_loss, setup.folder.path))
@@ -107,16 +106,10 @@ def finish(end: LoopEnd, cadence: Cadence, run: TrainingRun, setup: Setup, val_l
     runtime.liveness.enter_phase("after training", step, timed=False)
 
 
-def _publish(journal: Journal, state: TrainerState, cadence: Cadence, run: TrainingRun, setup: Setup) -> None:
+def _publish(journal: Journal, state: TrainerState, run: TrainingRun, setup: Setup) -> None:
     journal.end_training()
-    published = publish_best(
-        journal.folder,
-        state,
-        cadence,
-        setup.tokenizer,
-        keep=setup.config.checkpoint.save_total_limit,
-        has_trained=not math.isnan(run.last_loss),
-    )
+    keep, has_trained = setup.config.checkpoint.save_total_limit, not math.isnan(run.last_loss)
+    published = publish_best(journal.folder, state, setup.tokenizer, keep=keep, has_trained=has_trained)
     if published is None:
         return
     metric, last = setup.config.checkpoint.best_metric, run.last_validation
@@ -143,25 +136,26 @@ def _after_step(
         else:
             _refuse_not_finite(state, validated.loss)
             state = after_validation(state, validated, rules.criteria)
-            end = run.agree_to_stop(_early_stop(state, rules))
-    if "stop" in run.callbacks.requests and end is None and not is_last:
-        state, end = replace(state, is_stopped=True), "stopped"
-    if cadence.saves_after(state.step) or end is not None or "save" in run.callbacks.requests:
-        run.callbacks.requests.clear()
+            end = run.agree_to_stop(early_stop(state, rules))
+    requests = run.callbacks.requests
+    is_stopped = state.is_stopped or ("stop" in requests and not is_last)
+    is_due = is_stopped or state.is_due or cadence.saves_after(state.step) or "save" in requests
+    state = replace(state, is_stopped=is_stopped, is_due=is_due or end not in (None, "preempted"))
+    if state.is_due or end is not None:
         run.save(state)
-    return state, end or ("complete" if is_last else None)
+        if "stop" in requests and not (is_stopped or is_last):  # `on_save` asks for it
+            state = replace(state, is_stopped=True)
+            run.save(state)
+        requests.clear()
+    return state, end or ("stopped" if state.is_stopped else "complete" if is_last else None)
 
 
-def _early_stop(state: TrainerState, rules: StopRules) -> Reason | None:
+def early_stop(state: TrainerState, rules: StopRules) -> Reason | None:
     """Return why training should stop after the last validation; None if it goes on."""
     if rules.criteria.has_forgotten(state):
         return "forgot too much"
-    return "no improvement" if is_patience_exhausted(state, rules.patience) else None
-
-
-def is_patience_exhausted(state: TrainerState, patience: int | None) -> bool:
-    """Return whether training should stop early; never with a patience of None."""
-    return patience is not None and state.validations_without_improvement >= patience
+    is_exhausted = rules.patience is not None and state.validations_without_improvement >= rules.patience
+    return "no improvement" if is_exhausted else None
 
 
 def _advanced(state: TrainerState, cadence: Cadence, result: StepResult, loss_scale: LossScale | None) -> TrainerState:
@@ -171,6 +165,7 @@ def _advanced(state: TrainerState, cadence: Cadence, result: StepResult, loss_sc
         step=state.step + 1,
         epoch=epoch,
         steps_in_epoch=steps_in_epoch,
+        is_due=False,
         num_targets=state.num_targets + (0 if result.is_skipped else result.num_targets),
         num_tokens=state.num_tokens + result.num_tokens,
         num_skipped_steps=state.num_skipped_steps + result.is_skipped,
@@ -186,6 +181,6 @@ def _refuse_not_finite(state: TrainerState, loss: float) -> None:
     if not math.isfinite(loss):
         raise RunFailedError(
             f"the validation loss after step {state.step} is {loss}: these weights are not saved. Look at the rows of "
-            "the validation split, lower optim.learning_rate or add optim.warmup_steps, and go on from the last "
-            "checkpoint: resume=auto resume.allow=optim"
+            "the validation split, or lower optim.learning_rate, and go on from the last checkpoint: resume=auto "
+            "resume.allow=optim"
         )

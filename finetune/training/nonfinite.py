@@ -40,8 +40,8 @@ def refuse_broken_weights(runtime: Runtime, model: torch.nn.Module, cause: str) 
         raise RunFailedError(
             f"{cause}; {num_broken / num_ranks:.0f} of the trained weights hold values that are not finite{ranks}: an "
             "earlier update broke them, and no later step can repair them. They are not saved. Lower "
-            "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last "
-            "checkpoint: resume=auto resume.allow=optim"
+            "optim.learning_rate or set optim.max_grad_norm, and go on from the last checkpoint: resume=auto "
+            "resume.allow=optim"
         )
 
 
@@ -57,5 +57,5 @@ def refuse_too_many(state: TrainerState, not_finite: str, limit: int) -> None:
         instead = "training.on_nonfinite=skip skips a bounded number of such steps"
     raise RunFailedError(
         f"step {state.step}: {not_finite}; {policy}. The weights were left as before the step. Look at the rows "
-        f"of this step, lower optim.learning_rate or add optim.warmup_steps; {instead}. Then go on with resume=auto."
+        f"of this step, or lower optim.learning_rate; {instead}. Then go on: resume=auto resume.allow=optim"
     )

@@ -215,7 +215,7 @@ class Setup:
             if on_all or self.journal is not None or self.runtime.placement.shard_size is not None:
                 load_model(self.model, self.folder.adapter)
 
-    def on_main(self, action: Callable[[Journal], None], during: str) -> None:
+    def on_main(self, action: Callable[[Journal], object], during: str) -> None:
         """Call a function on the main process while the others wait, and raise its error on all ranks. Collective."""
         with self.runtime.collectives.failing_together(during):
             if self.journal is not None:

@@ -150,7 +150,7 @@ def _made_from_weights(model: torch.nn.Module, section: OptimSection) -> torch.o
             f'overrides={{"optim.learning_rate": {rates[0]:g}}}.'
         )
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group[_RATIO] = rate / section.learning_rate
+        group[_RATIO] = rate / section.learning_rate if section.learning_rate else 1.0
     return optimizer
 
 

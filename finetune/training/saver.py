@@ -19,7 +19,7 @@ from finetune.errors import RunFailedError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.runs.checkpoints import Snapshot, commit_snapshot, disk_need, prune, publish_adapter
 from finetune.runs.folder import RunFolder
-from finetune.runs.state import TrainerState
+from finetune.runs.state import TrainerState, read_state
 from finetune.runs.tensors import is_sharded
 from finetune.runs.verification import verify_checkpoint, verify_published
 from finetune.training.cadence import Cadence
@@ -53,7 +53,8 @@ class Saved:
 class Saver:
     """Write checkpoints, one at a time. Main process only; call every method from the thread that trains.
 
-    `before` is called right before each commit, in the thread that writes.
+    `before` is called right before each commit, in the thread that writes. `error` is why the newest checkpoint could
+    not be written; None if it is on the disk.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Saver:
         self._before = before
         self._in_background = keys.background
         self._writer: _Writer | None = None
+        self.error: Exception | None = None
 
     def save(self, snapshot: Snapshot, *, best: int | None) -> list[Saved]:
         """Begin to write a checkpoint, after the one before is finished. The one of the step `best` is not pruned.
@@ -101,22 +103,20 @@ class Saver:
         return [] if self._writer is None or self._writer.is_alive() else self.finish()
 
     def finish(self, *, is_last: bool = False) -> list[Saved]:
-        """Wait for the save in progress. If it is the last, training cannot go on without it. Raises like `save`."""
+        """Wait for the save in progress. Raises like `save`; if `is_last`, whenever the newest has failed."""
         writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.wait()
+            self.error = writer.error
+        if is_last and self.error is not None:
+            raise self.error
         if writer is None:
             return []
-        writer.wait()
         if writer.error is not None:
-            if is_last or self._keys.on_disk_failure == "stop" or not isinstance(writer.error.__cause__, OSError):
+            if self._keys.on_disk_failure == "stop" or not isinstance(writer.error.__cause__, OSError):
                 raise writer.error
-            self._fallbacks.take(
-                Fallback(
-                    what=f"saving step {writer.snapshot.step}",
-                    wanted="a checkpoint",
-                    used="training goes on (checkpoint.on_disk_failure=continue)",
-                    why=str(writer.error),
-                )
-            )
+            what, used = f"saving step {writer.snapshot.step}", "training goes on (checkpoint.on_disk_failure=continue)"
+            self._fallbacks.take(Fallback(what=what, wanted="a checkpoint", used=used, why=str(writer.error)))
         return writer.saved
 
     def close(self, error: BaseException | None) -> list[Saved]:
@@ -165,14 +165,8 @@ class _Writer(threading.Thread):
         """The checkpoint; none if it was not written."""
         if self._path is None:
             return []
-        saved = Saved(
-            step=self.snapshot.step,
-            path=self._path,
-            num_bytes=self.snapshot.num_bytes,
-            blocked_seconds=self.blocked_seconds,
-            write_seconds=self._write_seconds,
-        )
-        return [saved]
+        seconds = {"blocked_seconds": self.blocked_seconds, "write_seconds": self._write_seconds}
+        return [Saved(step=self.snapshot.step, path=self._path, num_bytes=self.snapshot.num_bytes, **seconds)]
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the thread, if this save has one."""
@@ -211,13 +205,7 @@ def log_disk_need(folder: RunFolder, snapshot: Snapshot, cadence: Cadence, *, ke
 
 
 def publish_best(
-    folder: RunFolder,
-    state: TrainerState,
-    cadence: Cadence,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    keep: int,
-    has_trained: bool,
+    folder: RunFolder, state: TrainerState, tokenizer: PreTrainedTokenizerBase, *, keep: int, has_trained: bool
 ) -> int | None:
     """Publish the best checkpoint as `adapter/`, or the last where nothing was validated or the best was not saved.
 
@@ -231,16 +219,17 @@ def publish_best(
         CheckpointError: the checkpoint is damaged.
         RunFailedError: the disk is full or failing.
     """
-    steps = [step for step in folder.checkpoint_steps() if cadence.saves_after(step)]
-    best = state.best_step if state.best_step in steps else None
+    best = state.best_step if state.best_step in folder.checkpoint_steps() else None
+    problems = [] if best is None else verify_checkpoint(folder.checkpoint(best))
+    if best is not None and not problems and not read_state(folder.checkpoint(best)).is_due:
+        best = None
     if state.best_step is not None and best is None:
         _log.warning(
-            "the best validation was at step %d, which has no checkpoint (checkpoint.save_every): "
+            "the best validation was at step %d, which has no checkpoint by checkpoint.save_every: "
             "adapter/ holds the last step, %d",
-            state.best_step,
-            state.step,
+            *(state.best_step, state.step),
         )
-    if best is not None and (problems := verify_checkpoint(folder.checkpoint(best))):
+    if problems:
         stays = not has_trained and not verify_published(folder.adapter)
         outcome = "stays, and is whole" if stays else f"holds the last step, {state.step}"
         _log.warning("the best step, %d, is damaged (%s): adapter/ %s", best, "; ".join(problems), outcome)

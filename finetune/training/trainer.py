@@ -189,7 +189,7 @@ class Trainer:
             begin_steps()
             end = run_loop(state, cadence, run, StopRules.of(config))
 
-        finish(end, cadence, run, setup, val_loader)
+        finish(end, run, setup, val_loader)
         return TrainingResults(end.state, run.last_loss), run.last_validation
 
     def _profiler(self, state: TrainerState, cadence: Cadence) -> AbstractContextManager[Sequence[StepProfiler]]:

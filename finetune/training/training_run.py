@@ -189,12 +189,15 @@ class TrainingRun:
         return Validated(sums.loss, metrics)
 
     def save(self, state: TrainerState) -> None:
-        """Commit a checkpoint of the state."""
+        """Commit a checkpoint of the state. `on_save` is called when it is on the disk."""
         with averaged_weights(self._optimizer):
             self._save(state)
         if self.callbacks.listen_to("on_save"):
-            self._setup.on_main(lambda journal: journal.finish_saves(), f"saving step {state.step}")
-            self.callbacks.call("on_save", SaveResult(state.step, self._setup.folder.checkpoint(state.step)))
+            journal, collectives = self._setup.journal, self._runtime.collectives
+            with collectives.failing_together(f"saving step {state.step}"):
+                is_saved = journal is not None and journal.finish_saves(is_last=False)
+            if collectives.broadcast_from_main(is_saved):
+                self.callbacks.call("on_save", SaveResult(state.step, self._setup.folder.checkpoint(state.step)))
 
     def _save(self, state: TrainerState) -> None:
         runtime, folder = self._runtime, self._setup.folder

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from finetune.distributed.environment import SPAWN_RUN_ID_PREFIX, WORLD_VARIABLES, read_environment
+from finetune.distributed.local_spawn import run_as_processes
+from finetune.errors import LaunchError
 from tests.distributed.launcher_variables import (
     ACCELERATE,
     HYDRA,
@@ -25,6 +27,13 @@ from tests.launches import REPOSITORY
 def test_a_local_spawn_of_ours_is_not_torchrun():
     assert read_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": f"{SPAWN_RUN_ID_PREFIX}17"}).launcher == "spawn"
     assert read_environment({**TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}).launcher == "torchrun"
+
+
+@pytest.mark.parametrize("file", [None, "<stdin>", "/dev/stdin"])
+def test_what_no_worker_could_run_again_is_refused(monkeypatch, file):
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", file, raising=False)
+    with pytest.raises(LaunchError, match=r"this session has none \(a notebook, python -c, or a script on standard in"):
+        run_as_processes(2)
 
 
 def test_a_launch_is_told_from_others_where_the_launcher_can():

@@ -3,7 +3,8 @@ import math
 import pytest
 
 from finetune.runs.state import TrainerState
-from finetune.training.loop import is_patience_exhausted
+from finetune.training.cadence import StopRules
+from finetune.training.loop import early_stop
 from finetune.training.validation import Criteria, Validated, after_validation
 
 
@@ -13,7 +14,7 @@ def after(losses, *, min_delta=0.0, patience=2):
     for step, loss in enumerate(losses, start=1):
         state = TrainerState(**{**state.as_record(), "step": step})
         state = after_validation(state, Validated(loss), Criteria(min_delta=min_delta))
-        stops.append(is_patience_exhausted(state, patience))
+        stops.append(early_stop(state, StopRules(patience)) == "no improvement")
     return state, stops
 
 

@@ -50,6 +50,8 @@ class Recorder:
     def save(self, state):
         self.did.append(("save", state.step))
         self.saved[state.step] = state
+        if state.step in self._happens_at.get("asks_on_save", {}):
+            self.callbacks.requests.add(self._happens_at["asks_on_save"][state.step])
 
     def steps_of(self, what):
         return [entry[1] for entry in self.did if entry[0] == what]
@@ -206,7 +208,8 @@ def test_a_step_behind_the_limit_ends_the_run_before_it_is_saved():
 
 
 def test_without_skipping_the_first_ends_the_run_and_says_how_to_skip():
-    with pytest.raises(RunFailedError, match=r"step 2: .*on_nonfinite is stop.*left as before.*on_nonfinite=skip"):
+    advice = r"step 2: .*on_nonfinite is stop.*left as before.*on_nonfinite=skip.*resume=auto resume\.allow=optim"
+    with pytest.raises(RunFailedError, match=advice):
         run(cadence(), skipped_at=[2])
 
 
@@ -243,3 +246,42 @@ def test_a_callback_saves_after_its_step():
     recorder, _ = run(cadence(), asks_at={2: "save"})
     assert recorder.steps_of("save")[:1] == [2]
     assert not recorder.saved[2].is_stopped
+
+
+@pytest.mark.parametrize("when", ["told_at", "cut_short_at"])
+def test_a_callback_ends_training_though_a_signal_comes_in_the_same_step(when):
+    plan = cadence(validate_every=2)
+    stopped, _ = run(plan, losses=falling(), asks_at={2: "stop"}, **{when: [2]})
+    assert stopped.is_preempted
+    resumed, end = run(plan, losses=falling(), state=stopped.saved[2])
+    assert resumed.did == [("validate", 2), ("save", 2)]
+    assert end == run(plan, losses=falling(), asks_at={2: "stop"})[1]
+
+
+def test_a_run_that_a_callback_stopped_trains_no_further_though_it_owes_a_validation():
+    stopped, _ = run(cadence(validate_every=5), losses=falling(), asks_at={4: "stop"})
+    resumed, end = run(cadence(validate_every=4), losses=falling(), state=stopped.saved[4])
+    assert (resumed.steps_of("train"), resumed.steps_of("validate")) == ([], [4])
+    assert end.is_stopped
+
+
+def test_a_callback_that_is_told_of_a_save_ends_training_after_the_same_step():
+    plan = cadence(save_every=2)
+    recorder, end = run(plan, asks_on_save={2: "save", 4: "stop"})
+    assert (recorder.steps_of("train"), recorder.steps_of("save")) == ([1, 2, 3, 4], [2, 4, 4])
+    assert recorder.saved[4].is_stopped
+    assert run(plan, state=end)[0].did == []
+
+
+def test_a_checkpoint_tells_whether_it_is_there_only_because_the_run_was_preempted():
+    plan = cadence(steps_per_epoch=5, num_steps=12, validate_every=1, save_every=4)
+    saved = run(plan, losses=LOSSES, patience=3, asks_at={2: "save"})[0].saved
+    assert {step: state.is_due for step, state in saved.items()} == {2: True, 4: True, 8: True, 10: True}
+    for step, is_due in {3: False, 4: True}.items():
+        preempted = run(plan, losses=LOSSES, told_at=[step])[0].saved[step]
+        resumed, _ = run(plan, losses=LOSSES, state=preempted)
+        assert (preempted.is_due, step in resumed.saved) == (is_due, is_due)
+    preempted = run(plan, losses=LOSSES, asks_at={3: "save"}, told_at=[3])[0].saved[3]
+    resumed, end = run(plan, losses=LOSSES, state=preempted)
+    whole, whole_end = run(plan, losses=LOSSES, asks_at={3: "save"})
+    assert (resumed.saved, end) == ({step: state for step, state in whole.saved.items() if step >= 3}, whole_end)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 import math
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -162,6 +165,60 @@ def test_another_loss_or_other_rows_refuse_to_resume(trained):
     assert same.folder == result.folder
 
 
+def test_code_with_arguments_is_known_again_in_another_process():
+    """Each object has another address, as it has in another process."""
+
+    class Plain:
+        pass
+
+    def made():
+        return lambda logits: logits
+
+    config = finetune.load_config([], model="phi_tiny", data="orders", task="finetune_lora")
+
+    def fingerprint(*args, **keywords):
+        return Hooks(loss=partial(smoothed, *args, **keywords)).fingerprints(config)["loss"]
+
+    assert fingerprint(Plain(), base=made()) == fingerprint(Plain(), base=made())
+    assert fingerprint(base=partial(smoothed, Plain())) == fingerprint(base=partial(smoothed, Plain()))
+    functions = (smoothed, length, partial(smoothed, 1), partial(smoothed, 2), np.exp, np.log, torch.exp, 0.1, 0.2)
+    assert len({fingerprint(base=value) for value in functions}) == len(functions)
+    source = inspect.getsource(smoothed) + str({"args": (), "base": 0.1})
+    assert fingerprint(base=0.1).endswith(hashlib.sha256(source.encode()).hexdigest()[:12]), "as in earlier versions"
+
+
+class Loses:
+    """Takes the folder of the checkpoints away in step 2, and brings it back in step 3."""
+
+    def __init__(self, run):
+        self.checkpoints, self.elsewhere = run / "checkpoints", run.with_name("elsewhere")
+        self.saved = []
+
+    def on_step(self, result):
+        if result.step == 2:
+            self.checkpoints.rename(self.elsewhere)
+            self.checkpoints.write_text("")
+        if result.step == 3:
+            self.checkpoints.unlink()
+            self.elsewhere.rename(self.checkpoints)
+
+    def on_save(self, result):
+        assert (result.path / "manifest.json").is_file()
+        self.saved.append(result.step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("background", [True, False])
+def test_on_save_is_not_called_for_a_checkpoint_that_was_not_written(tmp_path, background):
+    run = tmp_path / "run"
+    settings = {**SETTINGS, "training.max_steps": 4, "checkpoint.save_every": 1, "data.cache_dir": tmp_path}
+    settings |= {"output_dir": run, "checkpoint.on_disk_failure": "continue", "checkpoint.background": background}
+    finetune.train(model="phi_tiny", data=ROWS, overrides=settings, callbacks=[watch := Loses(run)])
+    assert watch.saved == [1, 3, 4]
+    assert record(run)["status"] == "completed"
+    assert "saving step 2" in [taken["what"] for taken in record(run)["fallbacks"]]
+
+
 @pytest.mark.slow
 def test_a_given_adapter_is_recorded_as_it_is_and_answers_from_its_folder(tmp_path):
     model = get_peft_model(shipped_model(), LoraConfig(r=4, lora_alpha=4, target_modules=["qkv_proj"]))
@@ -295,6 +352,11 @@ def test_an_optimizer_that_a_run_cannot_keep_is_refused(optimizer, message, chan
         build_optimizer(torch.nn.Linear(2, 2), section.with_factory(optimizer, "ours"))
 
 
+def test_an_optimizer_of_a_rate_of_zero_is_built():
+    section = OptimSection(learning_rate=0.0).with_factory(sgd(0.0), "ours")
+    assert build_optimizer(torch.nn.Linear(2, 2), section).param_groups[0]["lr"] == 0.0
+
+
 def test_an_optimizer_object_holds_the_trained_weights_and_is_new():
     layer, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.01, momentum=0.9)
@@ -333,7 +395,10 @@ class WithHook:
         ({"callbacks": [WithHook()]}, "WithHook defines on_step_end, which is not called", []),
         ({"callbacks": [object()]}, "object defines none of the methods", []),
         ({"callbacks": [WithHook]}, r"is a class. Give an object: WithHook\(\)", []),
-        ({"metrics": {"exact_match": length}}, "exact_match, which is a metric of finetune", []),
+        *(
+            ({"metrics": {name: length}}, f"metrics has {name}, a name that finetune uses itself", [])
+            for name in ("exact_match", "step", "model", "loss/long", "forgotten")
+        ),
         ({"loss": "focal"}, "loss is 'focal'; expected a function", []),
         (
             {"metrics": length},

@@ -161,6 +161,19 @@ def test_the_last_save_may_not_fail_whatever_the_configuration_says(broken, mode
         saves.finish(is_last=True)
 
 
+@pytest.mark.parametrize("call", [None, "collect", "finish"])
+def test_the_last_save_may_not_fail_though_an_earlier_call_has_waited_for_it(broken, model, optimizer, call):
+    saves = saver(broken, on_disk_failure="continue", background=False)
+    saves.save(snapshot(broken, model, optimizer, 1), best=None)
+    if call is not None:
+        assert getattr(saves, call)() == []
+    with pytest.raises(RunFailedError, match="step-000001 failed"):
+        saves.finish(is_last=True)
+    broken.checkpoints.unlink()
+    assert [one.step for one in saves.save(snapshot(broken, model, optimizer, 2), best=None)] == [2]
+    assert saves.finish(is_last=True) == []
+
+
 def test_a_strict_run_does_not_go_on_without_a_checkpoint(broken, model, optimizer):
     saves = saver(broken, fallbacks=Fallbacks(strict=True), on_disk_failure="continue")
     saves.save(snapshot(broken, model, optimizer, 1), best=None)

@@ -200,6 +200,12 @@ def test_the_adapter_folder_holds_the_best_step(words, tmp_path, monkeypatch):
     assert (run / "adapter" / weights).read_bytes() == best
     assert (run / "checkpoints" / "step-000006" / weights).read_bytes() != best
     assert (record(run)["result"]["best_step"], record(run)["result"]["best_loss"]) == (4, 1.0)
+    give_validation_losses(monkeypatch, [5.0])  # step 4 would not be saved any more
+    longer = ["training.max_steps=7", "checkpoint.save_every=5", "resume=auto", "resume.allow=training.max_steps"]
+    train([*words, "validation.validate_every=2", "checkpoint.save_total_limit=1", *longer])
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"step-000004", "step-000007"}
+    assert (run / "adapter" / weights).read_bytes() == best
+    assert (record(run)["result"]["best_step"], record(run)["result"]["best_loss"]) == (4, 1.0)
 
 
 def test_a_best_step_without_a_checkpoint_is_said_and_the_last_is_published(words, tmp_path, monkeypatch):
@@ -209,7 +215,7 @@ def test_a_best_step_without_a_checkpoint_is_said_and_the_last_is_published(word
     weights = "adapter_model.safetensors"
     last = run / "checkpoints" / "step-000005" / weights
     assert (run / "adapter" / weights).read_bytes() == last.read_bytes()
-    assert "the best validation was at step 2, which has no checkpoint" in (run / "log.txt").read_text()
+    assert "the best validation was at step 2, which has no checkpoint by" in (run / "log.txt").read_text()
     published = record(run)["result"]
     assert (published["best_step"], published["best_loss"]) == (5, 2.0)  # the loss of the weights in adapter/
 

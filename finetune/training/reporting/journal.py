@@ -205,9 +205,10 @@ class Journal:
         """Record a checkpoint that has been written in the background, see `Saver.collect`."""
         self._note_saved(self._saver.collect())
 
-    def finish_saves(self) -> None:
-        """Wait until the last checkpoint is on the disk, see `Saver.finish`."""
-        self._note_saved(self._saver.finish(is_last=True))
+    def finish_saves(self, *, is_last: bool) -> bool:
+        """Wait for the save in progress, see `Saver.finish`. Return whether the newest checkpoint is on the disk."""
+        self._note_saved(self._saver.finish(is_last=is_last))
+        return self._saver.error is None
 
     def profile(self, profile: Profile) -> None:
         """Record the profile of some steps, and log its table of operators."""

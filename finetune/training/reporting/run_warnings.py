@@ -109,8 +109,7 @@ class RunWarnings:
             return None
         text = (
             f"the loss is exploding: {recent:.3g} over the last {_WINDOW} steps, after {self._lowest:.3g}. Lower "
-            "optim.learning_rate, add optim.warmup_steps or set optim.max_grad_norm, and go on from the last good "
-            "checkpoint"
+            "optim.learning_rate or set optim.max_grad_norm, and go on from the last good checkpoint"
         )
         return RunWarning("exploding", text)
 
