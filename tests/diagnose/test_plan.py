@@ -131,6 +131,12 @@ def test_a_split_that_drop_last_empties_is_refused_as_training_refuses_it(words,
         make_plan(load_config([*words, *more, f"{section}.drop_last=true"]), find_device("cpu"))
 
 
+def test_rows_beyond_the_context_are_refused_as_training_refuses_them(words, tmp_path):
+    short = write_base(tmp_path / "short", max_position_embeddings=8)
+    with pytest.raises(ConfigError, match=r"a row of \d+ tokens, but the model's context ends at 8"):
+        make_plan(load_config([*words, f"model.path={short}"]), find_device("cpu"))
+
+
 @pytest.fixture(scope="module")
 def pairs(inputs, tmp_path_factory):
     """Rows of pairs: with prompts that are worth sharing, of different lengths."""
@@ -278,6 +284,12 @@ def test_a_probe_measures_in_the_type_and_with_the_fused_functions_of_the_run(wo
     assert planner.probe()[0] > 0
     assert seen == {(True, True)}
     assert not is_fused()
+
+
+def test_a_probe_does_not_measure_new_tokens(words):
+    planner = Planner(load_config([*words, "lora.new_tokens=['<order>']"]), find_device("cpu"))
+    assert planner.probe() == (None, None)
+    assert planner.findings[-1].what == "--probe does not measure new tokens (lora.new_tokens)"
 
 
 @pytest.mark.slow
