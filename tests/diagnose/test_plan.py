@@ -353,9 +353,13 @@ def test_devices_have_names():
         ("nvidia_a100-40gb", "A100 40GB"),
         ("a10g", "A10G 24GB"),
         ("NVIDIA GH200 480GB", "GH200 96GB"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"),
         ("My 24GB", "My 24GB"),
     ):
         assert (read_device(name).name, read_device(name).memory > 20 * 2**30) == (expected, True)
+    assert read_device("Tesla V100-PCIE-16GB").precision == "fp16"
     for name, part in (("A100", "several devices: A100 80GB, A100 40GB"), ("abacus", "Known are GB200 186GB, ")):
         with pytest.raises(ConfigError, match=part):
             read_device(name)
