@@ -164,4 +164,5 @@ def _teraflops(name: str) -> dict[str, float]:
 
 
 def _folded(name: str) -> str:
-    return re.sub(r"nvidia|geforce|tesla|rtx|[\s_-]", "", name.lower())
+    """Return what tells a name from others. Drivers add the form and the memory's type: `Tesla V100-SXM2-32GB`."""
+    return re.sub(r"nvidia|geforce|tesla|rtx|sxm\d?|pcie|hbm\d?e?|[\s_-]", "", name.lower())

@@ -39,6 +39,7 @@ from finetune.model.quantized import refuse_where_fp8_is_impossible, wants_fp8
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.checkpoints import DiskNeed
 from finetune.runs.folder import existing_folder
+from finetune.training.checks import check_fit
 from finetune.training.forward import Computation, wants_fused
 from finetune.training.loaders import global_batch_size
 from finetune.training.memory.choice import MemoryChoice, choose
@@ -198,7 +199,11 @@ class Planner:
             self.findings.append(warning("Memory", message, "leave room for it"))
 
     def _encode(self) -> AnySplits | None:
-        """Encode the rows; if there are none or they cannot be used, add a finding and return None."""
+        """Encode the rows; if there are none or they cannot be used, add a finding and return None.
+
+        Raises:
+            ConfigError: a row is longer than the model's context, see `check_fit`.
+        """
         config, data = self._config, self._config.data
         learns_prompts = config.objective.generates_answers
         rows, loss = ("prompts of up to", "") if learns_prompts else ("rows of", ", all with loss")
@@ -211,6 +216,7 @@ class Planner:
             check_local_rows(data)
             tokenizer = build_run_tokenizer(config.model_copy(update={"model": self._planned.sizes}))
             splits = encode_for_objective(config, tokenizer, fallbacks=Fallbacks(strict=config.strict))
+            check_fit(config, self.model, splits)
             if learns_prompts and isinstance(splits.train, EncodedExamples):
                 self._prompts = PromptRows(splits.train, tokenizer, None).prompts
             if config.data.keep is not None and isinstance(splits.train, EncodedExamples):
@@ -392,9 +398,11 @@ class Planner:
             fix = "leave out --device, on a machine that has it"
             self.findings.append(warning("Time", f"--probe measures this machine, not {self._device.name}", fix))
             return None, None
-        if is_quantized(self._config) or wants_fp8(self._config):
+        trains_tokens = self._config.training.method == "lora" and self._config.lora.new_tokens
+        if is_quantized(self._config) or wants_fp8(self._config) or trains_tokens:
+            what = "new tokens (lora.new_tokens)" if trains_tokens else "a base in 4 bits or in fp8"
             fix = "train a few steps: training.max_steps=5"
-            self.findings.append(warning("Time", "--probe does not measure a base in 4 bits or in fp8", fix))
+            self.findings.append(warning("Time", f"--probe does not measure {what}", fix))
             return None, None
         microbatch = self.batching.largest.microbatch
         can_fuse = self._how.is_fused and why_not_fused(torch.device(self._device.type)) is None

@@ -33,7 +33,8 @@ from finetune.diagnose.preview_splits import (
 from finetune.errors import ConfigError, DataError
 from finetune.fallbacks import Fallback, Fallbacks
 from finetune.findings import Finding, exit_code, ok, problem, warning, what_and_fix
-from finetune.model.base import read_model_config
+from finetune.model.base import max_context, read_model_config
+from finetune.model.lora import ids_of_new_tokens
 from finetune.model.tokens import build_run_tokenizer
 from finetune.runs.durable import disk_failures_end_the_run, replacing
 from finetune.training.checks import check_inputs
@@ -210,6 +211,7 @@ def preview_data(
     tokens = AnswerTokens(tokenizer)
     made_up, template_findings = _make_up(config, tokens)
     model = read_model_config(config.model)
+    context = max_context(model)
     sources = [name_files(source["path"]) for source in config.data.mixture]
     read_as = dict.fromkeys(text for of_split in splits.values() for text in of_split.sides[0].read_as)
     return Preview(
@@ -220,7 +222,7 @@ def preview_data(
         tokenizer=on_one_line(config.model.tokenizer or config.model.path or ""),
         end_of_turn=(tokens.end_id, str(tokenizer.convert_ids_to_tokens(tokens.end_id))),
         has_chat_template=tokenizer.chat_template is not None,
-        context=getattr(model, "max_position_embeddings", None),
+        context=context,
         splits=summaries,
         shown_split=split,
         rows=[
@@ -232,7 +234,7 @@ def preview_data(
             *refusals,
             *template_findings,
             *_judge_template(splits, tokenizer),
-            *_judge_fit(splits, model, tokenizer),
+            *_judge_fit(splits, context, _rows_of_embedding(config, model, tokenizer), tokenizer),
             *_judge_duplicates(summaries),
             *([] if are_prompts else _judge_targets(summaries)),
             *_mention_rows_on_top(config, encoded, tokenizer),
@@ -409,12 +411,20 @@ def _mention_rows_on_top(config: Config, splits: Any, tokenizer: PreTrainedToken
         yield ok("Data", describe_rows_on_top(config, assumed_rows(config, tokenizer, len(splits.train))))
 
 
+def _rows_of_embedding(config: Config, model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the rows of the model's embedding in training, where `lora.new_tokens` may add some; None if unknown."""
+    num_rows: int | None = getattr(model, "vocab_size", None)
+    ids = ids_of_new_tokens(tokenizer, config.lora) if config.training.method == "lora" else []
+    return max(num_rows, ids[-1] + 1) if num_rows is not None and ids else num_rows
+
+
 def _judge_fit(
-    splits: dict[SplitName, Rows], model: PretrainedConfig, tokenizer: PreTrainedTokenizerBase
+    splits: dict[SplitName, Rows], context: int | None, num_rows: int | None, tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[Finding]:
-    """Find rows on which the model would fail, perhaps only after hours of training."""
-    context = getattr(model, "max_position_embeddings", None)
-    num_rows = getattr(model, "vocab_size", None)
+    """Find rows on which the model would fail, perhaps only after hours of training.
+
+    `context` are the most positions of the model, and `num_rows` the rows of its embedding, if they are known.
+    """
     for name, rows in splits.items():
         longest = int(rows.lengths.max())
         largest = max(int(ids.max()) for side in rows.sides for ids, _ in side.pieces())

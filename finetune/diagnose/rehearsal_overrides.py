@@ -52,12 +52,20 @@ def rehearsed_values(
         "training.report_to": [],
     }
     most_rows = max(MOST_ROWS, steps * global_batch_size(config, processes))
-    has_held_out_rows = any(
-        isinstance(rows, str) and rows.isdigit() for rows in (config.data.validation, config.data.test)
-    )
-    if measured_rows > most_rows and not has_held_out_rows:
+    if measured_rows > most_rows and not _needs_all_rows(config):
         chosen["data.max_rows"] = min(config.data.max_rows or most_rows, most_rows)
     return {key: value for key, value in chosen.items() if real[key] != value}
+
+
+def _needs_all_rows(config: Config) -> bool:
+    """Return whether a run may refuse to train on the first rows only.
+
+    They may be too few to hold out a number of rows, or have none of the subset whose metric chooses the best weights.
+    """
+    sources = [dict(config.data), *config.data.mixture]
+    sizes = [source.get(split) for source in sources for split in ("validation", "test")]
+    criteria = (config.checkpoint.best_metric, config.early_stopping.metric)
+    return any(str(size).isdigit() for size in sizes) or any("/" in metric for metric in criteria)
 
 
 def override(key: str, value: Any) -> str:
@@ -107,12 +115,14 @@ def _world(config: Config, processes: int, minutes: float) -> dict[str, Any]:
 
 def _lengths(config: Config, steps: int, real_steps: int | None) -> dict[str, Any]:
     """Scale down the steps and all keys that count steps. Shorten generated answers."""
-    warmup = config.optim.warmup_steps
-    if real_steps is not None:
-        warmup = ceil_div(config.optim.warmup_in(real_steps) * steps, real_steps)  # the same share, rounded up
+    warmup, decay = config.optim.warmup_steps, config.optim.decay_steps
+    if real_steps is not None:  # the same shares, rounded up
+        warmup = ceil_div(config.optim.warmup_in(real_steps) * steps, real_steps)
+        decay = decay and ceil_div(decay * steps, real_steps)
     chosen: dict[str, Any] = {
         "training.max_steps": steps,
         "optim.warmup_steps": min(warmup, steps - 1),
+        "optim.decay_steps": decay,
         "checkpoint.save_every": max(1, steps // 3),
         "validation.validate_every": max(1, steps // 3),
         "testing.max_new_tokens": min(config.testing.max_new_tokens, MOST_NEW_TOKENS),

@@ -31,8 +31,9 @@ def summed_given_loss(
 ) -> torch.Tensor:
     """Sum a given loss over the micro-batch's target tokens, as a float64 scalar with a gradient.
 
-    The logits of a chunk are computed again in the backward pass, so that only one chunk is in memory. See
-    `summed_cross_entropy` for the arguments before `function`.
+    The logits of a chunk are computed again in the backward pass, so that only one chunk is in memory. Without targets,
+    the loss and its gradient are 0, and the function is not called. See `summed_cross_entropy` for the arguments before
+    `function`.
 
     Raises:
         ConfigError: the function does not return a sum.
@@ -42,19 +43,24 @@ def summed_given_loss(
         of_target = microbatch.target_term.to(hidden.device)  # rows that begin alike share positions
         hidden, labels = hidden[of_target], microbatch.labels[of_target]
 
-        def loss_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        def logits_of(rows: torch.Tensor) -> torch.Tensor:
             bias = None if head.bias is None else head.bias.to(rows.dtype)
-            logits = torch.nn.functional.linear(rows, head.weight.to(rows.dtype), bias)
-            return _checked(function(logits.float(), targets))
+            return torch.nn.functional.linear(rows, head.weight.to(rows.dtype), bias)
 
         num_logits = len(head.weight)
     else:
         hidden, labels = logits_of_padded(model, microbatch)
 
-        def loss_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return _checked(function(rows.float(), targets))
+        def logits_of(rows: torch.Tensor) -> torch.Tensor:
+            return rows
 
         num_logits = hidden.shape[1]
+
+    def loss_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = logits_of(rows).float()
+        # Without targets, a mean times the number of targets would be NaN.
+        return _checked(function(logits, targets)) if len(targets) else logits.sum()
+
     total = in_float64(hidden.new_zeros(()))
     with torch.autocast(hidden.device.type, enabled=False):
         for rows in chunks(hidden, num_logits, choices.logits_chunk_bytes):

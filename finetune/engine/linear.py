@@ -68,7 +68,8 @@ class Linear(NamedTuple):
     def is_mergeable(self, dtype: torch.dtype) -> bool:
         """Return whether the sum of weight and adapter is exact to the rounding of the products with such an input."""
         types = {part.dtype for part in (self.weight, self.lora_a, self.lora_b) if part is not None}
-        return types == {dtype} and dtype.itemsize >= 4 and self.keep is None
+        has_both = (self.lora_a is None) == (self.lora_b is None)  # otherwise B is beside the weight
+        return types == {dtype} and dtype.itemsize >= 4 and self.keep is None and has_both
 
     def is_packable(self, dtype: torch.dtype) -> bool:
         """Return whether the weight may be packed for products with inputs of this dtype."""
@@ -257,7 +258,7 @@ class LinearGradients:
 
     Args:
         layers: one or more.
-        wanted: whether each part of each layer needs a gradient, in the order of `flatten`.
+        needs_gradient: whether each part of each layer needs a gradient, in the order of `flatten`.
         like: a tensor with the rows and the type of the whole input.
     """
 
@@ -309,7 +310,7 @@ class LinearGradients:
 
 
 class _LayerGradients:
-    """Compute the gradients of one layer. `folded` is the layer in the form that `fold` returned."""
+    """Compute the gradients of one layer. `folded` is the layer in the form that `fold_adapters` returned."""
 
     def __init__(self, layer: Linear, folded: Linear, needs_gradient: Sequence[bool]) -> None:
         self.layer = layer

@@ -216,19 +216,20 @@ def states_in_4_bits(model: Any) -> dict[str, Any]:
 
 
 def max_context(model: Any) -> int | None:
-    """Return the number of positions that the model computes correctly; None if its configuration has no limit."""
-    boundary = longrope_boundary(model)
-    if boundary is not None and not family_of(model.config.model_type).uses_long_factors:
+    """Return how many positions a model computes correctly, given it or its configuration; None if it has no limit."""
+    boundary, config = longrope_boundary(model), getattr(model, "config", model)
+    if boundary is not None and not family_of(config.model_type).uses_long_factors:
         return boundary
-    return getattr(model.config, "max_position_embeddings", None)
+    return getattr(config, "max_position_embeddings", None)
 
 
 def longrope_boundary(model: Any) -> int | None:
-    """Return the length up to which a LongRoPE model uses its short factors; None for other models.
+    """Return the length up to which a LongRoPE model uses its short factors, given it or its configuration.
 
-    The factors of a batch depend on its longest row, so shorter rows must not be in a batch with longer ones.
+    Return None for other models. The factors of a batch depend on its longest row, so shorter rows must not be in a
+    batch with longer ones.
     """
-    config = model.config
+    config = getattr(model, "config", model)
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if rope.get("rope_type", rope.get("type")) != "longrope":
         return None

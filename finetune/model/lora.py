@@ -52,7 +52,7 @@ def add_lora(
         from finetune.model.quantized import refuse_unquantized
 
         refuse_unquantized(model, section)
-    ids = _ids_of_new_tokens(tokenizer, section)
+    ids = ids_of_new_tokens(tokenizer, section)
     if ids:
         grow_embeddings(model, ids[-1] + 1)
     targets = resolve_targets(model, section.target_modules, section.layers)
@@ -227,7 +227,7 @@ def quiet_peft() -> Iterator[None]:
         yield
 
 
-def _ids_of_new_tokens(tokenizer: PreTrainedTokenizerBase | None, section: LoraSection) -> list[int]:
+def ids_of_new_tokens(tokenizer: PreTrainedTokenizerBase | None, section: LoraSection) -> list[int]:
     """Return the ids that `add_tokens` gave, ascending; empty if the configuration adds none.
 
     Raises:

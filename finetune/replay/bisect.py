@@ -203,7 +203,7 @@ def _recorded_side(run: RecordedRun, settings: Sequence[str]) -> ComparedSide:
     trace = recorded_trace(run)
     if not trace.steps:
         raise CheckpointError(f"{run.name} has no recorded step. Name the folder of a run that has trained.")
-    return ComparedSide(run.name, run, replay_config(run, settings), trace)
+    return ComparedSide(run.name, run, replay_config(run, settings), trace, settings)
 
 
 def _computed(side: ComparedSide, plan: StepPlan, runs: Sequence[RecordedRun]) -> ComparedSide:
@@ -236,7 +236,8 @@ def _with_value(config: Config, other: Config, key: str) -> Config:
 def _bisect_command(side: ComparedSide, step: int) -> str:
     """Return the command that computes the same steps of a run again, up to the first that differs."""
     first = max(start for start in side.trace.plan if start < step) + 1
-    return shlex.join(["finetune", "bisect", side.run.name, "--steps", f"{first}-{step}"])
+    settings = [word for setting in side.settings for word in ("--set", without_passwords(setting))]
+    return shlex.join(["finetune", "bisect", side.run.name, "--steps", f"{first}-{step}", *settings])
 
 
 def read_steps_option(text: str | None, path: Path) -> StepPlan:

@@ -126,6 +126,8 @@ class ComparedSide(NamedTuple):
     config: Config
     """The configuration by which the steps are computed again."""
     trace: Trace
+    settings: Sequence[str] = ()
+    """The settings of `--set`, as `key=value`. The configuration has them already."""
 
 
 def first_divergence(first: ComparedSide, second: ComparedSide, bound: float) -> int | None:

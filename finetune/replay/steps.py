@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -26,8 +26,10 @@ from finetune.runs.comparison import loss_difference
 from finetune.runs.model_files import load_model
 from finetune.runs.record import read_run_record
 from finetune.runs.recorded_run import RecordedRun, finite, text, whole
+from finetune.runs.state import TrainerState
 from finetune.runs.verification import whole_checkpoints
 from finetune.training.cadence import Cadence
+from finetune.training.loss_scale import LossScale
 from finetune.training.memory.choice import MemoryChoice, masks_follow_microbatches
 from finetune.training.optim import build_optimizer, restore_trained_weights
 from finetune.training.rewards.rollouts import RolloutLoader
@@ -38,6 +40,8 @@ from finetune.training.validation import LOSS
 from finetune.units import counted
 
 if TYPE_CHECKING:
+    import torch
+
     from finetune.config.schema import Config
 
 LOSS_BOUNDS = {"fp32": 1e-6, "bf16": 2.0**-7, "fp16": 2.0**-10}
@@ -116,21 +120,35 @@ class OpenReplay:
             CheckpointError: a start has no checkpoint, or the checkpoint does not fit the configuration.
         """
         trainer = self.trainer
-        cadence = Cadence.of(trainer.config, self.loader.rule.steps_per_epoch)
         optimizer = trainer.runtime.placement.prepare_optimizer(build_optimizer(trainer.model, trainer.config.optim))
         trainer.model.train()
         for start, steps in plan.items():
+            state = TrainerState()
             if start:
-                load_checkpoint(self.run.folder.checkpoint(start), model=trainer.model, optimizer=optimizer)
+                state = load_checkpoint(self.run.folder.checkpoint(start), model=trainer.model, optimizer=optimizer)
                 restore_trained_weights(optimizer)
+            loss_scale = LossScale.of(state)
             for step in range(start + 1, steps[-1] + 1):
-                microbatches = next(self.loader.steps(*divmod(step - 1, cadence.steps_per_epoch)))
-                settings = StepSettings.of(trainer.config, step, cadence.num_steps)
-                loss_function = trainer.loss_function
-                result = train_step(
-                    trainer.runtime, trainer.model, optimizer, microbatches, settings, compute=loss_function
-                )
+                take = self._prepare_step(step, optimizer)
+                if trainer.runtime.precision == "fp16":
+                    result, loss_scale = loss_scale.take_step(take)
+                else:
+                    result = take(1)
                 yield step, result
+
+    def _prepare_step(self, step: int, optimizer: torch.optim.Optimizer) -> Callable[[int], StepResult]:
+        """Read the micro-batches of a step. Return a function that takes the step, given the loss scale."""
+        trainer = self.trainer
+        cadence = Cadence.of(trainer.config, self.loader.rule.steps_per_epoch)
+        microbatches = next(self.loader.steps(*divmod(step - 1, cadence.steps_per_epoch)))
+
+        def take(loss_scale: int) -> StepResult:
+            settings = StepSettings.of(trainer.config, step, cadence.num_steps, loss_scale=loss_scale)
+            return train_step(
+                trainer.runtime, trainer.model, optimizer, microbatches, settings, compute=trainer.loss_function
+            )
+
+        return take
 
 
 def replay_losses(path: Path, num_steps: int, overrides: Sequence[str] = ()) -> Replay:

@@ -169,7 +169,8 @@ def headline(runs: Sequence[RecordedRun]) -> str:
     if not others:
         return f"{best.name} is the only one of {len(runs)} runs that was validated: {format_number(lead)}."
     sign = sign_of(metric)
-    distinction = f"highest {metric} in validations" if sign > 0 else "lowest validation loss"
+    best_metric = f"{'highest' if sign > 0 else 'lowest'} {metric} in validations"
+    distinction = "lowest validation loss" if metric == "loss" else best_metric
     next_best = sign * max(sign * value for value in others)
     return f"{best.name} has the {distinction}: {format_number(lead)}. The next best has {format_number(next_best)}."
 

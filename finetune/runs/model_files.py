@@ -59,7 +59,7 @@ def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, 
 def load_model(model: torch.nn.Module, folder: Path) -> int:
     """Load all weights of a checkpoint into a model of the same architecture, or into this rank's shards of it.
 
-    Returns the number of tensors.
+    The model keeps the types of its weights. Returns the number of tensors.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape, or did not arrive in the model.
@@ -88,7 +88,7 @@ def load_model(model: torch.nn.Module, folder: Path) -> int:
     # Read back: a library that drops or renames a key on the way must not go unnoticed.
     arrived = read_model(model)
     shards = {name: (shard_like(tensor, arrived[name]), local_shard(arrived[name])) for name, tensor in saved.items()}
-    not_loaded = [name for name, (there, here) in shards.items() if not torch.equal(here.cpu().to(there.dtype), there)]
+    not_loaded = [name for name, (there, here) in shards.items() if not torch.equal(here.cpu(), there.to(here.dtype))]
     if not_loaded:
         raise CheckpointError(
             f"{file}: {len(not_loaded)} tensors did not arrive in the model, the first is {not_loaded[0]}."

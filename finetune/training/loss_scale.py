@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import logging
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.runs.state import TrainerState
 
+if TYPE_CHECKING:
+    from finetune.training.step import StepResult
+
+_log = logging.getLogger(__name__)
 _STEPS_UNTIL_GROWTH = 2000
 _LARGEST_SCALE = 2**24
 
@@ -31,6 +38,20 @@ class LossScale(NamedTuple):
         if state.loss_scale is None:
             return cls()._replace(num_overflows=state.num_overflows)
         return cls(state.loss_scale, state.steps_at_loss_scale, state.num_overflows)
+
+    def take_step(self, take: Callable[[int], StepResult]) -> tuple[StepResult, LossScale]:
+        """Take a step, and take it again with a smaller scale as long as gradients overflow.
+
+        `take` gets the value of a scale. It must leave weights and optimizer unchanged when gradients overflow, as
+        `train_step` does. Returns the last result, and the scale of the next step.
+        """
+        scale = self
+        while True:
+            result = take(scale.value)
+            if scale.value == 1 or not (result.is_skipped and math.isfinite(result.loss)):
+                return result, scale.after_step()
+            scale = scale.after_overflow()
+            _log.info("step %d overflows in fp16: computed again with loss scale %d", result.step, scale.value)
 
     def after_step(self) -> LossScale:
         """Return the scale after a step without an overflow."""

@@ -250,26 +250,24 @@ class TrainingRun:
     def _take_step(
         self, step: int, microbatches: list[tuple[int, Microbatch]], *, may_be_too_large: bool = False
     ) -> StepResult:
-        """Take a step. In fp16, take it again with a smaller loss scale as long as gradients overflow."""
-        while True:
-            scale = 1 if self.loss_scale is None else self.loss_scale.value
-            result = train_step(
+        """Take a step, in fp16 with the loss scale."""
+
+        def take(loss_scale: int) -> StepResult:
+            return train_step(
                 self._runtime,
                 self._setup.model,
                 self._optimizer,
                 microbatches,
-                StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=scale),
+                StepSettings.of(self._config, step, self._cadence.num_steps, loss_scale=loss_scale),
                 compute=self._compute,
                 may_be_too_large=may_be_too_large,
                 graphs=self._graphs,
             )
-            if self.loss_scale is None:
-                return result
-            if scale == 1 or not (result.is_skipped and math.isfinite(result.loss)):
-                self.loss_scale = self.loss_scale.after_step()
-                return result
-            self.loss_scale = self.loss_scale.after_overflow()
-            _log.info("step %d overflows in fp16: computed again with loss scale %d", step, self.loss_scale.value)
+
+        if self.loss_scale is None:
+            return take(1)
+        result, self.loss_scale = self.loss_scale.take_step(take)
+        return result
 
     def _read_again(self, epoch: int, place: int) -> list[tuple[int, Microbatch]]:
         """Read an epoch again from a step whose micro-batches were halved. Return the micro-batches of this step."""

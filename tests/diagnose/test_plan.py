@@ -131,6 +131,12 @@ def test_a_split_that_drop_last_empties_is_refused_as_training_refuses_it(words,
         make_plan(load_config([*words, *more, f"{section}.drop_last=true"]), find_device("cpu"))
 
 
+def test_rows_beyond_the_context_are_refused_as_training_refuses_them(words, tmp_path):
+    short = write_base(tmp_path / "short", max_position_embeddings=8)
+    with pytest.raises(ConfigError, match=r"a row of \d+ tokens, but the model's context ends at 8"):
+        make_plan(load_config([*words, f"model.path={short}"]), find_device("cpu"))
+
+
 @pytest.fixture(scope="module")
 def pairs(inputs, tmp_path_factory):
     """Rows of pairs: with prompts that are worth sharing, of different lengths."""
@@ -280,6 +286,12 @@ def test_a_probe_measures_in_the_type_and_with_the_fused_functions_of_the_run(wo
     assert not is_fused()
 
 
+def test_a_probe_does_not_measure_new_tokens(words):
+    planner = Planner(load_config([*words, "lora.new_tokens=['<order>']"]), find_device("cpu"))
+    assert planner.probe() == (None, None)
+    assert planner.findings[-1].what == "--probe does not measure new tokens (lora.new_tokens)"
+
+
 @pytest.mark.slow
 def test_a_probe_does_not_speak_for_another_device(words, capsys):
     assert plan_from_overrides(words, device="h100-80gb", is_probed=True) == 0
@@ -341,9 +353,13 @@ def test_devices_have_names():
         ("nvidia_a100-40gb", "A100 40GB"),
         ("a10g", "A10G 24GB"),
         ("NVIDIA GH200 480GB", "GH200 96GB"),
+        ("Tesla V100-SXM2-32GB", "V100 32GB"),
+        ("NVIDIA A100-PCIE-40GB", "A100 40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100 80GB"),
         ("My 24GB", "My 24GB"),
     ):
         assert (read_device(name).name, read_device(name).memory > 20 * 2**30) == (expected, True)
+    assert read_device("Tesla V100-PCIE-16GB").precision == "fp16"
     for name, part in (("A100", "several devices: A100 80GB, A100 40GB"), ("abacus", "Known are GB200 186GB, ")):
         with pytest.raises(ConfigError, match=part):
             read_device(name)

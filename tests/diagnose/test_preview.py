@@ -22,6 +22,7 @@ from finetune.diagnose.preview_splits import histogram, summarize_split
 from finetune.errors import ConfigError
 from finetune.model.tokens import build_tokenizer
 from tests.launches import place_variables
+from tests.model.variants import BOUNDARY, VARIANTS
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny_phi3_config
 from tests.tiny_runs import MODEL_VOCABULARY
@@ -145,6 +146,24 @@ def test_a_model_that_does_not_fit_the_rows_is_a_problem(words, base, capsys):
     assert record["exit_code"] == 2
     for part in ("64 tokens, but the model's context ends at 32", "but the model has 300 embeddings"):
         assert any(part in what for what in problems)
+
+
+def test_new_tokens_are_in_the_embedding_which_grows_for_them(tmp_path, base):
+    tiny_phi3_config(vocab_size=len(tiny_tokenizer()), max_position_embeddings=128).save_pretrained(base)
+    words = run_over(tmp_path, base, train=[chat("a", "<order>yes</order>")])
+    seen = preview([*words, "lora.new_tokens=['<order>', '</order>']"])
+    assert max(seen.rows[0].as_record()["token_ids"]) == len(tiny_tokenizer()) + 1
+    assert [finding.what for finding in seen.findings if finding.level == "problem"] == []
+
+
+def test_rows_beyond_the_context_that_training_accepts_are_a_problem(tmp_path, base):
+    """Of Phi-3.5-MoE, transformers computes fewer positions than its configuration has."""
+    VARIANTS["Phi-3.5-MoE"].config(vocab_size=MODEL_VOCABULARY).save_pretrained(base)
+    seen = preview(run_over(tmp_path, base, train=[chat("a b", "long " * 10)]))
+    assert seen.context == BOUNDARY
+    (problem,) = [finding for finding in seen.findings if finding.level == "problem"]
+    assert f"the model's context ends at {BOUNDARY}" in problem.what
+    assert problem.fix == f"data.max_length={BOUNDARY}"
 
 
 def test_json_says_all_of_it_in_plain_ascii_on_the_first_rank(words, capsys, monkeypatch):

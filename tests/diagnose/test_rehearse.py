@@ -115,7 +115,15 @@ def test_what_is_counted_in_steps_is_scaled_and_the_rest_is_kept() -> None:
         **{"validation.max_new_tokens": 16, "validation.num_samples": 8},
     }
     assert changed(measured_rows=10_000)["data.max_rows"] == MOST_ROWS
-    assert "data.max_rows" not in changed("data.validation=500", measured_rows=10_000)
+    for needs_all in (
+        ["data.validation=500"],
+        ["data.path=null", "data.mixture=[{path: rows.jsonl, validation: 300}]"],
+        ["validation.by=language", "checkpoint.best_metric=loss/fr"],
+        ["validation.by=language", "early_stopping.metric=loss/fr"],
+    ):
+        assert "data.max_rows" not in changed(*needs_all, measured_rows=10_000)
+    falling = changed("optim.schedule=wsd", "optim.decay_steps=150")
+    assert (falling["training.max_steps"], falling["optim.decay_steps"]) == (6, 2)
     rewarded = changed("task=finetune_grpo", "reward.functions=length", "checkpoint.save_every=2")
     assert (rewarded["rollout.max_completion_length"], rewarded["validation.num_samples"]) == (16, 8)
     for path in ("/runs/a #1/ü", "/runs/a: b", "null", "/runs/a\\b"):

@@ -10,6 +10,7 @@ from finetune.data.batches import pad
 from finetune.engine.given_loss import refuse_no_sum, summed_given_loss
 from finetune.engine.layout import pack
 from finetune.engine.loss import Choices, summed_cross_entropy
+from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.errors import ConfigError
 from tests.rounding import relative_difference
 from tests.tiny_models import build_tiny, tiny_examples, tiny_gemma2_config, tiny_phi3_config, tiny_phi_config
@@ -48,6 +49,22 @@ def test_a_model_that_caps_its_logits_gives_the_capped_ones():
     model, microbatch = build_tiny(tiny_gemma2_config()), pad(ROWS)
     given = summed_given_loss(model, microbatch, function=plain)
     assert relative_difference([given], [summed_cross_entropy(model, microbatch)]) < 1e-6
+
+
+@pytest.mark.parametrize("put_together", [pack, pad, lambda _: EMPTY_MICROBATCH], ids=["packed", "padded", "empty"])
+def test_a_function_is_not_called_without_targets_and_every_weight_has_a_gradient(put_together):
+    """As an empty micro-batch, and one of rows that are cut before their answer, of which a mean would be NaN."""
+
+    def mean_times_number(logits, targets):
+        return cross_entropy(logits, targets) * len(targets)
+
+    assert refuse_no_sum(mean_times_number, 11, torch.device("cpu")) is None
+    microbatch = put_together([row._replace(is_target=torch.zeros_like(row.is_target)) for row in ROWS])
+    loss, gradient = loss_and_gradient(
+        summed_given_loss, build_tiny(tiny_phi_config()), microbatch, function=mean_times_number
+    )
+    assert loss == 0
+    assert not gradient.any()
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional
 
 from finetune.engine import products
+from finetune.engine.kv_cache import copied
 from finetune.engine.linear import Linear, draw_keep, fold_adapters, linear, normed_linear
 from finetune.engine.mlp import CHUNK_ROWS, gated_mlp
 from finetune.engine.norm import rms_norm
@@ -90,6 +91,9 @@ def test_an_adapter_is_folded_into_the_weight_only_where_that_is_exact_and_less_
     assert fold_adapters([some_layer(5, 4, 3, dropout=True)], x)[0].lora_a is not None
     narrow = Linear(*(None if part is None else part.bfloat16() for part in layer[:4]))
     assert fold_adapters([narrow], x.bfloat16())[0] is narrow
+    mixed = layer._replace(lora_a=narrow.lora_a, lora_b=narrow.lora_b)
+    (beside,) = copied([mixed], DOUBLE, packs=True)  # its weight has the columns of B
+    assert fold_adapters([beside], x)[0] is beside
 
 
 def test_layers_whose_adapters_are_folded_become_one():

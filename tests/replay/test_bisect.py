@@ -58,6 +58,8 @@ def test_rows_that_have_changed_since_a_run_are_named(scene, tmp_path):
     code, found = scene.bisect(str(scene.place / "c"))
     assert (code, found["cause"]["type"], found["cause"]["name"]) == (3, "row", "row 3")
     assert '"Friday<|end|>' in found["cause"]["text"]
+    (command,) = found["commands"]
+    assert shlex.split(command)[-2:] == ["--set", f"data.cache_dir={scene.place / 'cache'}"]
 
 
 @pytest.mark.slow
@@ -121,7 +123,8 @@ def test_another_environment_with_a_patched_optimizer(scene, tmp_path):
     code, found = scene.bisect(str(scene.place / "a"), "--python", python)
     cause = found["cause"]
     assert (code, found["step"], cause["type"], cause["name"]) == (3, 2, "computation", "loss of step 2")
-    assert found["commands"][1] == f"{python} -m finetune bisect {scene.place / 'a'} --steps 1-2"
+    again = f"finetune bisect {scene.place / 'a'} --steps 1-2 --set data.cache_dir={scene.place / 'cache'}"
+    assert found["commands"] == [again, f"{python} -m {again}"]
 
 
 @pytest.mark.slow

@@ -12,10 +12,13 @@ import yaml
 
 from finetune.errors import CheckpointError
 from finetune.replay.steps import LOSS_BOUNDS, Replay, ReplayedStep, replay_losses
+from finetune.training.loss_scale import LossScale
+from finetune.training.step import train_step
 from tests.export.finished_runs import words_to_train
 from tests.in_process import run_finetune
 from tests.launches import run_command
 from tests.replay.scene import change_losses, edit_json
+from tests.tiny_training import events
 
 SAVES = ("training.max_steps=9", "training.batch_size=2", "checkpoint.save_every=3", "checkpoint.save_total_limit=1")
 
@@ -71,6 +74,27 @@ def test_a_loss_that_was_written_otherwise_is_named_and_ends_with_exit_code_3(tr
     written = json.loads((copy / "adapter" / "certificate.json").read_text())
     assert written["verdict"] == "differs"
     assert [step["step"] for step in written["replay"]["steps"]] == [1]
+
+
+def test_steps_in_fp16_are_computed_again_with_the_loss_scale_of_the_run(tmp_path, monkeypatch):
+    """The scale is at first so large that step 1 overflows. Step 3 begins with the scale of the checkpoint."""
+    monkeypatch.setattr(LossScale.__new__, "__defaults__", (2**34, 0, 0))
+    short = ("training.max_steps=4", "checkpoint.save_every=2", "checkpoint.save_total_limit=2")
+    done = run_finetune("train", *words_to_train(tmp_path, *SAVES, *short, "training.precision=fp16"))
+    assert done.returncode == 0, done.stdout
+    scales: dict[int, list[int]] = {}
+
+    def noted(*arguments, **keys):
+        scales.setdefault(arguments[4].step, []).append(arguments[4].loss_scale)
+        return train_step(*arguments, **keys)
+
+    monkeypatch.setattr("finetune.replay.steps.train_step", noted)
+    replay = replay_losses(tmp_path / "run", 4)
+    assert all(step.computed == step.recorded for step in replay.steps), replay
+    recorded = events(tmp_path / "run", "step")
+    assert [scales[event["step"]][-1] for event in recorded] == [event["loss_scale"] for event in recorded]
+    assert [len(scales[event["step"]]) - 1 for event in recorded] == [event.get("overflows", 0) for event in recorded]
+    assert len(scales[1]) > 1
 
 
 def test_functions_of_ones_own_that_validations_measured_are_not_needed(trained, tmp_path):

@@ -161,6 +161,12 @@ def test_runs_are_compared_by_the_metric_that_chooses_their_weights(tmp_path):
         with MetricsWriter(run / "metrics.jsonl") as metrics:
             metrics.write("validation", step=60, epoch=0, loss=0.3, exact_match=value, num_targets=9)
     assert headline_of(*made) == "b has the highest exact_match in validations: 0.75. The next best has 0.25."
+    words = ["validation.by=language", "checkpoint.best_metric=loss/fr"]
+    made = [write_run(tmp_path / name, words, factor=factor) for name, factor in (("c", 0.5), ("d", 1.0))]
+    for run, value in zip(made, (0.75, 0.25), strict=True):
+        with MetricsWriter(run / "metrics.jsonl") as metrics:
+            metrics.write("validation", step=60, epoch=0, loss=0.3, **{"loss/fr": value}, num_targets=9)
+    assert headline_of(*made) == "d has the lowest loss/fr in validations: 0.25. The next best has 0.75."
 
 
 def test_of_runs_that_minimise_different_losses_none_is_the_best(tmp_path):
