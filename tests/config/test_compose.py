@@ -274,7 +274,7 @@ def test_where_each_value_came_from(write):
     assert config.origin("lora.r") == "configs/mine.yaml:3"
     assert config.origin("optim.args.eps") == "configs/mine.yaml:5"
     assert config.origin("lora.alpha") == f"{outside.resolve()}:2"
-    assert config.origin("training.debug") == "shipped configs/task/debug.yaml:11"
+    assert config.origin("training.debug") == "shipped configs/task/debug.yaml:10"
     assert config.origin("seed") == "command line"
     assert config.origin("lora.dropout") == "default"
     assert config.origin("output_dir") == "default"
