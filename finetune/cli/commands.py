@@ -132,7 +132,7 @@ _MEANT = {
 
 def _complete_argument(incomplete: str) -> list[str]:
     """Complete an argument in a shell: run files, choices of a group, keys."""
-    from finetune.config.compose import list_configs
+    from finetune.config.config_files import list_configs
     from finetune.config.keys import fields
 
     shipped = list_configs()
