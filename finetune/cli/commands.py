@@ -108,7 +108,7 @@ COMMANDS = (
     Command("recipes", "recipes:show_recipes", _BEFORE,
         "List the recipes, or copy one to a folder."),
     Command("recipes copy", "recipes:copy_recipe", _COMMANDS,
-        "Copy a recipe to a folder. Nothing is overwritten."),
+        "Copy a recipe or a launch file to a folder. Nothing is overwritten."),
 )
 # fmt: on
 """In the order of `finetune --help`."""
