@@ -1,6 +1,6 @@
 """Check that a model works with your data: a handful of rows and steps, with shapes logged and full tracebacks.
 
-Runs on the GPU if there is one, otherwise on the CPU; deterministic either way:
+Runs on the GPU if there is one, otherwise on the CPU:
 
     python recipes/debug_single_gpu.py model=phi4_mini data=chats.jsonl
 """

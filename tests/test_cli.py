@@ -183,8 +183,9 @@ def test_config_schema_is_json_and_config_list_names_every_file():
 
 def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     names = [path.stem for path in shipped_folder("recipes").glob("*.py")]
+    names += ["slurm_one_node.sbatch", "verdict.yml"]
     listed = run_finetune("recipes").answer
-    assert len(names) >= 4
+    assert len(names) >= 6
     assert all(name in listed for name in names)
     done = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert done.returncode == 0, done.stdout
@@ -192,6 +193,10 @@ def test_recipes_are_listed_and_copied_but_never_over_something(tmp_path):
     assert "finetune_lora.py model=phi_tiny data=orders" in done.answer
     assert run_finetune("recipes", "copy", "train_ddp_torchrun", tmp_path / "mine").returncode == 0
     assert not (tmp_path / "mine" / "configs").exists(), "it would hide the shipped configs"
+    done = run_finetune("recipes", "copy", "slurm_one_node.sbatch", tmp_path / "mine")
+    assert 'the lines marked "edit"' in done.answer
+    copied = tmp_path / "mine" / "slurm_one_node.sbatch"
+    assert copied.read_bytes() == (shipped_folder("recipes") / "launch" / "slurm_one_node.sbatch").read_bytes()
     again = run_finetune("recipes", "copy", "finetune_lora", tmp_path / "mine")
     assert_is_one_message(again, "is there already", "Nothing was written")
     assert_is_one_message(run_finetune("recipes", "copy", "finetune_lorra"), "finetune_lora")

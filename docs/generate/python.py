@@ -6,8 +6,8 @@ import finetune
 
 _INTRODUCTION = """# Python
 
-The names that `from finetune import …` offers; the recipes use no others. Each is imported when it is first used.
-`Collective` in a docstring means that every process of the launch must make that call.
+The names that `from finetune import …` offers. The recipes use no others but `finetune.config.Config`. Each is imported
+when it is first used. `Collective` in a docstring means that every process of the launch must make that call.
 """
 _BESIDE = {
     "The configuration": ["finetune.config.schema.Config"],

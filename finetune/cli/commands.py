@@ -109,7 +109,7 @@ COMMANDS = (
     Command("recipes", "recipes:show_recipes", _BEFORE,
         "List the recipes, or copy one to a folder."),
     Command("recipes copy", "recipes:copy_recipe", _COMMANDS,
-        "Copy a recipe to a folder. Nothing is overwritten."),
+        "Copy a recipe or a launch file to a folder. Nothing is overwritten."),
 )
 # fmt: on
 """In the order of `finetune --help`."""
@@ -133,7 +133,7 @@ _MEANT = {
 
 def _complete_argument(incomplete: str) -> list[str]:
     """Complete an argument in a shell: run files, choices of a group, keys."""
-    from finetune.config.compose import list_configs
+    from finetune.config.config_files import list_configs
     from finetune.config.keys import fields
 
     shipped = list_configs()

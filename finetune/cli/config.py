@@ -12,8 +12,8 @@ from finetune.terminal import fold, print_json, say
 def config_show(overrides: Overrides = None, as_json: JsonOption = False) -> None:
     """Print each key with its value and its origin. The configuration need not be complete."""
     from finetune.cli.overrides import config_from_overrides
-    from finetune.config.compose import render_config
     from finetune.config.keys import fields
+    from finetune.config.render import render_config
 
     config = config_from_overrides(overrides or [], complete=False)
     if as_json:
@@ -30,15 +30,14 @@ def config_show(overrides: Overrides = None, as_json: JsonOption = False) -> Non
 
 def config_schema() -> None:
     """Print the JSON Schema of a config file."""
-    from finetune.config.compose import json_schema
+    from finetune.config.render import json_schema
 
     print_json(json_schema())
 
 
 def config_list(as_json: JsonOption = False) -> None:
     """List the shipped configs and those in ./configs by group, and the models by family."""
-    from finetune.config.compose import list_configs
-    from finetune.config.config_files import list_model_families
+    from finetune.config.config_files import list_configs, list_model_families
 
     if as_json:
         print_json({group: dict(entries) for group, entries in list_configs().items()}, indent=None)

@@ -61,7 +61,8 @@ def evaluate(
     Args:
         run: the run's folder, or its name in `runs`.
         split: the rows to measure on; None: test, or validation if there are no test rows.
-        metrics: of generated answers, beside `testing.metrics`: names, or functions by name.
+        metrics: names of built-in metrics, or functions by name. They measure generated answers, as those of
+            `testing.metrics` do, which are measured too.
         suites: prompts to answer as well: `json`, `tools`, `harmless`, or paths of files.
         against: another run to compare with, in place of the base.
         base: another place of the base.

@@ -98,9 +98,10 @@ def merge(
     Args:
         run: the run's folder, or its name in `runs`.
         out: the folder to write; None: `runs/a-merged` for `runs/a`.
-        dtype: the type to store weights in. This and the arguments after it are options of the command.
-        max_difference: of logits, relative.
-        add_system: to conversations without a system turn.
+        dtype: the type to store weights in; `base`: that of the base model.
+        max_difference: the largest relative difference between the logits of the merged model and those of the run;
+            None: a bound that fits `dtype`.
+        add_system: let the chat template add the training rows' system turn to conversations that have none.
         into: the base as it is on disk, or the 4-bit weights that a QLoRA run trained on.
         base: another place of the base.
         checkpoint: a step or `latest`.

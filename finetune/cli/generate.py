@@ -76,14 +76,17 @@ def generate(
     overrides: Sequence[str] | Mapping[str, object] = (),
     **options: Any,
 ) -> list[AnswerOfRun]:
-    """Ask a finished run, as `finetune generate` does. Without a launcher, or in one process of it.
+    """Ask a finished run, as `finetune generate` does without `--raw` and `--batch-size`.
+
+    Call it without a launcher, or in one process of a launch.
 
     Args:
         run: the run's folder, or its name in `runs`.
         prompts: a text, or a list of texts or of rows with `prompt`, `messages` or `text`.
         system: the system turn, empty for none; None: the most frequent one in the training rows.
         compare: ask the base as well.
-        options: `max_new_tokens`, `temperature`, `top_p`, `top_k` and `seed`, as of the command.
+        options: `max_new_tokens`, `temperature`, `top_p`, `top_k` and `seed`, as of the command; `tools`, the tools to
+            offer as JSON text, empty for none. None: the most frequent ones in the training rows.
         base: another place of the base.
         checkpoint: a step or `latest`.
         overrides: keys of the run's configuration.

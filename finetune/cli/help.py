@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from finetune.config.compose import DEFAULT_TASK, compose, list_configs
-from finetune.config.config_files import shipped_folder
+from finetune.config.compose import DEFAULT_TASK, compose
+from finetune.config.config_files import list_configs, shipped_folder
 from finetune.config.keys import did_you_mean, did_you_mean_key, expected, fields, values
 from finetune.config.objectives import OBJECTIVES
 from finetune.config.render import inline_yaml
+from finetune.config.schema import ALIASES
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.errors import ConfigError
 from finetune.terminal import say
@@ -25,6 +26,8 @@ _FREQUENT = {
     "Measuring and reporting": ("validation.validate_every", "training.report_to"),
 }
 """The keys that most runs set."""
+_NEEDED = {"finetune_grpo": " reward.functions=exact_match", "finetune_new_tokens": " \"lora.new_tokens=['<order>']\""}
+"""For each task whose command needs more than a model and rows, an example of it."""
 _MOST_FOUND = 10
 """How many keys and pages a search shows."""
 
@@ -47,6 +50,7 @@ def explain_topic(words: Sequence[str]) -> bool:
     if len(words) != 1:
         return False
     word = words[0].lstrip("-").replace("-", "_")
+    word = ALIASES.get(word, word)
     if word in fields():
         say(f"{word}: {_meaning(word)}\nIt takes {expected(word)}.\nSet it with {word}=VALUE or --{word} VALUE.")
         return True
@@ -60,7 +64,8 @@ def explain_topic(words: Sequence[str]) -> bool:
     for key, value in values(config).items():
         if config.origin(key) not in ("default", COMMAND_LINE):
             say(f"  {key}={inline_yaml(value)}")
-    say(f"Train it: finetune train task={task} model=phi4_mini data=FILE. Its rows: finetune preview with the same.")
+    command = f"finetune train task={task} model=phi4_mini data=FILE{_NEEDED.get(task, '')}"
+    say(f"Train it: {command}\nIts rows: finetune preview with the same arguments")
     return True
 
 

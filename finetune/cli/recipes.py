@@ -1,4 +1,4 @@
-"""`finetune recipes`: list the shipped recipes, or copy one to a folder."""
+"""`finetune recipes`: list the shipped recipes, or copy one, or a file for a launcher, to a folder."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ def show_recipes(context: typer.Context, as_json: JsonOption = False) -> None:
         return
     for name, description in about.items():
         say(f"{name:<20} {description}", indent=" " * 21)
+    say(f"\nFiles for launchers and for GitHub: {', '.join(_launch_files())}", indent="  ")
     say("\nCopy one to this folder: finetune recipes copy finetune_lora")
 
 
@@ -34,24 +35,33 @@ def copy_recipe(
     name: Annotated[str, typer.Argument(help="A name from `finetune recipes`.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write to.")] = Path(),
 ) -> None:
-    """Copy a recipe to a folder. The configs that it names stay in the package: a copy would hide them.
+    """Copy a recipe or a launch file to a folder. The configs that it names stay in the package: a copy hides them.
 
     Raises:
-        ConfigError: there is no such recipe, or the file exists already. Nothing is written then.
+        ConfigError: there is no such file, or it exists in the folder already. Nothing is written then.
     """
-    name, recipes = name.removesuffix(".py"), _recipes()
-    if name not in recipes:
-        raise ConfigError(f"there is no recipe {name}. There are: {', '.join(recipes)}.")
-    target = folder / f"{name}.py"
+    recipes, launch_files = _recipes(), _launch_files()
+    source = launch_files.get(name) or recipes.get(name.removesuffix(".py"))
+    if source is None:
+        raise ConfigError(f"there is no recipe {name}. There are: {', '.join([*recipes, *launch_files])}.")
+    target = folder / source.name
     if target.exists():
         raise ConfigError(f"{target} is there already. Nothing was written; name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(recipes[name], target)
+    shutil.copyfile(source, target)
     given = "" if 'run="' in target.read_text(encoding="utf-8") else " model=phi_tiny data=orders"
-    say(f"wrote {target}\nnext: python {target}{given}")
+    read = 'its first lines say how to start it, and the lines marked "edit" are for you to change'
+    say(f"wrote {target}\nnext: {read if source in launch_files.values() else f'python {target}{given}'}")
 
 
 def _recipes() -> dict[str, Path]:
     from finetune.config.config_files import shipped_folder
 
     return {path.stem: path for path in sorted(shipped_folder("recipes").glob("*.py"))}
+
+
+def _launch_files() -> dict[str, Path]:
+    from finetune.config.config_files import shipped_folder
+
+    paths = (path for folder in ("github", "launch") for path in sorted((shipped_folder("recipes") / folder).iterdir()))
+    return {path.name: path for path in paths if path.suffix != ".md"}

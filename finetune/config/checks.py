@@ -72,8 +72,6 @@ def build_config(
 
 def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
     """Set one key in place of those above and below it, or append to ``problems`` why it cannot be set."""
-    if setting.dotted == "resume.allow":  # resume has a value of its own, so nothing can be kept below it
-        setting = replace(setting, key=("resume_allow",), older_key=setting.dotted)
     problem = _key_problem(setting) or _name_problem(setting.value)
     if setting.dotted != "model.chat_template":
         problem = problem or password_problem(setting.value)

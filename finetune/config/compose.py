@@ -36,7 +36,6 @@ from finetune.config.config_files import (
     is_file_of_rows,
     is_path,
     is_run_file,
-    list_configs,
     shown_path,
 )
 from finetune.config.keys import (
@@ -49,7 +48,6 @@ from finetune.config.keys import (
     takes_text,
     values,
 )
-from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.run_paths import find_again
 from finetune.config.schema import ALLOWED_OBJECT_MODULES, Config, as_list
 from finetune.config.yaml_reader import COMMAND_LINE, SCRIPT, DottedName, Setting, read_settings, read_value
@@ -62,16 +60,6 @@ _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 
 _CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
 """Current keys of which some values have an older spelling."""
-
-__all__ = [
-    "compose",
-    "config_from_dict",
-    "json_schema",
-    "list_configs",
-    "load_config",
-    "render_config",
-    "resolved_yaml",
-]
 
 
 def load_config(
@@ -86,7 +74,7 @@ def load_config(
 
     Args:
         overrides: `a.b=c`, `model=`, `data=`, `task=`, `parallel=`, `run=`, or a file of rows, as in ``sys.argv[1:]``.
-            Flags are read too, see `as_overrides`.
+            Flags are read too: `--lora.r 8`.
         run: a run file, by name in configs/ or by path; `run=` may give it instead.
         model: the name, path or hub id to use if neither the overrides nor the run file choose a model.
         data: the name, path or hub id of the data, used under the same condition.
@@ -375,8 +363,10 @@ def _how_to_write(override: str, before: str) -> str:
     if override.startswith("-"):
         name = override.lstrip("-").partition("=")[0]
         return f"there is no such option. A key is set by {name}=VALUE or --{name} VALUE."
-    if takes(before.partition("=")[0], list):
-        return f"expected key=value. Write a list with commas: {before},{override}."
+    key, _, value = before.partition("=")
+    if takes(key, list):
+        items = f"{value},{override}".replace(",,", ",").strip("[],")
+        return f"expected key=value. Write a list in brackets: '{key}=[{items}]'."
     return "expected key=value, such as model=phi_tiny or optim.learning_rate=1e-4."
 
 

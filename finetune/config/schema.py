@@ -28,6 +28,13 @@ def _without_commas(value: object) -> object:
     return [part.strip() for part in value.split(",")] if isinstance(value, str) else value
 
 
+def _numbers(value: object) -> object:
+    """Read a number, or a text of numbers with commas, as a list."""
+    with suppress(ValueError, RecursionError):
+        return json.loads(f"[{value}]") if isinstance(value, str | int | float) else value
+    return value
+
+
 def _is_date(text: str) -> bool:
     try:
         return date.fromisoformat(text).isoformat() == text
@@ -62,8 +69,11 @@ ModuleNames = Annotated[
 ]
 """Names of layers, which may also be one text with commas."""
 
-
 T = TypeVar("T")
+Commas = Annotated[T, BeforeValidator(_without_commas)]
+"""A list of names, which may also be one text with commas."""
+Numbers = Annotated[T, BeforeValidator(_numbers)]
+"""A list of numbers, which may also be one number, or one text with commas: `lora.layers=30,31`."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,7 @@ ALIASES = {
     "warmup_ratio": "optim.warmup_steps",
     "optim.warmup_ratio": "optim.warmup_steps",
     "report_to": "training.report_to",
+    "resume.allow": "resume_allow",  # resume has a value of its own, so it has no keys below it
 }
 """Other spellings that are as good as ours, and our keys. They are read without a warning."""
 
@@ -435,7 +446,7 @@ class LoraSection(Section):
     """Dropout on the input of each adapted layer."""
     target_modules: AdapterKey[ModuleNames] = "auto"
     """Names or regular expressions of the linear layers to adapt; auto or all-linear: all except the head."""
-    layers: AdapterShape[list[NonNegativeInt] | None] = None
+    layers: AdapterShape[Numbers[list[NonNegativeInt] | None]] = None
     """The decoder layers to adapt, counted from 0; null: all."""
     rank_pattern: AdapterShape[dict[str, PositiveInt]] = Field(default_factory=dict)
     """Other ranks for some layers, by name or by a regular expression for the end of it: `{o_proj: 8}`."""
@@ -455,7 +466,7 @@ class LoraSection(Section):
     """nf4: keep the base in 4 bits (QLoRA: Dettmers et al., 2023, arXiv:2305.14314). Needs CUDA and bitsandbytes."""
     new_tokens: AdapterShape[list[str]] = Field(default_factory=list)
     """Tokens to add to the tokenizer. Their embeddings are trained with the adapter."""
-    modules_to_save: AdapterShape[list[str]] = Field(default_factory=list)
+    modules_to_save: AdapterShape[TextList] = Field(default_factory=list)
     """Names of layers to train whole and to save with the adapter: `[lm_head]`, `[embed_tokens, norm]`."""
 
     @field_validator("init")
@@ -509,7 +520,7 @@ class OptimSection(Section):
     """The optimizer and its learning rate."""
 
     optimizer: Annotated[str, OnResume("always", "the updates of the weights", fits=False)] = "torch.optim.AdamW"
-    """adamw, adamw_8bit, adafactor, sgd, muon, or a class of torch.optim, bitsandbytes.optim or schedulefree."""
+    """adamw, adamw_8bit, adafactor, sgd, muon, or a class of torch, transformers, bitsandbytes or schedulefree."""
     learning_rate: RateKey[NonNegativeFloat] = 2e-4
     """The highest learning rate of the schedule."""
     weight_decay: UpdateKey[NonNegativeFloat] = 0.0
@@ -739,7 +750,7 @@ class RewardSection(Section):
     """exact_match, json_equal, json_valid, token_f1, regex, format_think, length, environment or `./reward.py:mine`."""
     functions_from: Free[Annotated[TextList, RunsCode("reward functions", "training")]] = Field(default_factory=list)
     """Installed modules that `functions` may name. Only the command line may set it, because a function is code."""
-    weights: UpdateKey[list[float] | None] = None
+    weights: UpdateKey[Numbers[list[float] | None]] = None
     """The weight of each function in the sum; null: 1 for each. One of weight 0 is only measured."""
     pattern: UpdateKey[str | None] = None
     """regex: the regular expression that a whole answer should match."""
@@ -773,7 +784,9 @@ class TestingSection(LoaderKeys):
 
     batch_size: Free[PositiveInt] = 32
     """Maximum number of examples that a process handles at once."""
-    metrics: Free[list[Literal["exact_match", "json_valid"]]] = Field(default_factory=list)
+    metrics: Free[Commas[list[Literal["exact_match", "json_valid", "json_equal", "token_f1"]]]] = Field(
+        default_factory=list
+    )
     """Metrics of generated answers. Empty: measure only the loss."""
     compare_base: Free[bool] = True
     """Also measure the base model; of a run that trains every weight, only `finetune evaluate` does so."""

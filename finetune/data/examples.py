@@ -93,7 +93,7 @@ class _Splits:
 def load_examples(section: DataSection, reads: Reads = "answers") -> ExampleSplits:
     """Find the splits of a run. Local files are read later, on first use: cached data needs no parsing.
 
-    `reads` is what the objective needs of a row: answers to learn, or something else.
+    `reads` is what the objective needs of a row: `answers`, `chosen`, `rejected`, `labelled` or `prompts`.
 
     Raises:
         ConfigError: neither `data.path`, `data.mixture` nor `data.train` is set, or two of them name the training rows.

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from finetune import __version__
-from finetune.config.compose import compose, list_configs
-from finetune.config.config_files import resolve_shipped
+from finetune.config.compose import compose
+from finetune.config.config_files import list_configs, resolve_shipped
 from finetune.config.keys import did_you_mean
 from finetune.config.schema import LoraSection, ModelSection, OptimSection
 from finetune.data.batches import pad

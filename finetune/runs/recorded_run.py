@@ -302,7 +302,7 @@ class RecordedRun:
         folder, steps = self.folder, self.folder.checkpoint_steps()
         if checkpoint is None:
             if not folder.adapter.is_dir():
-                hint = f" Its checkpoints can be used: --checkpoint {steps[-1]}." if steps else ""
+                hint = f" Or take a checkpoint: finetune merge {self.name} --checkpoint {steps[-1]}." if steps else ""
                 raise CheckpointError(
                     f"{self.name} has no adapter/ yet: the run did not complete. Continue it with resume=auto.{hint}"
                 )

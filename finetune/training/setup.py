@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from finetune.config.compose import resolved_yaml
+from finetune.config.render import resolved_yaml
 from finetune.data import row_checks
 from finetune.data.batches import Collate
 from finetune.data.encoded import EncodedExamples, EncodedSplits, digest_tensors

@@ -76,10 +76,10 @@ def train(
             on refuses to resume.
         task: the name of a task, see `finetune config list`.
         overrides: `["optim.learning_rate=1e-4"]` or `{"optim.learning_rate": 1e-4}`.
-        callbacks: see `Hooks`, as for the three arguments after it.
-        metrics: of generated answers.
-        loss: of a chunk of target tokens.
-        optimizer: a function, a class or an object.
+        callbacks: objects with `on_step` or other methods. `Hooks` describes this and the three arguments after it.
+        metrics: functions of (generated answer, expected answer), by name.
+        loss: a function of (logits, target tokens) of a chunk. It returns the sum of their losses.
+        optimizer: a function or a class that makes a torch optimizer, or a torch optimizer.
         unknown: no other argument is taken. The error names the key or the argument that it means.
 
     Raises:

@@ -186,6 +186,10 @@ def test_a_key_of_text_takes_the_word_as_it_is(text):
         ("parallel.master_port=99999", "parallel.master_port: expected a whole number from 1 to 65535 or null, got"),
         ("resume=true", "resume: expected one of never, auto, got 'true'"),
         ("testing.metrics=[bleu]", "testing.metrics: expected a list ([a, b]), each one of exact_match, json_valid"),
+        ("lora.layers=30,x", "lora.layers: expected a list ([a, b]), each a whole number of at least 0 or null, got"),
+        ("lora.layers=true", "lora.layers: expected a list ([a, b]), each a whole number of at least 0 or null, got"),
+        ("reward.weights=1,NaN", "reward.weights: expected a list ([a, b]), each a number or null, got '1,NaN'"),
+        ("lora.new_tokens=<a>,<b>", "lora.new_tokens: expected a list ([a, b]), each text, got '<a>,<b>'"),
         ("training.device=xpu:0", "training.device: finetune does not compute on xpu. Use cuda (NVIDIA, or AMD with"),
         ("training.prefetch_factor=2", "training.prefetch_factor: 2 needs num_workers of at least 1 in the same"),
         ("training.device=gpu", "training.device: expected auto, cpu, cuda, cuda:N, mps or a whole number, got 'gpu'"),
@@ -274,7 +278,7 @@ def test_where_each_value_came_from(write):
     assert config.origin("lora.r") == "configs/mine.yaml:3"
     assert config.origin("optim.args.eps") == "configs/mine.yaml:5"
     assert config.origin("lora.alpha") == f"{outside.resolve()}:2"
-    assert config.origin("training.debug") == "shipped configs/task/debug.yaml:11"
+    assert config.origin("training.debug") == "shipped configs/task/debug.yaml:10"
     assert config.origin("seed") == "command line"
     assert config.origin("lora.dropout") == "default"
     assert config.origin("output_dir") == "default"

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from finetune.config.compose import compose, list_configs
-from finetune.config.config_files import list_model_families, other_models, shipped_folder
+from finetune.config.compose import compose
+from finetune.config.config_files import list_configs, list_model_families, other_models, shipped_folder
 from finetune.config.keys import fields
 
 SHIPPED = {

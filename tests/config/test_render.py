@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.compose import compose, json_schema, render_config, resolved_yaml
+from finetune.config.compose import compose
 from finetune.config.keys import fields
+from finetune.config.render import json_schema, render_config, resolved_yaml
 from finetune.config.schema import Config
 
 AWKWARD = [
@@ -73,6 +74,7 @@ def test_the_schema_describes_fragments():
     assert '"required"' not in json.dumps(schema)
     assert schema["$id"].startswith("urn:finetune:")
     assert schema["properties"]["warmup_ratio"] == schema["properties"]["optim.warmup_steps"]
+    assert schema["properties"]["resume.allow"] == schema["properties"]["resume_allow"]
     assert schema["additionalProperties"] is False
     for group in ("model", "data", "task", "parallel"):
         kinds = schema["properties"][group].get("anyOf", [schema["properties"][group]])

@@ -8,7 +8,8 @@ import json
 
 import pytest
 
-from finetune.config.compose import compose, config_from_dict, resolved_yaml
+from finetune.config.compose import compose, config_from_dict
+from finetune.config.render import resolved_yaml
 from finetune.data import examples
 from finetune.data.examples import check_local_rows, load_examples, missing_here
 from finetune.data.row_file import encoding_key

@@ -5,7 +5,8 @@ from contextlib import nullcontext
 
 import pytest
 
-from finetune.config.compose import load_config, resolved_yaml
+from finetune.config.compose import load_config
+from finetune.config.render import resolved_yaml
 from finetune.distributed import accelerate_settings
 from finetune.distributed.accelerate_library import AccelerateCommand
 from finetune.distributed.accelerate_settings import refused_settings, settings_of_accelerate

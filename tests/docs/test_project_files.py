@@ -118,7 +118,10 @@ def test_the_check_installs_what_no_test_of_the_site_and_the_report_is_skipped_f
 
 
 def test_no_page_or_message_installs_the_other_product_of_this_name():
-    """On PyPI, `finetune` is another product. `phi-finetune[EXTRA]` adds an extra to a checkout or a wheel."""
+    """On PyPI, `finetune` is another product. `phi-finetune[EXTRA]` adds an extra to a checkout or a wheel.
+
+    Without an extra, nothing can install `phi-finetune` by its name alone until it is on PyPI.
+    """
     folders = ("docs", "finetune", "recipes", "configs", "notebooks", "benchmarks", "tools", "tests", ".github", ".ci")
     files = [path for folder in folders for path in (REPOSITORY / folder).rglob("*")]
     files += [*REPOSITORY.glob("*.*"), REPOSITORY / "Dockerfile", *(REPOSITORY / ".devcontainer").iterdir()]
@@ -130,6 +133,8 @@ def test_no_page_or_message_installs_the_other_product_of_this_name():
     assert len(texts) > 500
     other = re.compile(r"(?<![\w/-])finetune\[(?=[a-z])|(?<!-)\binstall (?:-\S+ )*['\"]?finetune\b(?!-\d)")
     assert {f"{path}: {found[0]}" for path, text in texts.items() for found in other.finditer(text)} == set()
+    by_name = re.compile(rf"pip3? install [^\n`]*(?<![\w-]){DISTRIBUTION}(?!\\?\[)")
+    assert [str(path) for path, text in texts.items() if by_name.search(text)] == [], "it is not on PyPI"
     named = {found for text in texts.values() for found in re.findall(rf"{DISTRIBUTION}\[([a-z-]+)\]", text)}
     assert named <= PROJECT["optional-dependencies"].keys()
     assert {"report", "harness", "onnx"} <= named

@@ -14,8 +14,6 @@ from tests.docs.pages import README, Block, marked_blocks, name_of, pages_with
 from tests.launches import run_command
 from tests.warm import programs
 
-pytestmark = [pytest.mark.slow, pytest.mark.warm]
-
 _LONGEST_SECONDS = 400
 _BIN = str(Path(sys.executable).parent)
 _SET_UP = ("python3 -m venv ", ". .venv/", "pip install ")
@@ -28,6 +26,8 @@ def kept() -> dict[tuple[str, ...], Path]:
     return {}
 
 
+@pytest.mark.slow
+@pytest.mark.warm
 @pytest.mark.parametrize("page", pages_with("runnable"), ids=name_of)
 def test_the_commands_of_a_page_work_in_their_order(page, kept, tmp_path, tmp_path_factory):
     done: tuple[str, ...] = ()
@@ -66,6 +66,19 @@ def test_tiny_words_go_to_every_command_of_a_block():
         "finetune train quickstart training.max_steps=1",
         "finetune plan x training.max_steps=1 || true",
     ]
+
+
+def test_no_marker_gives_a_command_what_the_reader_has_to_choose():
+    """A hidden `model=` would run a command that is refused when a reader types it. A run file may have one."""
+    for page in pages_with("runnable"):
+        for block in marked_blocks(page):
+            hidden = {word.partition("=")[0] for word in block.more.split()} if block.marker == "runnable" else set()
+            for command in _commands(Block("runnable", "", block.text, block.line)) if hidden else ():
+                shown = {word.lstrip("-").partition("=")[0] for word in command.split()}
+                missing = {"model", "data", "task", "run"} & hidden - shown
+                assert not missing or ".yaml" in command, (
+                    f"{name_of(page)}:{block.line}: {command}: write {missing} on the page"
+                )
 
 
 def _require_the_extra_of(command: str) -> None:

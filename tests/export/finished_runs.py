@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from peft import LoraConfig, get_peft_model
 
-from finetune.config.compose import load_config, resolved_yaml
+from finetune.config.compose import load_config
+from finetune.config.render import resolved_yaml
 from finetune.inference.finished_run import FinishedRun, find_run
 from finetune.model.tokens import set_stop_and_pad_ids
 from finetune.runs.durable import committed_folder

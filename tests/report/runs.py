@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from finetune.config.compose import load_config, resolved_yaml
+from finetune.config.compose import load_config
+from finetune.config.render import resolved_yaml
 from finetune.runs.metrics import MetricsWriter
 from finetune.runs.record import RunRecord, RunStart
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.compose import compose, resolved_yaml
+from finetune.config.compose import compose
+from finetune.config.render import resolved_yaml
 from finetune.runs.default_folder import with_chosen_folder
 from tests.in_process import run_finetune
 from tests.launches import run_launched

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from finetune.cli.overrides import train_from_overrides
-from finetune.config.compose import compose, load_config, resolved_yaml
+from finetune.config.compose import compose, load_config
 from finetune.config.keys import fields, on_resume
+from finetune.config.render import resolved_yaml
 from finetune.config.run_paths import resolved_paths
 from finetune.config.schema import OnResume
 from finetune.errors import CheckpointError

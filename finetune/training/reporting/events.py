@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from finetune.config.compose import resolved_yaml
+from finetune.config.render import resolved_yaml
 from finetune.distributed.accelerate_library import open_tracker
 from finetune.errors import ConfigError
 from finetune.fallbacks import Fallback

@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.compose import resolved_yaml
-from finetune.config.render import SCHEMA_LINE, schema_text
+from finetune.config.render import SCHEMA_LINE, resolved_yaml, schema_text
 from finetune.config.run_paths import resolved_paths
 from finetune.errors import PreemptedError, RunFailedError
 from finetune.inference.losses import LossSums
