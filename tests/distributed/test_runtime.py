@@ -6,6 +6,8 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from finetune.config.compose import compose
+from finetune.config.config_files import list_configs
 from finetune.config.schema import Config
 from finetune.distributed import accelerate_library, accelerate_settings
 from finetune.distributed.accelerate_library import forget_accelerate
@@ -13,7 +15,7 @@ from finetune.distributed.collectives import Collectives
 from finetune.distributed.ddp_init import ProcessContext
 from finetune.distributed.device import best_precision
 from finetune.distributed.environment import read_environment
-from finetune.distributed.launch import _check_world, launch
+from finetune.distributed.launch import _check_world, _refuse_what_mps_lacks, launch
 from finetune.distributed.runtime import Runtime
 from finetune.errors import ConfigError, DataError, LaunchError
 from finetune.fallbacks import Fallbacks
@@ -248,6 +250,13 @@ def test_what_an_apple_gpu_cannot_do_is_refused_by_name(apple_gpu, key, value, w
         pass
     with launch(config(training={"device": "cpu", key: value})):
         pass
+
+
+def test_no_task_asks_for_what_an_apple_gpu_cannot_do(apple_gpu):
+    tasks = dict(list_configs()["task"])
+    assert "debug" in tasks
+    for task in tasks:
+        _refuse_what_mps_lacks(compose([f"task={task}"], complete=False), torch.device("mps"))
 
 
 def test_several_processes_do_without_an_apple_gpu_and_say_so(apple_gpu, monkeypatch):
