@@ -13,7 +13,7 @@ from finetune.distributed.liveness import Liveness
 from finetune.signals import Terminated, received_stop_signal, record_stop_signals
 
 _LOOK_SECONDS = 0.5
-_numbers = count()
+_run_numbers = count()
 
 
 class StopRequests:
@@ -28,7 +28,7 @@ class StopRequests:
         self._liveness = liveness
         self._next_look = 0.0
         # A process that has joined a world may launch several runs. Each has its own key in the store.
-        self._key = f"stop requested {next(_numbers)}"
+        self._key = f"stop requested {next(_run_numbers)}"
         self._stops_in: str | None = None
 
     @property

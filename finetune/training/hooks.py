@@ -272,5 +272,5 @@ def _fingerprint(code: Any) -> str:
         source = inspect.getsource(named)
     except (OSError, TypeError):
         return _name_of(code)
-    text = source + re.sub(" at 0x[0-9A-Fa-f]+", "", str(values)) + functions  # addresses are others in each process
+    text = source + re.sub(" at 0x[0-9A-Fa-f]+", "", str(values)) + functions  # addresses differ by process
     return f"{_name_of(code)} {hashlib.sha256(text.encode()).hexdigest()[:12]}"

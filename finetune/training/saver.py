@@ -103,7 +103,7 @@ class Saver:
         return [] if self._writer is None or self._writer.is_alive() else self.finish()
 
     def finish(self, *, is_last: bool = False) -> list[Saved]:
-        """Wait for the save in progress. Raises like `save`; if `is_last`, whenever the newest has failed."""
+        """Wait for the save in progress, and raise as `save` does. If it is the last of the run, also raise `error`."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.wait()
