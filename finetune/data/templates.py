@@ -89,6 +89,7 @@ class AnswerTokens:
         self.template = ChatTemplate(tokenizer, template_name)
         self.special_ids = _special_ids(tokenizer)
         self.end_id, self.earlier_end_id = end_of_turn_ids(tokenizer)
+        self._adds_bos = adds_bos(tokenizer)
         texts = {str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.special_ids}
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -97,6 +98,13 @@ class AnswerTokens:
         """Return the id of the token that ends a row's answers, or a row of plain text."""
         eos_id = self.tokenizer.eos_token_id
         return int(eos_id) if row_type == "text" and eos_id is not None else self.end_id
+
+    def tokenize(self, texts: list[str], *, is_rendered: bool) -> list[Encoding]:
+        """Tokenise texts. Those that no chat template rendered get the beginning that the tokenizer gives any text."""
+        if is_rendered or not self._adds_bos:
+            return tokenize(self.tokenizer, texts)
+        own = [text.removeprefix(str(self.tokenizer.bos_token)) for text in texts]
+        return tokenize(self.tokenizer, own, add_special_tokens=True)
 
     def without_special_text(self, text: str) -> str:
         """Remove the texts of special tokens."""
@@ -143,6 +151,11 @@ def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
     )
 
 
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer puts a beginning-of-sequence token, and no other token, around a text by default."""
+    return tokenizer.bos_token_id is not None and tokenizer("")["input_ids"] == [tokenizer.bos_token_id]
+
+
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Sequence[int] | None = None) -> list[int]:
     """Return the ids that stop decoding: the end of turn, then eos, then those of the generation config."""
     extra = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
@@ -160,7 +173,8 @@ def encode_batch(batch: list[Example], tokens: AnswerTokens, train_on: TrainOn) 
     if batch[0].row_type != "text":  # plain text may hold special tokens: a model reads it as it is
         rendered = [tokens.special_text_in(example) or row for example, row in zip(batch, rendered, strict=True)]
     good = [row for row in rendered if isinstance(row, RenderedRow)]
-    encodings = iter(tokenize(tokens.tokenizer, [row.text for row in good]) if good else [])
+    is_rendered = batch[0].row_type != "text" and tokens.tokenizer.chat_template is not None
+    encodings = iter(tokens.tokenize([row.text for row in good], is_rendered=is_rendered) if good else [])
     return [mark_targets(row, next(encodings), tokens) if isinstance(row, RenderedRow) else row for row in rendered]
 
 
@@ -221,9 +235,11 @@ def render_dialogues(template: ChatTemplate, dialogues: Sequence[Dialogue]) -> l
     ]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Encoding]:
-    """Tokenise texts without adding special tokens: the template has added them."""
-    batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool = False
+) -> list[Encoding]:
+    """Tokenise texts. Special tokens are not added, because the chat template has added them."""
+    batch = tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
     encodings: list[Encoding] = batch.encodings or []
     return encodings
 

@@ -4,9 +4,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat_template import ChatTemplate
+from finetune.data.formats import Example
 from finetune.data.templates import (
     AnswerTokens,
     TokenisedRow,
+    encode_batch,
     end_of_turn_ids,
     mark_targets,
     render_dialogues,
@@ -16,7 +18,7 @@ from finetune.data.templates import (
 from finetune.data.turns import dialogue_of
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
-from tests.tiny import CHAT_TEMPLATES, Style, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATES, Style, add_default_bos, tiny_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -237,6 +239,37 @@ def test_a_template_that_rewrites_earlier_turns_is_a_problem():
     assert "renders turns differently once an answer follows" in str(row)
     with pytest.raises(DataError, match=r"chat template cannot be used: .* renders turns differently"):
         AnswerTokens(tokenizer)
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        Example("text", text="the answer"),
+        Example("text", text="<s>the answer"),
+        Example("prompt_completion", prompt="the", completion=" answer"),
+    ],
+)
+def test_what_no_template_renders_begins_as_the_tokenizer_begins_any_text(example):
+    tokenizer = tiny_tokenizer("none")
+    text = "the answer<|endoftext|>"
+    plain = tokenizer(text)["input_ids"]
+    if "<s>" not in example.text:
+        (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+        assert row.token_ids == plain
+    add_default_bos(tokenizer)
+    (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+    assert row.token_ids == tokenizer(text)["input_ids"] == [tokenizer.bos_token_id, *plain]
+    first = 1 if example.row_type == "text" else len(tokenizer("the")["input_ids"])
+    assert list(row.is_target) == [int(place >= first) for place in range(len(row.token_ids))]
+
+
+def test_what_a_template_renders_gets_no_token_in_front():
+    tokenizer = tiny_tokenizer()
+    example = Example("prompt_completion", prompt="Hi", completion="yes")
+    (plain,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+    add_default_bos(tokenizer)
+    (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+    assert row.token_ids == plain.token_ids
 
 
 def test_a_template_without_an_end_is_refused():
