@@ -10,8 +10,9 @@ from itertools import chain
 import pytest
 from datasets import Dataset
 
+from finetune.cli.sweep import has_validation
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import has_validation, holds_out_by_default, load_examples
+from finetune.data.examples import holds_out_by_default, load_examples
 from finetune.data.preferences import encode_preferences
 from finetune.data.splits import SplitSize, digest_row, parse_split_size, rows_of_split, shuffled
 from finetune.errors import DataError
