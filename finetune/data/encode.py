@@ -119,7 +119,9 @@ def _split(
         for split, examples in vars(sides[0]).items()
         if examples is not None
     }
-    if sides[0].validation is not None and not any(map(len, parts["validation"])):
+    if sides[0].validation is not None:
+        parts["validation"] = [*filter(len, parts["validation"])]  # auto holds nothing out of a small source
+    if parts.get("validation") == []:
         del parts["validation"]
         _log.info("validation is off: data.validation=auto holds nothing out of fewer than %d rows", AUTO_NEEDS_ROWS)
     if is_checked:
