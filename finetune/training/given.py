@@ -88,7 +88,7 @@ def configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mappi
         arguments.append(f"model={os.fspath(model)}")
     elif model is not None:
         described = describe_given_model(model)
-        arguments.append(f"model.path={described['model.path']}")
+        arguments += overrides_of({"model.path": described["model.path"]})
     has_rows = data is not None and not isinstance(data, (str, os.PathLike))
     if data is not None and not has_rows:
         arguments.append(f"data={os.fspath(data)}")
