@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from finetune.config.config_files import local_path
 from finetune.config.hub import HubFault, Repository, cache_only, explain_hub_fault, fault_of, find_fault
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows
@@ -75,7 +76,7 @@ def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
     def newest() -> str:
         return str(HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id, revision=section.revision).sha)
 
-    folder = Path(section.cache_dir).expanduser()
+    folder = local_path(section.cache_dir)
     is_reachable = _hub_fault(section, hub_id) is None
     commit = _ask(section, hub_id, newest) if is_reachable else "offline"
     prefix = f"hub-{_digest(section, hub_id)}-{split}"
@@ -126,7 +127,7 @@ def _digest(section: DataSection, hub_id: str) -> str:
 
 def _kept_rows(section: DataSection, hub_id: str, split: str = "*", commit: str = "*") -> list[Path]:
     """Return the files of first rows that were written before, the newest last."""
-    folder = Path(section.cache_dir).expanduser()
+    folder = local_path(section.cache_dir)
     files = folder.glob(f"hub-{_digest(section, hub_id)}-{split}-{commit}.jsonl")
     own = (file for file in files if is_own_file(file, "its rows are not used"))
     return sorted(own, key=lambda file: file.stat().st_mtime)
