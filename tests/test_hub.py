@@ -26,6 +26,7 @@ from finetune.logs import warn_once
 from finetune.model.base import build_base_model, read_model_config
 from finetune.model.tokens import build_tokenizer
 from tests import readable_hub
+from tests.data.conftest import give_away
 from tests.in_process import run_finetune
 from tests.launches import free_port
 from tests.readable_hub import COMMIT, TOKEN, ReadableHub, black_hole, running_hub
@@ -259,11 +260,12 @@ def shards(served, tmp_path):
     """A data set of the hub: a split in several Parquet files, with columns that JSON cannot express."""
     folder = tmp_path / "set"
     (folder / "data").mkdir(parents=True)
-    when = datetime.datetime(2024, 1, 1)
+    when, nan = datetime.datetime(2024, 1, 1), float("nan")
     for split, count in (("train", 3), ("test", 1)):
         for shard in range(count):
             rows = [
-                {"prompt": f"{split} {shard * 5 + row}", "completion": "yes", "when": when, "score": float("nan")}
+                {"prompt": f"{split} {shard * 5 + row}", "completion": "yes", "when": when, "score": nan}
+                | {"scores": [nan, 1.0], "of": {"score": nan}}
                 for row in range(5)
             ]
             Dataset.from_list(rows).to_parquet(folder / "data" / f"{split}-{shard:05d}-of-{count:05d}.parquet")
@@ -295,6 +297,10 @@ def test_only_the_first_rows_of_a_data_set_are_read_and_they_are_kept(
         point_to(no_hub())
         assert [example.prompt for example in load_examples(section).train] == [f"train {row}" for row in range(7)]
         assert any("the rows that were read before are used" in line for line in logged())
+        for file in (tmp_path / "kept").glob("hub-*.jsonl"):
+            give_away(file, patch)
+        with pytest.raises(DataError, match=r"which .* was not prepared here before"):
+            load_examples(section)
     with pytest.raises(DataError, match=r"data\.path is someone/chats, which .* was not prepared here before"):
         load_examples(section.model_copy(update={"max_rows": 8}))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Literal
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 Style = Literal["phi4_mini", "phi3", "phi4", "none"]
@@ -64,6 +64,14 @@ def tiny_tokenizer(style: Style = "phi4_mini") -> PreTrainedTokenizerFast:
     )
     tokenizer.chat_template = CHAT_TEMPLATES.get(style)
     return tokenizer
+
+
+def add_default_bos(tokenizer: PreTrainedTokenizerFast, bos: str = "<s>") -> None:
+    """Let the tokenizer put a beginning-of-sequence token before each text by default, as those of Llama and Gemma."""
+    tokenizer.add_special_tokens({"bos_token": bos})
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
 
 
 @cache

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import filterfalse, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -24,11 +26,13 @@ from finetune.config.config_files import (
     is_address,
     is_list_or_glob,
     is_path,
+    list_configs,
     list_model_families,
     other_models,
     resolve_shipped,
 )
-from finetune.config.render import SCHEMA_FILE, TRAIN_WITH, commented_run_file, schema_text
+from finetune.config.keys import code_keys, fields, section_class, values
+from finetune.config.render import SCHEMA_FILE, SCHEMA_LINE, TRAIN_WITH, inline_yaml, schema_text
 from finetune.config.schema import AUTO_VALIDATION, Config, name_files
 from finetune.config.yaml_reader import COMMAND_LINE
 from finetune.data.examples import holds_out_by_default, is_all_here, load_examples
@@ -91,7 +95,7 @@ def init_from_overrides(
             _refuse_existing(file)
         notes = (_template_to_choose(config), ())
         groups = _group_files(overrides)
-        text = commented_run_file(config, groups, file or "FILE.yaml", notes=notes, is_full=is_full)
+        text = _commented_run_file(config, groups, file or "FILE.yaml", notes=notes, is_full=is_full)
     if file is None:
         sys.stdout.write(text)
         return
@@ -132,7 +136,7 @@ def _translated_run_file(source: Path, overrides: Sequence[str], file: Path | No
     decide += _template_to_choose(config)
     groups = {group: name for group, name in _group_files(overrides).items() if group in chosen}
     notes = (decide, settled)
-    return commented_run_file(config, groups, file or "FILE.yaml", translation.came_from, notes, is_full=is_full)
+    return _commented_run_file(config, groups, file or "FILE.yaml", translation.came_from, notes, is_full=is_full)
 
 
 def _accepted(overrides: Sequence[str], translation: Translation, chosen: Collection[str]) -> Config:
@@ -321,3 +325,56 @@ def _group_files(overrides: Sequence[str]) -> dict[str, str]:
     """Return the names of the group files that the overrides choose, in the order of `GROUPS`."""
     pairs = dict(override.partition("=")[::2] for override in (f"task={DEFAULT_TASK}", *overrides))
     return {group: pairs[group] for group in GROUPS if group in pairs and not is_path(group, pairs[group])}
+
+
+def _commented_run_file(
+    config: Config,
+    groups: Mapping[str, str],
+    file: object,
+    came_from: Mapping[str, Sequence[str]] | None = None,
+    notes: tuple[Sequence[str], Sequence[str]] = ((), ()),
+    *,
+    is_full: bool = False,
+) -> str:
+    """Write a run file that gives this configuration: each key that it sets, with its meaning.
+
+    The file sets the keys that the overrides set, and chooses the group files that they choose. No file may set the
+    keys that let code run, so the command in the first line has them. The file also sets the keys
+    of `came_from`, which has the settings of another tool that they were translated from. The first of the `notes` are
+    written before the keys, the second after them. With `is_full`, all other keys follow, commented out.
+    """
+    came_from = came_from or {}
+    given = values(config)
+    is_typed = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
+    for_code = [f"{key}={json.dumps(given[key])}" for key in code_keys() if is_typed[key] and given[key]]
+    is_set = {key: key in came_from or (is_typed[key] and key not in code_keys()) for key in given}
+    lines = [
+        f"{TRAIN_WITH}{shlex.join([str(file), *for_code])}",
+        "# Overrides after it win over this file: optim.learning_rate=1e-4",
+        f"# Editors complete and check its keys with the schema: finetune config schema > {SCHEMA_FILE}",
+        SCHEMA_LINE,
+        *(["", *notes[0]] if notes[0] else []),
+    ]
+    for group, name in groups.items():
+        lines += [
+            "",
+            f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}",
+            f"{group}: {inline_yaml(name)}",
+        ]
+    for key in filter(is_set.get, given):
+        written = () if config.origin(key).startswith(COMMAND_LINE) else came_from.get(key, ())
+        sources = [f"# Translated from {source}" for source in written]
+        lines += ["", f"# {fields()[key].description}", *sources, f"{key}: {inline_yaml(given[key])}"]
+    lines += ["", *notes[1]] if notes[1] else []
+    if not is_full:
+        command = shlex.join(["finetune", "config", "show", str(file)])
+        lines += ["", f"# {command} lists all other keys with their values, and finetune help KEY explains one."]
+        lines += ["# finetune init --full writes them here, too."]
+        return "".join(f"{line}\n" for line in lines)
+    lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
+    for section, keys in groupby(filterfalse(is_set.get, given), lambda key: key.rpartition(".")[0]):
+        title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")
+        lines += ["", f"# === {title}"]
+        for key in keys:
+            lines += [f"# {fields()[key].description}", f"#{key}: {inline_yaml(given[key])}"]
+    return "".join(f"{line}\n" for line in lines)

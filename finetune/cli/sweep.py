@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,7 +22,7 @@ from finetune.sweep.trials import Sweep, Trial, open_sweep
 from finetune.terminal import print_table, say, shown_folder
 
 if TYPE_CHECKING:
-    from finetune.config.schema import Config
+    from finetune.config.schema import Config, DataSection
 
 _PREFIX = "validation."
 
@@ -94,7 +95,6 @@ def _check(same: Sequence[str], drawn: Sequence[Mapping[str, str]], metric: str 
     Raises:
         ConfigError: with every problem of every trial.
     """
-    from finetune.data.examples import has_validation
     from finetune.training.checks import check_paths
     from finetune.training.setup import check_config
 
@@ -167,3 +167,19 @@ def _write_page(folder: Path, runs: Sequence[Path]) -> str:
     if find_spec("vl_convert") is None:
         return f"none, the extra is missing: {extra_command('report')}, then the same command with --report"
     return write_report(runs, folder / "report.html", data=False)
+
+
+def has_validation(section: DataSection) -> bool:
+    """Return whether a run on this data has validation rows. Reads at most the first `AUTO_NEEDS_ROWS` of them.
+
+    Raises:
+        ConfigError, DataError: see `load_examples`.
+    """
+    from finetune.data.examples import holds_out_by_default, load_examples
+    from finetune.data.splits import AUTO_NEEDS_ROWS
+
+    splits = load_examples(section)
+    if splits.validation is None or not holds_out_by_default(section):
+        return splits.validation is not None
+    rows = islice(splits.train.parts[0].source.rows(), min(AUTO_NEEDS_ROWS, section.max_rows or AUTO_NEEDS_ROWS))
+    return sum(1 for _ in rows) == AUTO_NEEDS_ROWS

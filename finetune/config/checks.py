@@ -37,6 +37,8 @@ _THERE = f"There is: {', '.join(Config.model_fields)}. All keys: finetune config
 """The end of a message about a key that resembles none. Only the first such message of several has it."""
 _TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
 """The packages of a tracker whose name is not enough: with constraints.txt, the full mlflow installs as 1.x only."""
+_TEXTS_WITH_ADDRESSES = ("model.chat_template", "reward.pattern", "rollout.tool_schemas")
+"""Keys that take a text in which an address is not used to log in anywhere."""
 _log = logging.getLogger(__name__)
 
 
@@ -72,10 +74,8 @@ def build_config(
 
 def _put(chosen: Settings, setting: Setting, problems: list[str]) -> None:
     """Set one key in place of those above and below it, or append to ``problems`` why it cannot be set."""
-    problem = _key_problem(setting) or _name_problem(setting.value)
-    if setting.dotted != "model.chat_template":
-        problem = problem or password_problem(setting.value)
-    if problem:
+    of_address = password_problem(setting.value) if setting.dotted not in _TEXTS_WITH_ADDRESSES else ""
+    if problem := _key_problem(setting) or _name_problem(setting.value) or of_address:
         problems.append(_line(setting, problem))
         return
     if setting.dotted not in fields() and section_class(setting.dotted):

@@ -183,7 +183,9 @@ def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:
     for key, value in values.items():
         try:
             plain = _plain(value)
-            overrides.append(f"{key}={plain if isinstance(plain, str) else json.dumps(plain)}")
+            # Without quotes of its own, text would lose white space and quotes at its ends.
+            is_as_read = isinstance(plain, str) and (plain == plain.strip("\"' \t\n") or not takes_text(key))
+            overrides.append(f"{key}={plain if is_as_read else json.dumps(plain, ensure_ascii=False)}")
         except TypeError:
             plain_value = " Give value.tolist()." if hasattr(value, "tolist") else ""  # of numpy or torch
             expected_types = f"expected text, a number, a list or a dict.{plain_value}"

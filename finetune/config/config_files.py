@@ -114,7 +114,7 @@ def is_file_of_rows(argument: str) -> bool:
     """Return whether an argument without a key is files other than a run file: ``finetune train chats.jsonl``."""
     if is_run_file(argument):
         return False
-    return is_list_or_glob(files_in(argument)) or (path_exists(argument) and Path(argument).expanduser().is_file())
+    return is_list_or_glob(files_in(argument)) or (path_exists(argument) and local_path(argument).is_file())
 
 
 def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | None:
@@ -124,7 +124,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     """
     choice = f"{place}: {group}={name}"
     if name.endswith(_SUFFIXES):
-        path = Path(name).expanduser()
+        path = local_path(name)
         if path.is_file():
             return path
         problem = "is not a file" if path.exists() else "does not exist"
@@ -137,7 +137,7 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
     ours = next((known for known in names if known in files), None)
     if ours is not None:
         return files[ours]
-    if group == RUN_FILES and (saved := Path(name).expanduser() / SAVED_CONFIG).is_file():
+    if group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file():
         return saved
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
@@ -193,8 +193,8 @@ def path_exists(path: str, *, is_file: bool = False) -> bool:
     """Return whether a path leads to a file or folder on this machine, or a glob matches one."""
     try:
         place = Path(absolute(path))
-        if is_list_or_glob(path):
-            return any(iglob(str(place), recursive=True))  # noqa: PTH207 (the pattern is absolute)
+        if is_list_or_glob(path):  # signs in the name of the current folder are no pattern
+            return any(iglob(os.path.expanduser(path), recursive=True))  # noqa: PTH111, PTH207 (may be absolute)
         return place.is_file() and bool(place.suffix) if is_file else place.exists()
     except OSError:  # longer than a name may be
         return False
@@ -216,4 +216,4 @@ def _description(path: Path) -> str:
 
 def local_path(path: str) -> Path:
     """Return the path of a file or folder of this machine, which may be written `file:///rows.jsonl`."""
-    return Path(path.removeprefix(LOCAL)).expanduser()
+    return Path(os.path.expanduser(path.removeprefix(LOCAL)))  # noqa: PTH111 (refuses no user)

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
-from itertools import filterfalse, groupby
 from types import NoneType
 from typing import Any
 
 import yaml
 
-from finetune.config.config_files import GROUPS, PATH_INSTEAD, list_configs
-from finetune.config.keys import code_keys, fields, section_class, values
+from finetune.config.config_files import GROUPS, PATH_INSTEAD
+from finetune.config.keys import fields, section_class
 from finetune.config.schema import ALIASES, Config
-from finetune.config.yaml_reader import COMMAND_LINE, PLAIN_VALUES, DottedName
+from finetune.config.yaml_reader import PLAIN_VALUES, DottedName
 
 SCHEMA_FILE = "config.schema.json"
 """The JSON Schema that is written beside each config. Editors find it by `SCHEMA_LINE`."""
@@ -53,59 +51,6 @@ def render_config(config: Config) -> str:
     lines = list(_lines(config.model_dump()))
     column = max(len(line) for line, _ in lines if len(line) <= _MAX_ALIGNED) + 2
     return "".join(f"{line.ljust(column - 2)}  # {config.origin(key)}\n" if key else f"{line}\n" for line, key in lines)
-
-
-def commented_run_file(
-    config: Config,
-    groups: Mapping[str, str],
-    file: object,
-    came_from: Mapping[str, Sequence[str]] | None = None,
-    notes: tuple[Sequence[str], Sequence[str]] = ((), ()),
-    *,
-    is_full: bool = False,
-) -> str:
-    """Write a run file that gives this configuration: each key that it sets, with its meaning.
-
-    The file sets the keys that the overrides set, and chooses the group files that they choose. No file may set the
-    keys that let code run, so the command in the first line has them. The file also sets the keys
-    of `came_from`, which has the settings of another tool that they were translated from. The first of the `notes` are
-    written before the keys, the second after them. With `is_full`, all other keys follow, commented out.
-    """
-    came_from = came_from or {}
-    given = values(config)
-    is_typed = {key: config.origin(key).startswith(COMMAND_LINE) for key in given}
-    for_code = [f"{key}={json.dumps(given[key])}" for key in code_keys() if is_typed[key] and given[key]]
-    is_set = {key: key in came_from or (is_typed[key] and key not in code_keys()) for key in given}
-    lines = [
-        f"{TRAIN_WITH}{shlex.join([str(file), *for_code])}",
-        "# Overrides after it win over this file: optim.learning_rate=1e-4",
-        f"# Editors complete and check its keys with the schema: finetune config schema > {SCHEMA_FILE}",
-        SCHEMA_LINE,
-        *(["", *notes[0]] if notes[0] else []),
-    ]
-    for group, name in groups.items():
-        lines += [
-            "",
-            f"# {dict(list_configs()[group]).get(name, f'Chooses a {group}.')}",
-            f"{group}: {inline_yaml(name)}",
-        ]
-    for key in filter(is_set.get, given):
-        written = () if config.origin(key).startswith(COMMAND_LINE) else came_from.get(key, ())
-        sources = [f"# Translated from {source}" for source in written]
-        lines += ["", f"# {fields()[key].description}", *sources, f"{key}: {inline_yaml(given[key])}"]
-    lines += ["", *notes[1]] if notes[1] else []
-    if not is_full:
-        command = shlex.join(["finetune", "config", "show", str(file)])
-        lines += ["", f"# {command} lists all other keys with their values, and finetune help KEY explains one."]
-        lines += ["# finetune init --full writes them here, too."]
-        return "".join(f"{line}\n" for line in lines)
-    lines += ["", "# All other keys, with the values that they have now. Remove the # before a key to set it."]
-    for section, keys in groupby(filterfalse(is_set.get, given), lambda key: key.rpartition(".")[0]):
-        title = f"{section}: {(section_class(section) or Config).__doc__}".lstrip(": ")
-        lines += ["", f"# === {title}"]
-        for key in keys:
-            lines += [f"# {fields()[key].description}", f"#{key}: {inline_yaml(given[key])}"]
-    return "".join(f"{line}\n" for line in lines)
 
 
 def json_schema() -> dict[str, Any]:

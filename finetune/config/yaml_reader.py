@@ -115,12 +115,14 @@ def read_value(
 ) -> list[Setting]:
     """Read the value of an override: the text that follows the ``=``. `problems` receives its problems.
 
-    With `as_text`, the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is.
+    With `as_text`, the key takes text. A value that is not valid YAML, such as ``*.jsonl``, is then taken as it is, and
+    so is a value in which YAML would see a comment: ``runs/lora #2``.
     """
     own_problems: list[str] = []
     settings = _Reading(origin, own_problems, at=tuple(key)).settings(text)
     # A tag is never taken for text: `!!python/...` must be refused and `!pyobject ...` checked.
-    if as_text and not text.startswith("!") and (own_problems or [s.key for s in settings] != [tuple(key)]):
+    is_read_whole = [s.key for s in settings] == [tuple(key)] and settings[0].text in (None, text.strip())
+    if as_text and not text.startswith("!") and (own_problems or not is_read_whole):
         return [Setting(key=tuple(key), value=text, origin=origin, text=text)]
     if not settings and not own_problems:
         own_problems.append(f"{origin}: {'.'.join(key)}: has no value but a comment. Put the value in quotes.")

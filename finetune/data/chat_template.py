@@ -16,6 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.config.config_files import local_path
 from finetune.data.rendering import render_conversations
 from finetune.data.turns import REASONING_KEYS, Dialogue, Turn, dialogue_of, text_turn
 from finetune.data.values import BadRowError
@@ -140,7 +141,7 @@ def _literal_date(date: datetime, call: re.Match[str]) -> str:
 
 def _read_template(setting: str) -> str:
     shipped = {path.stem: path for path in _TEMPLATES.glob("*.jinja")}
-    path = shipped.get(setting, Path(setting).expanduser())
+    path = shipped.get(setting) or local_path(setting)
     try:
         return read_template_file(path)
     except (OSError, UnicodeDecodeError) as error:

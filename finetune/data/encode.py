@@ -6,9 +6,9 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from finetune.config.config_files import local_path
 from finetune.data.chat_template import ChatTemplate, asks_for_date, describe_key, use_chat_template
 from finetune.data.columns import leave_out
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
@@ -119,7 +119,9 @@ def _split(
         for split, examples in vars(sides[0]).items()
         if examples is not None
     }
-    if sides[0].validation is not None and not any(map(len, parts["validation"])):
+    if sides[0].validation is not None:
+        parts["validation"] = [*filter(len, parts["validation"])]  # auto holds nothing out of a small source
+    if parts.get("validation") == []:
         del parts["validation"]
         _log.info("validation is off: data.validation=auto holds nothing out of fewer than %d rows", AUTO_NEEDS_ROWS)
     if is_checked:
@@ -260,7 +262,7 @@ def _encode_source(
 ) -> EncodedExamples:
     """Encode all rows of a source, or read them from the cache."""
     rows = load_or_encode(
-        Path(section.cache_dir).expanduser(),
+        local_path(section.cache_dir),
         encoding_key(source, tokenizer_digest, section),
         partial(encode_rows, source, tokens, section, fallbacks),
         fallbacks,

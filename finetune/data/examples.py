@@ -19,7 +19,6 @@ from finetune.data.formats import Example, Reads
 from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, JoinedRows, RowFile, RowSource, stem_of, suffix_of
 from finetune.data.rows import Examples, JoinedExamples
 from finetune.data.splits import (
-    AUTO_NEEDS_ROWS,
     SPLIT_NAMES,
     SplitSize,
     files_of_splits,
@@ -143,19 +142,6 @@ def holds_out_by_default(section: DataSection) -> bool:
     if section.path is None:
         return section.train is not None
     return not any(map(is_hub_id, as_list(section.path))) and _is_one_source(_find_splits(section))
-
-
-def has_validation(section: DataSection) -> bool:
-    """Return whether a run on this data has validation rows. Reads at most the first `AUTO_NEEDS_ROWS` of them.
-
-    Raises:
-        ConfigError, DataError: see `load_examples`.
-    """
-    splits = load_examples(section)
-    if splits.validation is None or not holds_out_by_default(section):
-        return splits.validation is not None
-    rows = islice(splits.train.parts[0].source.rows(), min(AUTO_NEEDS_ROWS, section.max_rows or AUTO_NEEDS_ROWS))
-    return sum(1 for _ in rows) == AUTO_NEEDS_ROWS
 
 
 def is_all_here(section: DataSection) -> bool:

@@ -15,12 +15,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from finetune.config.config_files import local_path
 from finetune.config.hub import HubFault, Repository, cache_only, explain_hub_fault, fault_of, find_fault
 from finetune.config.schema import DataSection
 from finetune.data.readers import DatasetRows, FileRows
 from finetune.data.remote import in_cache
 from finetune.data.tables import quiet_datasets
 from finetune.errors import DataError
+from finetune.limits import is_own_file
 from finetune.runs.durable import replace_file
 
 _log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ def _first_rows(section: DataSection, hub_id: str, split: str) -> Path:
     def newest() -> str:
         return str(HfApi(endpoint=constants.ENDPOINT).dataset_info(hub_id, revision=section.revision).sha)
 
-    folder = Path(section.cache_dir).expanduser()
+    folder = local_path(section.cache_dir)
     is_reachable = _hub_fault(section, hub_id) is None
     commit = _ask(section, hub_id, newest) if is_reachable else "offline"
     prefix = f"hub-{_digest(section, hub_id)}-{split}"
@@ -104,23 +106,31 @@ def _read_first_rows(section: DataSection, hub_id: str, split: str, revision: st
 
 
 def _as_line(row: Mapping[str, Any]) -> bytes:
-    """Write a row as JSON. A value that JSON cannot express (a date, an image) becomes null."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()
-    }
-    return json.dumps(finite, default=lambda _: None).encode() + b"\n"
+    """Write a row as JSON. A value that JSON cannot express (a date, an image, NaN) becomes null."""
+    return json.dumps(_finite(row), default=lambda _: None, allow_nan=False).encode() + b"\n"
+
+
+def _finite(value: Any) -> Any:
+    """Return a value in which numbers that are not finite are None."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _digest(section: DataSection, hub_id: str) -> str:
-    parts = [hub_id, section.name, section.revision, section.max_rows]
+    # The number tells these files from earlier ones, which may have NaN in a list.
+    parts = [hub_id, section.name, section.revision, section.max_rows, 2]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
 def _kept_rows(section: DataSection, hub_id: str, split: str = "*", commit: str = "*") -> list[Path]:
     """Return the files of first rows that were written before, the newest last."""
-    folder = Path(section.cache_dir).expanduser()
+    folder = local_path(section.cache_dir)
     files = folder.glob(f"hub-{_digest(section, hub_id)}-{split}-{commit}.jsonl")
-    return sorted(files, key=lambda file: file.stat().st_mtime)
+    own = (file for file in files if is_own_file(file, "its rows are not used"))
+    return sorted(own, key=lambda file: file.stat().st_mtime)
 
 
 def _hub_fault(section: DataSection, path: str) -> HubFault | None:

@@ -230,7 +230,7 @@ class DatasetRows:
 
     def rows(self) -> Iterator[RawRow]:
         """Yield every row."""
-        return (RawRow(number, row) for number, row in enumerate(self.dataset, start=1))
+        return (RawRow(number, row) for number, row in enumerate(self.dataset.with_format(None), start=1))
 
 
 class RowFile(Protocol):

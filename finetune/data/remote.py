@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from finetune.config.config_files import local_path
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, suffix_of, suffixes_of
 from finetune.errors import DataError, PreemptedError, extra_command, first_line
 from finetune.limits import DeadlineExceededError, StopRequestedError, call_within, is_own_file
@@ -100,7 +101,7 @@ class RemoteRows:
         info = ask(self.key, self.address, lambda files, path: files.info(path))
         version = {key: value for key, value in info.items() if key not in _SAME_IN_ALL_VERSIONS and value is not None}
         known = json.dumps([self.address, info.get("size"), version], sort_keys=True, default=str)
-        folder = Path(self.cache_dir).expanduser()
+        folder = local_path(self.cache_dir)
         file = folder / f"fetched-{hashlib.sha256(known.encode()).hexdigest()[:32]}{suffixes_of(name_of(self.address))}"
         with in_cache(file.with_suffix(".lock"), f"the copy of {self.label}"):
             if version and is_own_file(file, "the rows are copied again"):

@@ -143,24 +143,6 @@ def match_patterns(
     return matches
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, turns: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
-    """Render a conversation with the header of the next answer, and encode it.
-
-    Without a chat template, the text is the content of the last turn.
-
-    Raises:
-        DataError: the template exceeds a limit.
-        ValueError: the template refuses the conversation.
-    """
-    text = turns[-1]["content"]
-    if tokenizer.chat_template is not None:
-        ((is_rendered, text),) = render_conversations(tokenizer, [list(turns)], with_prompt=True)
-        if not is_rendered:
-            raise ValueError(text)
-    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return text, ids
-
-
 def start_child(module: str, **variables: str) -> tuple[subprocess.Popen[bytes], Connection[Any, Any]]:
     """Start `python -m module DESCRIPTOR`, and return the process and the connection to it."""
     package = str(Path(__file__).resolve().parents[2])

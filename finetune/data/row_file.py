@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _METADATA_KEY = "finetune"
 _log = logging.getLogger(__name__)
-ENCODING_VERSION = 13
+ENCODING_VERSION = 14
 """Raise it when the same rows and tokenizer give other tensors, or another refusal, than before."""
 
 

@@ -76,9 +76,12 @@ def rows_of_split(
         ranked = sorted(range(num_rows), key=ranks.__getitem__)
     counts = {name: size.of(num_rows) for name, size in sizes.items()}
     if counts.get("validation") and sizes["validation"].text == AUTO_VALIDATION:
-        end = sum(counts.values())
-        while counts["validation"] < _AUTO_MOST_ROWS and digests[ranked[end - 1]] == digests[ranked[end]]:
-            counts["validation"], end = counts["validation"] + 1, end + 1
+        start = end = sum(counts.values())
+        most = min(num_rows, end + _AUTO_MOST_ROWS - counts["validation"])
+        while end < most and digests[ranked[end - 1]] == digests[ranked[end]]:
+            end += 1
+        if end < num_rows:  # else equal rows are all that is left to train on, and they are parted
+            counts["validation"] += end - start
     counts["train"] = num_rows - sum(counts.values())
     if counts["train"] <= 0:
         settings = " and ".join(f"data.{name}={size.text}" for name, size in sorted(sizes.items()))

@@ -32,7 +32,10 @@ def csv_rows(
     try:
         header = next(cells, [])
         if header and header[0].lower().startswith("sep="):  # Excel names its separator on a first line
-            separator = header[0][4:] or delimiter
+            named = {"tab": "\t", "\\t": "\t"}.get(header[0][4:].lower(), header[0][4:])
+            if len(set(named)) > 1:  # a program may have filled the line up with separators: sep=;;;
+                raise DataError(f"{label} begins with {header[0]!r}; expected one sign, such as sep=; in this line.")
+            separator = named[:1] or delimiter
             cells = csv.reader(lines(), delimiter=separator, strict=True)
             header = next(cells, [])
         name = header[0] if separator is None and len(header) == 1 else ""

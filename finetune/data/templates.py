@@ -2,7 +2,8 @@
 
 A template is rendered once for the whole conversation. To find the start of an answer, the turns before it are rendered
 with the generation prompt, and the whole text must begin with the result. The answer ends with the first end-of-turn
-token from there on. No marker is searched for, and no token is taken for padding by its id.
+token from there on, which must come before the next turn. No marker is searched for, and no token is taken for padding
+by its id.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from finetune.data.chat_template import WITHOUT_TEMPLATE, ChatTemplate, describe_key
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 TrainOn = Literal["all", "last"]
 """The answers of a conversation that carry loss."""
 
-_PROBE = dialogue_of([text_turn("user", "a"), text_turn("assistant", "b")])
-
+_QUESTION, _ANSWER = text_turn("user", "probe-1"), text_turn("assistant", "probe-2")
+_PROBES = (dialogue_of([_QUESTION, _ANSWER]), dialogue_of([_QUESTION, _ANSWER, text_turn("user", "probe-3")]))
+"""Conversations whose answer is the last turn, and an earlier one."""
 _THINK = ("<think>", "</think>")
 """What reasoning stands between if it is a part of the answer's text."""
 _END_OF_THINKING = re.compile(r"\s*</think>\s*")
-_NO_BORDERS = (-1, -1)
 _MARKER = re.compile(r"<\|?\w+\|?>")
 """What looks like a special token."""
 
@@ -42,15 +42,23 @@ LOSS_KINDS = ("reasoning", "tool_call", "end_of_turn")
 """What targets are counted as, in the order of the columns of `EncodedRows.loss_kinds`. All others are the answer."""
 
 
+class AnswerPlace(NamedTuple):
+    """The characters of a rendered row at which an answer and its parts begin. -1: there is no such part."""
+
+    start: int
+    after_reasoning: int = -1
+    calls: int = -1
+    next_turn: int = -1
+    """The text of the next turn begins here at the latest, so the answer ends before. -1: it is the last turn."""
+
+
 @dataclass(frozen=True, slots=True)
 class RenderedRow:
     """A row as text, ready for the tokenizer."""
 
     text: str
-    answer_starts: tuple[int, ...]
-    """The character at which each answer starts. Empty for plain text: all tokens except the first are targets."""
-    borders: tuple[tuple[int, int], ...] = ()
-    """For each answer, the characters at which its reasoning ends and its tool calls begin. -1: it has none."""
+    answers: tuple[AnswerPlace, ...]
+    """The answers that carry loss. Empty for plain text: all tokens except the first are targets."""
 
 
 class TokenisedRow(NamedTuple):
@@ -80,7 +88,8 @@ class AnswerTokens:
         self.tokenizer = tokenizer
         self.template = ChatTemplate(tokenizer, template_name)
         self.special_ids = _special_ids(tokenizer)
-        self.end_id = end_of_turn_id(tokenizer)
+        self.end_id, self.earlier_end_id = end_of_turn_ids(tokenizer)
+        self._adds_bos = adds_bos(tokenizer)
         texts = {str(tokenizer.convert_ids_to_tokens(token_id)) for token_id in self.special_ids}
         longest_first = sorted(texts, key=lambda text: (-len(text), text))
         self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
@@ -89,6 +98,13 @@ class AnswerTokens:
         """Return the id of the token that ends a row's answers, or a row of plain text."""
         eos_id = self.tokenizer.eos_token_id
         return int(eos_id) if row_type == "text" and eos_id is not None else self.end_id
+
+    def tokenize(self, texts: list[str], *, is_rendered: bool) -> list[Encoding]:
+        """Tokenise texts. Those that no chat template rendered get the beginning that the tokenizer gives any text."""
+        if is_rendered or not self._adds_bos:
+            return tokenize(self.tokenizer, texts)
+        own = [text.removeprefix(str(self.tokenizer.bos_token)) for text in texts]
+        return tokenize(self.tokenizer, own, add_special_tokens=True)
 
     def without_special_text(self, text: str) -> str:
         """Remove the texts of special tokens."""
@@ -106,8 +122,11 @@ class AnswerTokens:
         return None
 
 
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the id of the token that ends an answer, as the chat template renders it; without a template, eos.
+def end_of_turn_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+    """Return the ids of the tokens that end the last turn and an earlier answer. Without a template, both are eos.
+
+    They are equal for most chat templates. The template of OLMo 3 ends the last turn with eos and all others with
+    `<|im_end|>`.
 
     Raises:
         DataError: the template ends an answer with no special token, or there is neither template nor eos.
@@ -115,17 +134,14 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.chat_template is None:
         if tokenizer.eos_token_id is None:
             raise DataError("the tokenizer has no chat template and no eos token, so nothing could end an answer.")
-        return int(tokenizer.eos_token_id)
-    (probe,) = render_dialogues(ChatTemplate(tokenizer), [_PROBE])
+        return int(tokenizer.eos_token_id), int(tokenizer.eos_token_id)
+    template = ChatTemplate(tokenizer)
+    probe, longer = render_dialogues(template, _PROBES)
     if isinstance(probe, BadRowError):
         raise DataError(f"the tokenizer's chat template cannot be used: {probe}")
-    encoding = tokenize(tokenizer, [probe.text])[0]
-    special_ids = _special_ids(tokenizer)
-    ids = encoding.ids
-    first = _first_token_of(encoding, ids, probe.answer_starts[0], len(probe.text), special_ids)
-    for token_id in ids[first + 1 :]:
-        if token_id in special_ids:
-            return token_id
+    end_id = _special_after(tokenizer, probe.text, "probe-2")
+    if end_id is not None:
+        return end_id, _earlier_end_id(template, longer, end_id)
     vocabulary = tokenizer.get_vocab()
     unknown = dict.fromkeys(marker for marker in _MARKER.findall(probe.text) if marker not in vocabulary)
     reason = f", because the tokenizer has no token {' and no '.join(unknown)}" if unknown else ""
@@ -135,10 +151,15 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int:
     )
 
 
+def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer puts a beginning-of-sequence token, and no other token, around a text by default."""
+    return tokenizer.bos_token_id is not None and tokenizer("")["input_ids"] == [tokenizer.bos_token_id]
+
+
 def stop_ids(tokenizer: PreTrainedTokenizerBase, generation_config_eos: int | Sequence[int] | None = None) -> list[int]:
     """Return the ids that stop decoding: the end of turn, then eos, then those of the generation config."""
     extra = [generation_config_eos] if isinstance(generation_config_eos, int) else generation_config_eos or []
-    ids = [end_of_turn_id(tokenizer), tokenizer.eos_token_id, *extra]
+    ids = [*end_of_turn_ids(tokenizer), tokenizer.eos_token_id, *extra]
     return list(dict.fromkeys(int(token_id) for token_id in ids if token_id is not None))
 
 
@@ -152,7 +173,8 @@ def encode_batch(batch: list[Example], tokens: AnswerTokens, train_on: TrainOn) 
     if batch[0].row_type != "text":  # plain text may hold special tokens: a model reads it as it is
         rendered = [tokens.special_text_in(example) or row for example, row in zip(batch, rendered, strict=True)]
     good = [row for row in rendered if isinstance(row, RenderedRow)]
-    encodings = iter(tokenize(tokens.tokenizer, [row.text for row in good]) if good else [])
+    is_rendered = batch[0].row_type != "text" and tokens.tokenizer.chat_template is not None
+    encodings = iter(tokens.tokenize([row.text for row in good], is_rendered=is_rendered) if good else [])
     return [mark_targets(row, next(encodings), tokens) if isinstance(row, RenderedRow) else row for row in rendered]
 
 
@@ -196,12 +218,12 @@ def render_examples(
     if not isinstance(eos, str):
         raise DataError(f"the tokenizer has no eos token, which must end each row of {row_type}.")
     if row_type == "prompt_completion":
-        return [RenderedRow(e.prompt + e.completion + eos, (len(e.prompt),)) for e in examples]
+        return [RenderedRow(e.prompt + e.completion + eos, (AnswerPlace(len(e.prompt)),)) for e in examples]
     return [RenderedRow(e.text if e.text.endswith(eos) else e.text + eos, ()) for e in examples]
 
 
 def render_dialogues(template: ChatTemplate, dialogues: Sequence[Dialogue]) -> list[RenderedRow | BadRowError]:
-    """Render each conversation as text with the starts of the answers to learn, or say why it cannot be."""
+    """Render each conversation as text with the places of the answers to learn, or say why it cannot be."""
     prefixes = [
         dialogue._replace(turns=dialogue.turns[:answer]) for dialogue in dialogues for answer in dialogue.learnt
     ]
@@ -213,9 +235,11 @@ def render_dialogues(template: ChatTemplate, dialogues: Sequence[Dialogue]) -> l
     ]
 
 
-def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Encoding]:
-    """Tokenise texts without adding special tokens: the template has added them."""
-    batch = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, add_special_tokens: bool = False
+) -> list[Encoding]:
+    """Tokenise texts. Special tokens are not added, because the chat template has added them."""
+    batch = tokenizer(texts, add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False)
     encodings: list[Encoding] = batch.encodings or []
     return encodings
 
@@ -223,22 +247,32 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[Encod
 def mark_targets(row: RenderedRow, encoding: Encoding, tokens: AnswerTokens) -> TokenisedRow | BadRowError:
     """Mark the tokens of a row that carry loss. The first never does: nothing precedes it."""
     ids = encoding.ids
-    if not row.answer_starts:
+    if not row.answers:
         ends = [(len(ids) - 1, len(ids), 2)] if ids and ids[-1] == tokens.tokenizer.eos_token_id else []
         return TokenisedRow(ids, bytearray(min(1, len(ids))) + b"\x01" * (len(ids) - 1), ends)
     is_target, kinds = bytearray(len(ids)), list[tuple[int, int, int]]()
-    for start, (reasoned, calls) in zip(row.answer_starts, row.borders or repeat(_NO_BORDERS), strict=False):
+    for answer in row.answers:
+        end_id = tokens.end_id if answer.next_turn < 0 else tokens.earlier_end_id
         try:
-            first = _first_token_of(encoding, ids, start, len(row.text), tokens.special_ids)
-            last = ids.index(tokens.end_id, first)
-            if reasoned >= 0:
-                end = _first_token_of(encoding, ids, reasoned, len(row.text), tokens.special_ids)
-                kinds.append((first, min(end, last), 0))
-            if calls >= 0:
-                kinds.append((_first_token_of(encoding, ids, calls, len(row.text), tokens.special_ids), last, 1))
-            kinds.append((last, last + 1, 2))
+            first, reasoned, calls = (
+                _first_token_of(encoding, ids, place, len(row.text), tokens.special_ids) if place >= 0 else -1
+                for place in answer[:3]
+            )
+            last = ids.index(end_id, first)
         except ValueError:
-            return BadRowError(f"no end of turn (id {tokens.end_id}) follows the answer {quote(row.text[start:])}")
+            return BadRowError(f"no end of turn (id {end_id}) follows the answer {quote(row.text[answer.start :])}")
+        begin, _ = encoding.token_to_chars(last) or (0, 0)
+        if 0 <= answer.next_turn <= begin:
+            return BadRowError(
+                f"the chat template does not end the answer {quote(row.text[answer.start :])} with the token that ends "
+                f"other answers (id {end_id}), but a turn follows it, which would be learnt too; expected "
+                "data.train_on=each_turn (or last), or a template that ends all answers alike (data.chat_template)"
+            )
+        if reasoned >= 0:
+            kinds.append((first, min(reasoned, last), 0))
+        if calls >= 0:
+            kinds.append((calls, last, 1))
+        kinds.append((last, last + 1, 2))
         is_target[first : last + 1] = b"\x01" * (last + 1 - first)
     is_target[0] = 0
     return TokenisedRow(ids, is_target, kinds)
@@ -266,11 +300,11 @@ def _place_answers(
 ) -> RenderedRow | BadRowError:
     if isinstance(rendered, BadRowError):
         return rendered
-    missing = _find_missing(template, dialogue, rendered)
-    if missing is not None:
-        return missing
-    starts = []
-    for prefix in prefixes:
+    begins = _find_turns(template, dialogue, rendered)
+    if isinstance(begins, BadRowError):
+        return begins
+    answers = []
+    for answer, prefix in zip(dialogue.learnt, prefixes, strict=True):
         if isinstance(prefix, BadRowError):
             return prefix
         if not rendered.startswith(prefix):
@@ -280,10 +314,9 @@ def _place_answers(
                 "found; expected a template that only appends (data.chat_template), or "
                 "data.train_on=each_turn (or last) where only earlier answers are rendered differently"
             )
-        starts.append(len(prefix))
-    answers = zip(starts, dialogue.learnt, strict=True)
-    borders = tuple(_find_borders(rendered, start, dialogue.turns[answer]) for start, answer in answers)
-    return RenderedRow(rendered, tuple(starts), borders)
+        borders = _find_borders(rendered, len(prefix), dialogue.turns[answer])
+        answers.append(AnswerPlace(len(prefix), *borders, begins[answer + 1]))
+    return RenderedRow(rendered, tuple(answers))
 
 
 def _find_borders(text: str, start: int, turn: Turn) -> tuple[int, int]:
@@ -293,7 +326,7 @@ def _find_borders(text: str, start: int, turn: Turn) -> tuple[int, int]:
         thinking, end, content = content.partition(_THINK[1])
         thinking, content = (thinking + end, content.strip()) if end else ("", thinking)
     if not thinking and not turn.get("tool_calls"):
-        return _NO_BORDERS
+        return -1, -1
     found = text.find(thinking, start) if thinking else -1
     after = start if found < 0 else found + len(thinking)
     if closing := _END_OF_THINKING.match(text, after):
@@ -302,41 +335,45 @@ def _find_borders(text: str, start: int, turn: Turn) -> tuple[int, int]:
     return (answer if found >= 0 else -1), (answer + len(content) if turn.get("tool_calls") else -1)
 
 
-def _find_missing(template: ChatTemplate, dialogue: Dialogue, rendered: str) -> BadRowError | None:
-    """Check that the rendered text has each text of the conversation, in order. Context answers may be shortened."""
-    position = 0
-    for number, turn in enumerate(dialogue.turns):
+def _find_turns(template: ChatTemplate, dialogue: Dialogue, rendered: str) -> list[int] | BadRowError:
+    """Find the last character at which the text of each turn may begin, followed by -1.
+
+    The rendered text must have each text of the conversation, in order. Answers without loss may be shortened, so for
+    them the character of the next turn is returned.
+    """
+    begin, begins = len(rendered), [-1]
+    for number, turn in reversed([*enumerate(dialogue.turns)]):
         if template.has_foreign_header(turn["role"], rendered):
             return BadRowError(
                 f"the chat template writes <|{turn['role']}|> for the role of messages[{number}], which is no token of "
                 "this tokenizer; expected another role (system for developer), or a template that knows it "
                 "(data.chat_template)"
             )
-        if turn["role"] == "assistant" and number not in dialogue.learnt:
-            continue
-        problem = _without_text(template, turn, f"messages[{number}]")
-        if problem is not None:
-            return problem
-        for key, text in _texts_of(template, turn):
-            # Some templates write the results of tools as JSON.
-            forms = (text, json.dumps(text, ensure_ascii=False)[1:-1]) if turn["role"] == "tool" else (text,)
-            start = next((at for form in forms if (at := rendered.find(form, position)) >= 0), None)
-            if start is None:
-                advice = "data.train_on=each_turn" if key != "content" else "a row without it"
-                return BadRowError(
-                    f"the chat template leaves out messages[{number}].{key} (role {turn['role']}); expected a "
-                    f"template that renders it (data.chat_template), or {advice}"
-                )
-            position = max(position, start + (len(text) if key == "content" else 0))
-    return None
+        if turn["role"] != "assistant" or number in dialogue.learnt:
+            problem = _without_text(template, turn, f"messages[{number}]")
+            if problem is not None:
+                return problem
+            for key, text in _texts_of(template, turn):
+                # Some templates write the results of tools as JSON.
+                forms = (text, json.dumps(text, ensure_ascii=False)[1:-1]) if turn["role"] == "tool" else (text,)
+                end = begin if key == "content" else begin + len(text)  # thinking may be a part of the content
+                begin = max(rendered.rfind(form, 0, end) for form in forms)
+                if begin < 0:
+                    advice = "data.train_on=each_turn" if key != "content" else "a row without it"
+                    return BadRowError(
+                        f"the chat template leaves out messages[{number}].{key} (role {turn['role']}); expected a "
+                        f"template that renders it (data.chat_template), or {advice}"
+                    )
+        begins.insert(0, begin)
+    return begins
 
 
 def _texts_of(template: ChatTemplate, turn: Turn) -> Iterator[tuple[str, str]]:
-    """Yield the texts that a rendered turn must have."""
+    """Yield the texts that a rendered turn must have, the last one first."""
+    yield "content", turn["content"].strip()
     thinking = turn.get(REASONING_KEYS[0], "")
     if thinking and any(template.renders(("assistant", key)) for key in REASONING_KEYS):
         yield REASONING_KEYS[0], thinking.strip()
-    yield "content", turn["content"].strip()
 
 
 def _without_text(template: ChatTemplate, turn: Turn, where: str) -> BadRowError | None:
@@ -353,6 +390,28 @@ def _without_text(template: ChatTemplate, turn: Turn, where: str) -> BadRowError
         f"the chat template of {template.name} does not render {keys}, and {where} has no other text to learn; "
         "expected a template that renders it (data.chat_template)"
     )
+
+
+def _earlier_end_id(template: ChatTemplate, longer: RenderedRow | BadRowError, end_id: int) -> int:
+    """Return the id of the token that ends every turn but the last; `end_id` if there is no such token."""
+    if isinstance(longer, BadRowError):  # and so will be all rows with an earlier answer
+        return end_id
+    tokenizer = template.tokenizer
+    after_question, earlier = (_special_after(tokenizer, longer.text, text) for text in ("probe-1", "probe-2"))
+    if earlier is None or earlier == end_id or earlier != after_question:
+        return end_id
+    # gpt-oss ends thinking with the same token, and the answer goes on after it.
+    (text,) = template.render([dialogue_of([_QUESTION, _ANSWER | {REASONING_KEYS[0]: "probe-4"}])])
+    is_inside = isinstance(text, str) and "probe-4" in text and _special_after(tokenizer, text, "probe-4") == earlier
+    return end_id if is_inside else earlier
+
+
+def _special_after(tokenizer: PreTrainedTokenizerBase, text: str, part: str) -> int | None:
+    """Return the id of the first special token behind a part of a text; None if none follows."""
+    encoding, special_ids = tokenize(tokenizer, [text])[0], _special_ids(tokenizer)
+    end = text.rindex(part) + len(part)
+    behind = (token_id for token_id, (start, _) in zip(encoding.ids, encoding.offsets, strict=True) if start >= end)
+    return next((token_id for token_id in behind if token_id in special_ids), None)
 
 
 def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

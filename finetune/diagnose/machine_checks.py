@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from finetune.config.config_files import absolute
 from finetune.config.hub import find_fault, what_to_do
 from finetune.data.batches import loader_keys_on
 from finetune.data.examples import check_local_rows
@@ -175,7 +176,7 @@ def check_folders(config: Config) -> Iterator[Finding]:
 
 def check_cache(cache_dir: str) -> Finding:
     """Check that encoded rows can be written and locked in a folder. No file is left behind."""
-    folder = Path(cache_dir).expanduser().absolute()
+    folder = Path(absolute(cache_dir))
     place = existing_folder(folder)
     fix = "name a folder on a disk of this machine with data.cache_dir="
     try:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from finetune.config.checks import refuse_missing_trackers
+from finetune.config.config_files import absolute
 from finetune.config.schema import DataSection
 from finetune.config.yaml_reader import OVERRIDES
 from finetune.distributed.accelerate_library import forget_accelerate
@@ -169,7 +170,7 @@ def _folder_of_kernels(config: Config) -> Path:
     """Return the folder of compiled kernels, which are code. A file, perhaps of others, does not choose it."""
     is_own = config.origin("data.cache_dir") in ("default", *OVERRIDES)
     cache_dir = config.data.cache_dir if is_own else DataSection().cache_dir
-    return Path(cache_dir).expanduser().absolute() / "kernels"
+    return Path(absolute(cache_dir), "kernels")
 
 
 def _join(config: Config, fallbacks: Fallbacks) -> ProcessContext:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from transformers import AutoTokenizer
 
+from finetune.data.templates import adds_bos
 from finetune.engine.decoder import family_of
 from finetune.errors import ConfigError, ModelError, RunFailedError
 from finetune.export.converters import (
@@ -52,6 +53,7 @@ from finetune.runs.durable import FolderWriter
 LLAMA_CPP_VARIABLE = "LLAMA_CPP_DIR"
 CONVERTER = "convert_hf_to_gguf.py"
 GgufType = Literal["auto", "f32", "f16", "bf16", "q8_0", "q2_k", "q3_k_m", "q4_0", "q4_k_m", "q5_k_m", "q6_k"]
+_ADDS_BOS = "tokenizer.ggml.add_bos_token"
 _ENDS_BESIDE_EOS = ("tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
 _log = logging.getLogger(__name__)
 
@@ -184,6 +186,8 @@ def write_gguf(
         if not unquantized.is_file():
             header = convert(model, converted, gguf, reading)
             keys: dict[str, float] = {**keys_for_llama_cpp(reading.rules, header, stop_ids)}
+            if tokenizer.chat_template is None:
+                keys[_ADDS_BOS] = adds_bos(tokenizer)
             file_type = header.keys.get("general.file_type", -1)
             if measure is not None and gguf.quantizer is None and file_type in ROUNDED:
                 keys[ROUNDING_KEY] = measure(file_type)
@@ -260,11 +264,12 @@ def read_written(out: Path) -> Header:
 def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int]) -> dict[str, bool | int]:
     """Return the keys that the converter does not write as the run needs them.
 
-    A chat template renders the whole text, so llama.cpp must add no token before it. llama.cpp ends an answer at eos,
+    A chat template renders the whole text, so llama.cpp must add no token before it. Without a template, `write_gguf`
+    sets this key. llama.cpp ends an answer at eos,
     end of turn and end of message, and at tokens whose text it knows.
     """
     keys = dict(zip(_ENDS_BESIDE_EOS, _stops_beside_eos(header, stop_ids), strict=False))
-    return {"tokenizer.ggml.add_bos_token": False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
+    return {_ADDS_BOS: False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}
 
 
 def _stops_beside_eos(header: Header, stop_ids: Sequence[int]) -> list[int]:

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from finetune.data.rendering import render_prompt
 from finetune.errors import CheckpointError, ConfigError, ModelError, RunFailedError, first_line
 from finetune.export.compressed_folder import load_compressed, refuse_no_compressed_tensors, scheme_of
 from finetune.export.gguf_served import MODEL_FILE, gguf_bound, load_gguf
 from finetune.export.onnx_served import GENAI_CONFIG, load_onnx, onnx_bound
 from finetune.export.plain_reload import load_plain_model, logits_in_fp32
 from finetune.export.served_comparison import Rendered, ServedModel, Turns
-from finetune.export.vectors import MOST_DIFFERENCE, Digests, Vectors, answer_in_fp32
+from finetune.export.vectors import MOST_DIFFERENCE, Digests, Vectors, answer_in_fp32, render_prompt
 from finetune.model.lora import quiet_peft
 from finetune.model.targets import ADAPTER_CONFIG, read_adapter_config, refuse_foreign_adapter
 from finetune.model.unsupported import refuse_oversized_folder

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 import finetune
-from finetune.data.rendering import render_prompt
+from finetune.data.rendering import render_conversations
 from finetune.errors import CheckpointError, DataError
 from finetune.export.plain_reload import weights_in_fp32
 from finetune.inference.decoding import Decoding, generate_answers
@@ -232,6 +232,24 @@ def conversation_vectors(tokenizer: Any, system: str | None = None) -> list[Vect
             continue
         vectors.append(Vector(name=name, turns=chat, text=text, token_ids=ids, positions=_positions(ids)))
     return vectors
+
+
+def render_prompt(tokenizer: Any, turns: Sequence[Mapping[str, str]]) -> tuple[str, list[int]]:
+    """Render a conversation with the header of the next answer, and encode it.
+
+    Without a chat template, the text is the content of the last turn.
+
+    Raises:
+        DataError: the template exceeds a limit.
+        ValueError: the template refuses the conversation.
+    """
+    text = turns[-1]["content"]
+    if tokenizer.chat_template is not None:
+        ((is_rendered, text),) = render_conversations(tokenizer, [list(turns)], with_prompt=True)
+        if not is_rendered:
+            raise ValueError(text)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text, ids
 
 
 def prompts_to_ask(tokenizer: Any, model: Any, system: str | None) -> list[Vector]:

@@ -247,8 +247,8 @@ class Dialogues:
 
     def _turns(self, row: int) -> list[tuple[str, str]]:
         """Return role and text of each turn before the answer, without system turns unless they are all."""
-        prompt, end_id = self.prompts[row], self._tokens.end_id
-        ends = [place for place, token in enumerate(prompt) if token == end_id]
+        prompt, end_ids = self.prompts[row], (self._tokens.end_id, self._tokens.earlier_end_id)
+        ends = [place for place, token in enumerate(prompt) if token in end_ids]
         if not ends:
             return [("", self._decode(prompt).strip())]
         # ChatML and others write roles as plain text, which the header of the answer shows.

@@ -142,6 +142,8 @@ def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapp
 def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:
     """Encode a prompt, with the header of the assistant's turn. Without a chat template, a single turn is plain text.
 
+    Plain text begins with the beginning-of-sequence token if the tokenizer puts it there by default.
+
     Raises:
         DataError: a text contains a special token, or the template refuses the turns.
     """
@@ -161,7 +163,8 @@ def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:
         if bad is not None:
             raise DataError(f"{prompt.source}: {bad}.")
         text = _render(tokens, dialogue, prompt.source)
-    ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    is_rendered = bool(prompt.messages) and tokenizer.chat_template is not None
+    ids = tokens.tokenize([text], is_rendered=is_rendered)[0].ids if text else []
     if not ids:
         raise DataError(f"{prompt.source} is empty: there is nothing to answer.")
     return ids

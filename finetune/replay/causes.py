@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from finetune.config.config_files import local_path
 from finetune.config.keys import on_resume, values
 from finetune.data.encoded import EncodedExamples
 from finetune.data.row_file import map_rows
@@ -58,7 +58,7 @@ def load_rows(title: str, config: Config, fingerprint: str) -> TrainingRows | No
         return None
     if train.fingerprint == fingerprint:
         return TrainingRows(title, train.sides, tokenizer)
-    for path in sorted(Path(config.data.cache_dir).expanduser().glob("encoded-*.safetensors")):
+    for path in sorted(local_path(config.data.cache_dir).glob("encoded-*.safetensors")):
         try:
             rows = EncodedExamples.of(map_rows(path), train.sides[0].end_id)
         except (ValueError, OSError):

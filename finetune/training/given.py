@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.compose import compose, overrides_of
+from finetune.config.config_files import local_path
 from finetune.config.keys import did_you_mean, did_you_mean_key, fields, values
 from finetune.config.yaml_reader import SCRIPT
 from finetune.data.remote import in_cache
@@ -88,7 +89,7 @@ def configure(model: Any, data: Any, task: str, overrides: Sequence[str] | Mappi
         arguments.append(f"model={os.fspath(model)}")
     elif model is not None:
         described = describe_given_model(model)
-        arguments.append(f"model.path={described['model.path']}")
+        arguments += overrides_of({"model.path": described["model.path"]})
     has_rows = data is not None and not isinstance(data, (str, os.PathLike))
     if data is not None and not has_rows:
         arguments.append(f"data={os.fspath(data)}")
@@ -195,7 +196,7 @@ def write_given_rows(data: object, cache_dir: str) -> dict[str, str]:
     Raises:
         DataError: a row is no dict or holds values that JSON does not have, or a file cannot be written.
     """
-    folder = Path(cache_dir).expanduser() / "given"
+    folder = local_path(cache_dir) / "given"
     if not isinstance(data, Mapping):
         return {"data.path": _write("data", data, folder)}
     names = {name: split for split, usual in SPLIT_NAMES.items() for name in usual}

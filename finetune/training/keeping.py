@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.config.config_files import resolve_shipped
+from finetune.config.config_files import local_path, resolve_shipped
 from finetune.config.run_paths import recorded_paths
 from finetune.data.batches import EvaluationLoader, loader_keys_on
 from finetune.data.encoded import EncodedExamples, EncodedSplits, Part
@@ -113,7 +113,7 @@ def answer_with_base(
         prompts = _encode_prompts(config, tokenizer, len(train))
     parts = [prompts, _LONGEST_ANSWER, base, config.data.max_length, config.lora.quantize, runtime.precision]
     key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-    cached = Path(config.data.cache_dir).expanduser() / f"base-answers-{key[:32]}.safetensors"
+    cached = local_path(config.data.cache_dir) / f"base-answers-{key[:32]}.safetensors"
     with runtime.collectives.failing_together("reading the base's answers"):
         if journal is not None:
             if _is_recorded(config):
@@ -247,7 +247,7 @@ def _read_prompts(config: Config) -> list[Any]:
     """Read the prompts of `data.keep_prompts` that `testing.general_prompts` does not have."""
     if _is_recorded(config):
         return []
-    path = Path(resolve_shipped(config.data.keep_prompts)).expanduser()
+    path = local_path(resolve_shipped(config.data.keep_prompts))
     read, measured = read_prompts_file(path, named_by="data.keep_prompts"), config.testing.general_prompts
     general = {prompt.shown for prompt in read_general_prompts(measured)}
     prompts = [prompt for prompt in read if prompt.shown not in general]

@@ -1,11 +1,13 @@
 """`model=` and `data=` take names of configs, paths and hub ids; a file of rows needs no key at all."""
 
+import pwd
 from pathlib import Path
 
 import pytest
 
 from finetune.config import load_config
-from finetune.config.compose import compose, config_from_dict
+from finetune.config.compose import compose, config_from_dict, overrides_of
+from finetune.config.config_files import local_path, path_exists
 from finetune.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("write")
@@ -139,6 +141,45 @@ def test_a_signed_address_is_refused_like_a_password():
     in_mixture = problem_of(f"data.mixture=[{{path: '{signed}'}}]")
     assert "5ecret" not in problem + in_mixture
     assert "X-Amz-Signature=… contains" not in problem_of("data.path=https://host/rows.txt?download=1", "seed=x")
+
+
+def test_a_text_that_is_no_address_may_have_one_with_a_parameter(write):
+    pattern, schemas = r"https?://\S+\?id=\d+", '[{"description": "https://e.org/s?q=cats"}]'
+    grpo = "training.objective=grpo"
+    assert compose([grpo, f"reward.pattern={pattern}"], complete=False).reward.pattern == pattern
+    # The run itself writes this key, from the docstrings of its tools.
+    write("recorded.yaml", f"rollout: {{tool_schemas: '{schemas}'}}\n")
+    assert compose([grpo], run="recorded.yaml", complete=False).rollout.tool_schemas == schemas
+
+
+@pytest.mark.parametrize(
+    "text", ["runs/lora #2", '"name"', "'a' or 'b'", " a ", "two\nlines\n", "😀 #1", "a", "# a", "*.x", "{{ x }}"]
+)
+def test_text_from_python_arrives_as_it_is(text):
+    values = {"output_dir": text, "reward.pattern": text, "lora.new_tokens": [text], "optim.args": {"a": text}}
+    config = compose(overrides_of(values), complete=False)
+    assert (config.output_dir, config.reward.pattern) == (text, text)
+    assert (config.lora.new_tokens, config.optim.args) == ([text], {"a": text})
+    if text == text.strip("\"' \n"):  # on a command line, quotes and white space around a value are no part of it
+        assert compose([f"output_dir={text}"], complete=False).output_dir == text
+
+
+def test_the_home_of_a_user_who_is_not_there_is_a_path_like_any_other(monkeypatch):
+    assert "model=~no-such-user/a.yaml: the file does not exist" in problem_of("model=~no-such-user/a.yaml")
+    assert "there is no configs/~no-such-user/a.yaml" in problem_of("run=~no-such-user/a")
+    assert compose(["data=~no-such-user/a.jsonl"], complete=False).data.path == "~no-such-user/a.jsonl"
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container with a user of its own
+    assert str(local_path("~/.cache")) == "~/.cache"
+    for path in ("~no-such-user/a", "file://~no-such-user/a"):
+        assert str(local_path(path)) == "~no-such-user/a"
+
+
+def test_signs_in_the_name_of_the_current_folder_are_no_pattern(write, monkeypatch):
+    folder = write("[v2]/rows/a.jsonl").parents[1]
+    monkeypatch.chdir(folder)
+    assert path_exists("rows/*.jsonl")
+    assert not path_exists("rows/*.csv")
 
 
 def test_a_model_that_is_missing_is_listed_and_the_command_completed():

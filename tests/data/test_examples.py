@@ -69,6 +69,7 @@ def test_a_datasets_directory_with_and_without_splits(make_section, tmp_path):
     ("keys", "message"),
     [
         ({"path": "nowhere.jsonl"}, "data.path is nowhere.jsonl, but there is no such file or folder"),
+        ({"path": "~no-such-user/a.jsonl"}, "data.path is ~no-such-user/a.jsonl, but there is no such file or folder"),
         ({"path": "{here}/a.txt"}, "a.txt ends in .txt; expected one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet"),
         ({"path": "{here}/empty"}, "a folder without data files. Expected train.jsonl or train.ndjson or"),
         ({"path": "{here}/tests"}, "a folder with a, test, but no train. Name the split to train on"),

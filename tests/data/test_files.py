@@ -58,6 +58,9 @@ def packed(content: bytes) -> bytes:
         ("a.csv", b"prompt;completion\nq;a\nq;b\n", {"separator": ";"}),
         ("a.csv", b"prompt\tcompletion\nq\ta\nq\tb\n", {"separator": "tab"}),
         ("a.tsv", b"prompt\tcompletion\nq\ta\nq\tb\n", {}),
+        ("a.csv", b"sep=;;;\nprompt;completion\nq;a\nq;b\n", {}),
+        ("a.csv", b"sep=\\t\nprompt\tcompletion\nq\ta\nq\tb\n", {}),
+        ("a.csv", b"sep=Tab\nprompt\tcompletion\nq\ta\nq\tb\n", {}),
         ("a.csv.GZ", packed(TABLE), {}),
         ("a.jsonl.GZ", packed(A + B), {}),
         ("a.NDJSON.bz2", bz2.compress(A + B), {}),
@@ -77,6 +80,7 @@ def test_files_that_are_read(make_section, put, name, content, keys):
     ("name", "content", "message"),
     [
         ("a.csv", b"prompt;completion\nq;a\n", "has one column, 'prompt;completion'. If it is several, set"),
+        ("a.csv", b"sep=semicolon\np;c\n", "a.csv begins with 'sep=semicolon'; expected one sign, such as sep=;"),
         ("a.csv", b"prompt,completion,prompt\nq,a,b\n", "a.csv has the column prompt twice. Rename or remove one"),
         ("a.csv", b"prompt,completion\nq,a\nq,a,b\n", "a.csv row 2: 3 cells, but the header has 2 columns"),
         ("a.csv", b'prompt,completion\nq,"a\nq,b\n', "a.csv cannot be read as csv (line 3): unexpected end of data"),

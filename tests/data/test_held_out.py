@@ -10,8 +10,9 @@ from itertools import chain
 import pytest
 from datasets import Dataset
 
+from finetune.cli.sweep import has_validation
 from finetune.data.encoded import EncodedExamples
-from finetune.data.examples import has_validation, holds_out_by_default, load_examples
+from finetune.data.examples import holds_out_by_default, load_examples
 from finetune.data.preferences import encode_preferences
 from finetune.data.splits import SplitSize, digest_row, parse_split_size, rows_of_split, shuffled
 from finetune.errors import DataError
@@ -51,6 +52,29 @@ def test_auto_keeps_equal_rows_together_up_to_200_rows(copies, size):
     sizes = {"validation": SplitSize("auto")}
     held_out = rows_of_split(digests, split="validation", sizes=sizes, rule="content", seed=0, label="rows")
     assert len(held_out) == size
+
+
+@pytest.mark.parametrize("num_rows", [40, 50, 200, 300])
+def test_auto_parts_equal_rows_where_there_are_no_others(num_rows):
+    sizes = {"validation": SplitSize("auto")}
+    digests = [digest_row(1)] * num_rows
+    held_out = rows_of_split(digests, split="validation", sizes=sizes, rule="content", seed=0, label="rows")
+    assert len(held_out) == (sizes["validation"].of(num_rows) if num_rows <= 200 else 200)
+
+
+def test_auto_beside_a_large_test_split_leaves_none_to_train_on():
+    sizes = {"validation": SplitSize("auto"), "test": SplitSize("32", rows=32)}
+    digests = list(map(digest_row, range(40)))
+    with pytest.raises(DataError, match=r"data\.test=32 and data\.validation=auto leave none to train on"):
+        rows_of_split(digests, split="train", sizes=sizes, rule="content", seed=0, label="rows")
+
+
+def test_auto_holds_nothing_out_of_the_small_source_of_a_mixture(make_section, write_jsonl):
+    paths = [write_jsonl(ROWS), write_jsonl([{**row, "prompt": row["prompt"] + "!"} for row in ROWS[:39]], "b.jsonl")]
+    section = make_section(mixture=[{"path": path, "validation": "auto"} for path in paths])
+    assert [len(encode(section).validation), len(encode(section).train)] == [8, 71]
+    few = make_section(mixture=[{"path": path, "validation": "auto", "max_rows": 39} for path in paths])
+    assert encode(few).validation is None
 
 
 def test_auto_holds_rows_out_of_one_file_and_keeps_the_test_rows(make_section, write_jsonl, logged):

@@ -130,6 +130,14 @@ def test_the_digest_of_a_data_set_is_of_its_content(tmp_path):
     assert on_disk.place(2) == "a row 2"
 
 
+@pytest.mark.parametrize("form", ["torch", "numpy", "arrow"])
+def test_the_saved_format_of_a_data_set_changes_no_row(tmp_path, form):
+    rows = [{"text": "a", "label": number == 1, "ids": [1, 2]} for number in range(3)]
+    Dataset.from_list(rows).with_format(form, columns=["label", "ids"]).save_to_disk(tmp_path / "a")
+    on_disk = DatasetRows(Dataset.load_from_disk(str(tmp_path / "a")), "a")
+    assert [row.value for row in on_disk.rows()] == rows
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_file_that_is_gone_is_a_data_error(tmp_path, name):
     for read in (FileRows.digest, lambda rows: list(rows.rows())):

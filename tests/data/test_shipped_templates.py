@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat_template import ChatTemplate, use_chat_template
 from finetune.data.formats import FORMATS, parse_row
-from finetune.data.templates import AnswerTokens, encode_batch, end_of_turn_id
+from finetune.data.templates import AnswerTokens, encode_batch, end_of_turn_ids
 from finetune.data.turns import dialogue_of
 from finetune.errors import DataError
 from tests.tiny import tiny_tokenizer
@@ -96,7 +96,7 @@ def test_a_shipped_format_is_the_published_one(name, with_system):
     assert (list(encoded.token_ids), list(encoded.is_target)) == (ids, is_target)
     for token in {token for token in SPECIAL[name][2] if token in by_hand}:
         assert tokenizer.convert_tokens_to_ids(token) in ids
-    assert encoded.token_ids[-1 if is_target[-1] else -2] == end_of_turn_id(tokenizer)
+    assert encoded.token_ids[-1 if is_target[-1] else -2] == end_of_turn_ids(tokenizer)[0]
 
 
 def test_a_tokenizer_without_bos_gets_none():

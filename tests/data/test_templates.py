@@ -4,10 +4,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from finetune.data.chat_template import ChatTemplate
+from finetune.data.formats import Example
 from finetune.data.templates import (
     AnswerTokens,
     TokenisedRow,
-    end_of_turn_id,
+    encode_batch,
+    end_of_turn_ids,
     mark_targets,
     render_dialogues,
     stop_ids,
@@ -16,7 +18,7 @@ from finetune.data.templates import (
 from finetune.data.turns import dialogue_of
 from finetune.data.values import BadRowError
 from finetune.errors import DataError
-from tests.tiny import CHAT_TEMPLATES, Style, tiny_tokenizer
+from tests.tiny import CHAT_TEMPLATES, Style, add_default_bos, tiny_tokenizer
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},
@@ -82,7 +84,7 @@ def test_tokens_and_targets_of_a_conversation(style):
 def test_end_of_turn_comes_from_the_template_and_is_first_among_stop_ids(style, end):
     tokenizer = tiny_tokenizer(style)
     end_id = tokenizer.convert_tokens_to_ids(end)
-    assert end_of_turn_id(tokenizer) == end_id
+    assert end_of_turn_ids(tokenizer) == (end_id, end_id)
     assert stop_ids(tokenizer, [7, end_id]) == list(dict.fromkeys([end_id, tokenizer.eos_token_id, 7]))
     assert stop_ids(tokenizer, 9)[-1] == 9
     assert stop_ids(tokenizer)[0] == end_id
@@ -102,6 +104,83 @@ def test_a_template_that_marks_its_answers_gives_the_same_targets():
         "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
     )
     assert targets(tokenizer, CONVERSATION) == "yes<|end|>no<|end|>"
+
+
+# As Olmo-3-7B-Instruct's: a default system turn, and eos instead of <|im_end|> after the last answer.
+OLMO3 = (
+    "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nYou have no functions.<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{{ eos_token if m['role'] == 'assistant' and loop.last else '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_earlier_answer_ends_with_the_token_of_all_turns_but_the_last(first):
+    tokenizer = tiny_tokenizer("phi4")
+    tokenizer.chat_template = OLMO3
+    assert targets(tokenizer, CONVERSATION[first:]) == "yes<|im_end|>no<|endoftext|>"
+    end_ids = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert list(end_of_turn_ids(tokenizer)) == stop_ids(tokenizer) == end_ids
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "'<|end|>' if m['role'] == 'assistant' else ''",  # a token that only answers have
+        "'<|end|>' if m['role'] == 'user' else ''",  # an earlier answer has no end
+        "''",
+    ],
+)
+def test_a_turn_that_follows_an_answer_without_a_known_end_is_never_learnt(end):
+    tokenizer = tiny_tokenizer("phi4_mini")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}"
+        f"{{{{ eos_token if loop.last and not add_generation_prompt else ({end}) }}}}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    problem = encode(tokenizer, CONVERSATION)
+    assert isinstance(problem, BadRowError)
+    assert "does not end the answer 'yes<|" in str(problem)
+    assert "data.train_on=each_turn (or last)" in str(problem)
+    assert targets(tokenizer, CONVERSATION[:3]) == "yes<|endoftext|>"
+    (row,) = render_dialogues(ChatTemplate(tokenizer), [dialogue_of(CONVERSATION)._replace(learnt=(2,))])
+    assert not isinstance(row, BadRowError)
+    problem = mark_targets(row, tokenize(tokenizer, [row.text])[0], AnswerTokens(tokenizer))
+    assert isinstance(problem, BadRowError), "the last answer carries no loss"
+
+
+def test_a_tool_result_after_a_call_without_end_is_never_learnt():
+    tokenizer = tiny_tokenizer("phi4_mini")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% if m['tool_calls'] %}"
+        "{{ m['tool_calls'] | tojson }}{% else %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    )
+    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": {"city": "Porto"}}}
+    called = [CONVERSATION[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    problem = encode(tokenizer, [*called, {"role": "tool", "content": "Porto"}, CONVERSATION[4]])
+    assert "a turn follows it, which would be learnt too" in str(problem)
+    ended = tokenizer.chat_template.replace("tojson }}", "tojson }}{{ '<|end|>' }}")
+    tokenizer.chat_template = ended
+    row = targets(tokenizer, [*called, {"role": "tool", "content": "Porto"}, CONVERSATION[4]])
+    assert row.count("<|end|>") == 2
+    assert row.endswith("}]<|end|>no<|end|>")
+
+
+def test_an_answer_that_begins_with_special_tokens_is_learnt_to_its_end():
+    tokenizer = tiny_tokenizer("phi4")  # as gpt-oss: <|im_sep|> is its <|message|>, <|im_end|> its <|end|>
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['thinking'] and loop.last %}"
+        "{{ '<|im_start|>assistant<|im_sep|>' + m['thinking'] + '<|im_end|>' }}{% endif %}"
+        "{{ '<|im_start|>' + m['role'] + '<|im_sep|>' + m['content'] }}"
+        "{{ eos_token if loop.last and m['role'] == 'assistant' else '<|im_end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+    )
+    assert targets(tokenizer, CONVERSATION[:3]) == "<|im_sep|>yes<|endoftext|>"
+    # Thinking ends with <|im_end|>, so generation must not stop there.
+    assert stop_ids(tokenizer) == tokenizer.convert_tokens_to_ids(["<|endoftext|>"])
+    assert "data.train_on=each_turn" in str(encode(tokenizer, CONVERSATION))
 
 
 def test_white_space_that_a_special_token_swallows_is_not_part_of_the_answer():
@@ -162,19 +241,50 @@ def test_a_template_that_rewrites_earlier_turns_is_a_problem():
         AnswerTokens(tokenizer)
 
 
+@pytest.mark.parametrize(
+    "example",
+    [
+        Example("text", text="the answer"),
+        Example("text", text="<s>the answer"),
+        Example("prompt_completion", prompt="the", completion=" answer"),
+    ],
+)
+def test_what_no_template_renders_begins_as_the_tokenizer_begins_any_text(example):
+    tokenizer = tiny_tokenizer("none")
+    text = "the answer<|endoftext|>"
+    plain = tokenizer(text)["input_ids"]
+    if "<s>" not in example.text:
+        (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+        assert row.token_ids == plain
+    add_default_bos(tokenizer)
+    (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+    assert row.token_ids == tokenizer(text)["input_ids"] == [tokenizer.bos_token_id, *plain]
+    first = 1 if example.row_type == "text" else len(tokenizer("the")["input_ids"])
+    assert list(row.is_target) == [int(place >= first) for place in range(len(row.token_ids))]
+
+
+def test_what_a_template_renders_gets_no_token_in_front():
+    tokenizer = tiny_tokenizer()
+    example = Example("prompt_completion", prompt="Hi", completion="yes")
+    (plain,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+    add_default_bos(tokenizer)
+    (row,) = encode_batch([example], AnswerTokens(tokenizer), "all")
+    assert row.token_ids == plain.token_ids
+
+
 def test_a_template_without_an_end_is_refused():
     tokenizer = tiny_tokenizer("none")
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     tokenizer.chat_template += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
     with pytest.raises(DataError, match="ends an answer with no special token"):
-        end_of_turn_id(tokenizer)
+        end_of_turn_ids(tokenizer)
 
 
 def test_a_tokenizer_without_template_and_eos_is_refused():
     tokenizer = tiny_tokenizer("none")
     tokenizer.eos_token = None
     with pytest.raises(DataError, match="no chat template and no eos token"):
-        end_of_turn_id(tokenizer)
+        end_of_turn_ids(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from finetune.inference.prompts import (
     usual_opening,
     with_system_turn,
 )
-from tests.tiny import tiny_tokenizer
+from tests.tiny import add_default_bos, tiny_tokenizer
 
 USER = {"role": "user", "content": "three crates"}
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -55,6 +55,20 @@ def test_every_kind_of_row_can_be_asked_and_its_answer_is_what_is_expected():
     assert [len(prompt.messages) for prompt in prompts] == [1, 1, 2, 2, 1, 1, 0, 1]
     assert [prompt.is_open for prompt in prompts] == [True, True, False, False, False, False, False, True]
     assert prompts[2].source == "asked:4"
+
+
+def test_a_prompt_that_no_template_renders_begins_as_rows_do():
+    tokenizer = tiny_tokenizer("none")
+    add_default_bos(tokenizer)
+    for text in ("once upon", "<s>once upon"):
+        for prompt in (Prompt(source="a", text=text), user_prompt(text, "a")):
+            ids = encode_prompt(AnswerTokens(tokenizer), prompt)
+            assert ids == tokenizer("once upon")["input_ids"]
+            assert ids[0] == tokenizer.bos_token_id
+    with pytest.raises(DataError, match="is empty"):
+        encode_prompt(AnswerTokens(tokenizer), Prompt(source="a"))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
+    assert tokenizer.bos_token_id not in encode_prompt(AnswerTokens(tokenizer), user_prompt("Hi", "a"))
 
 
 def test_rows_of_a_file_name_their_line(tmp_path):
