@@ -63,7 +63,7 @@ def build_run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """
     tokenizer = build_tokenizer(config.model)
     use_chat_template(tokenizer, config.data.chat_template, config.data.template_date)
-    if config.training.method == "lora" and config.lora.new_tokens:
+    if config.training.method == "lora":
         add_tokens(tokenizer, config.lora)
     return tokenizer
 
@@ -74,12 +74,10 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
     They are not special tokens: rows may contain them as text, and decoded answers show them.
 
     Raises:
-        ConfigError: there are none, or one of them is a token already.
+        ConfigError: one of them is a token already.
     """
     from tokenizers import AddedToken
 
-    if not section.new_tokens:
-        raise ConfigError("lora.new_tokens is empty. Name the tokens to add: lora.new_tokens=['<order>'].")
     known, special = (
         tokenizer.get_vocab(),
         {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special},
@@ -92,7 +90,9 @@ def add_tokens(tokenizer: PreTrainedTokenizerBase, section: LoraSection) -> None
             f"lora.new_tokens: {', '.join(there)} is already a token of this tokenizer (id {known[there[0]]}). "
             "Remove it from the list."
         )
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in section.new_tokens])
+    added = [AddedToken(token, special=False, normalized=False) for token in section.new_tokens]
+    if added:
+        tokenizer.add_tokens(added)
 
 
 def set_stop_and_pad_ids(model: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:

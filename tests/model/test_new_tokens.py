@@ -123,8 +123,6 @@ def test_a_token_that_is_there_already_is_refused():
     tokenizer = tiny_tokenizer()
     with pytest.raises(ConfigError, match=r"new_tokens: <\|end\|> is already a token of this tokenizer"):
         add_tokens(tokenizer, LoraSection(new_tokens=["<x>", "<|end|>"]))
-    with pytest.raises(ConfigError, match=r"lora\.new_tokens is empty"):
-        add_tokens(tokenizer, LoraSection())
     for tokens in (["<a>", "<a>"], [""]):
         with pytest.raises(ValidationError, match="expected different tokens that are not empty"):
             LoraSection(new_tokens=tokens)
