@@ -6,6 +6,7 @@ During set-up, before the first step, the first one ends a run in one process at
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import ClassVar, Literal, NoReturn
+from typing import ClassVar, Literal
 
 STOP_SIGNALS: tuple[signal.Signals, ...] = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGHUP", "SIGINT") if hasattr(signal, name)
@@ -54,6 +55,8 @@ class _StopRequest:
     """Whether a live view confirms Ctrl-C."""
     received: signal.Signals | None = None
     at = 0.0
+    raised_at = -math.inf
+    """When `raise_at_once` raised last."""
 
 
 @contextmanager
@@ -80,6 +83,7 @@ def stop_signals_go_to(
     """Within the block, handle the signals that the program does not handle itself. In the main thread only."""
     before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler, raise_at_once)
+    _StopRequest.raised_at = -math.inf
     handled = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
     for number in handled:
         signal.signal(number, handler)
@@ -153,9 +157,15 @@ def end_with_parent(number: signal.Signals) -> None:
         _prctl(_PR_SET_PDEATHSIG, number)
 
 
-def raise_at_once(number: int, frame: FrameType | None) -> NoReturn:
-    """End the command at a signal, and let it remove its temporary files. A handler for `stop_signals_go_to`."""
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+def raise_at_once(number: int, frame: FrameType | None) -> None:
+    """End the command at a signal, and let it remove its temporary files. A handler for `stop_signals_go_to`.
+
+    The rest of one request does not interrupt this: `timeout`, for example, sends SIGTERM twice.
+    """
+    now = time.monotonic()
+    if number == signal.SIGINT or now - _StopRequest.raised_at > _ONE_REQUEST_SECONDS:
+        _StopRequest.raised_at = now
+        raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
 
 @contextmanager

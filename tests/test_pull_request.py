@@ -135,7 +135,7 @@ def test_each_push_edits_one_comment_and_fails_if_the_run_got_worse(github):
     assert failed == ["Compare with the base"], output
     foreign, edited = comments(github)
     assert foreign == f"{MARK}mine"
-    assert edited.startswith(f"{MARK}### Worse than allowed")
+    assert edited.startswith(f"{MARK}### Does not pass")
     assert "- loss does not pass --fail-if-worse (0): worse: +" in edited
 
     failed, output = run_steps(github, "third", " training.max_steps=none")

@@ -428,11 +428,11 @@ def _as_markdown(run: FinishedRun, evaluation: Evaluation, limits: Mapping[str, 
         for name in columns["tuned"]
     ]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    worse = evaluation.exceeded(limits)
-    verdict = "Worse than allowed" if worse else "Not worse than allowed" if limits else "Scores"
+    failed = evaluation.exceeded(limits)
+    verdict = "Does not pass" if failed else "Not worse than allowed" if limits else "Scores"
     folder, num_rows = code(str(shown_folder(run.folder.path))), counted(evaluation.num_rows, "row")
     about = f"{folder}, {num_rows} of the {evaluation.split} split"
-    return "\n\n".join([f"### {verdict}", about, table, *(f"- {each}" for each in worse)]) + "\n"
+    return "\n\n".join([f"### {verdict}", about, table, *(f"- {each}" for each in failed)]) + "\n"
 
 
 def _as_record(run: FinishedRun, evaluation: Evaluation) -> dict[str, Any]:

@@ -64,4 +64,4 @@ def _launch_files() -> dict[str, Path]:
     from finetune.config.config_files import shipped_folder
 
     paths = (path for folder in ("github", "launch") for path in sorted((shipped_folder("recipes") / folder).iterdir()))
-    return {path.name: path for path in paths if path.suffix != ".md"}
+    return {path.name: path for path in paths if path.is_file() and path.suffix != ".md"}

@@ -58,6 +58,8 @@ DEFAULT_TASK = "finetune_lora"
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 """Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
 
+_UNLIKE_YAML = re.compile("[\x7f-\x9f\u2028\u2029]")
+"""Characters that JSON allows in texts, and that YAML refuses or reads as white space."""
 _CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
 """Current keys of which some values have an older spelling."""
 
@@ -185,7 +187,10 @@ def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:
             plain = _plain(value)
             # Without quotes of its own, text would lose white space and quotes at its ends.
             is_as_read = isinstance(plain, str) and (plain == plain.strip("\"' \t\n") or not takes_text(key))
-            overrides.append(f"{key}={plain if is_as_read else json.dumps(plain, ensure_ascii=False)}")
+            if not is_as_read:
+                text = json.dumps(plain, ensure_ascii=False)
+                plain = _UNLIKE_YAML.sub(lambda match: rf"\u{ord(match[0]):04x}", text)
+            overrides.append(f"{key}={plain}")
         except TypeError:
             plain_value = " Give value.tolist()." if hasattr(value, "tolist") else ""  # of numpy or torch
             expected_types = f"expected text, a number, a list or a dict.{plain_value}"

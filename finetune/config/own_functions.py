@@ -123,6 +123,8 @@ def _import_file(file: str) -> SimpleNamespace:
     with _without_current_folder():
         try:
             return SimpleNamespace(**run_path(file, run_name=Path(file).stem))
+        except Terminated:
+            raise
         except (Exception, SystemExit) as error:  # it is the user's own code
             lines = [frame.lineno for frame in extract_tb(error.__traceback__) if frame.filename == file]
             lines += [error.lineno] if isinstance(error, SyntaxError) and error.filename == file else []

@@ -322,8 +322,7 @@ def _check_end_of_turn(train: Sequence[Part], section: DataSection, refused: lis
     """Check that at least one training row teaches the model to stop; for plain text, that one row is not cut."""
     chat_parts = [part for part in train if part.examples.row_type != "text"]
     parts = chat_parts or list(train)
-    pieces = ((part.examples.end_id, *piece) for part in parts for piece in part.examples.pieces())
-    if not parts or any(bool(((ids == end_id) & is_target).any()) for end_id, ids, is_target in pieces):
+    if not parts or any(bool(part.examples.loss_kinds[:, 2].any()) for part in parts):
         return
     message = (
         f"train: none of {sum(map(len, parts)):,} rows has the token that ends "

@@ -423,7 +423,7 @@ def _judge_fit(
 ) -> Iterator[Finding]:
     """Find rows on which the model would fail, perhaps only after hours of training.
 
-    `context` are the most positions of the model, and `num_rows` the rows of its embedding, if they are known.
+    `context` is the number of the model's positions, and `num_rows` that of the rows of its embedding, if known.
     """
     for name, rows in splits.items():
         longest = int(rows.lengths.max())

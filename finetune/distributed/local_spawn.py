@@ -23,7 +23,7 @@ from finetune.distributed.environment import DEFAULT_MASTER_ADDR, SPAWN_RUN_ID_P
 from finetune.distributed.network import is_loopback
 from finetune.distributed.rendezvous import open_store
 from finetune.errors import LaunchError, PreemptedError, RunFailedError
-from finetune.signals import Terminated, stop_signals_go_to
+from finetune.signals import Terminated, raise_at_once, stop_signals_go_to
 from finetune.threads import share_cores
 from finetune.units import counted
 
@@ -99,7 +99,7 @@ def _signals_go_to_workers() -> Iterator[list[int]]:
     def forward(number: int, frame: FrameType | None) -> None:
         workers = psutil.Process().children()
         if not workers:
-            raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
+            raise_at_once(number, frame)
         sent.append(number)
         for worker in workers:
             with suppress(psutil.Error):

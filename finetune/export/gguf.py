@@ -264,9 +264,8 @@ def read_written(out: Path) -> Header:
 def keys_for_llama_cpp(rules: TokenRules, header: Header, stop_ids: Sequence[int]) -> dict[str, bool | int]:
     """Return the keys that the converter does not write as the run needs them.
 
-    A chat template renders the whole text, so llama.cpp must add no token before it. Without a template, `write_gguf`
-    sets this key. llama.cpp ends an answer at eos,
-    end of turn and end of message, and at tokens whose text it knows.
+    A chat template renders the whole text, so llama.cpp must add no token before it; without a template, `write_gguf`
+    sets this key. llama.cpp ends an answer at eos, end of turn and end of message, and at tokens whose text it knows.
     """
     keys = dict(zip(_ENDS_BESIDE_EOS, _stops_beside_eos(header, stop_ids), strict=False))
     return {_ADDS_BOS: False, "tokenizer.ggml.add_space_prefix": rules.puts_space, **keys}

@@ -84,7 +84,7 @@ class Reading:
 def find_rules(tokenizer: Any) -> Reading:
     """Compare a run's tokenizer with llama.cpp's rules, and choose those under which most texts have the same ids.
 
-    Texts are encoded without added special tokens, as in training.
+    Texts are encoded without added special tokens, as rendered chats are in training.
 
     Raises:
         ModelError: see `refuse_other_tokenizer`.

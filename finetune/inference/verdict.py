@@ -70,8 +70,9 @@ class PairedVerdict:
         if self.num_not_finite:
             return f"{text}: {counts}, {self.num_not_finite:,} with a value that is not finite"
         if self.p_value > LEVEL:
-            text += f" that {self.num_better + self.num_worse + self.num_equal:,} rows could show"
-            if self.rows_needed is not None:
+            num_rows = self.num_better + self.num_worse + self.num_equal
+            text += f" that {num_rows:,} rows could show"
+            if self.rows_needed is not None and self.rows_needed > num_rows:
                 text += f" (about {self.rows_needed:,} rows would show one of this size)"
         interval = "unknown" if self.low is None else f"{self.low:+.4f} to {self.high:+.4f}"
         return f"{text}: {self.difference:+.4f}, 95 % interval {interval}, p = {self.p_value:.2g}; {counts}"
@@ -99,11 +100,13 @@ def judge_rows(
     num_more, num_less = int((delta > 0).sum()), int((delta < 0).sum())
     changes = np.abs(delta[delta != 0])
     # All rows that differ may change by the same amount. Shares would change by 1, even if no row differs.
-    change = float(changes.max(initial=float(np.isin([first, second], (0.0, 1.0)).all())))
+    are_shares = bool(np.isin([first, second], (0.0, 1.0)).all())
+    change = float(changes.max(initial=float(are_shares)))
+    is_unit = not len(weights) and (are_shares or len(changes) > 1)  # one row does not tell how far others may change
     low, high, p_value = _sign_test(num_more, num_less, len(delta))
     if math.isnan(difference):
         low, high, p_value = math.nan, math.nan, 1.0
-    elif not len(changes) or (not len(weights) and float(changes.min()) >= change * (1 - _ROUNDING)):
+    elif not len(changes) or (is_unit and float(changes.min()) >= change * (1 - _ROUNDING)):
         low, high = change * low + 0.0, change * high + 0.0  # 0.0 instead of -0.0
     else:
         low, high, p_value = _bootstrap_t(delta, sizes, difference, error, is_clear=p_value <= LEVEL)

@@ -66,6 +66,7 @@ def add_lora(
     if section.start_from is not None:
         from finetune.model.adapter_start import start_from_adapter
 
+        trained_in_fp32(adapted)  # as the layers of the adapter are that were trained whole
         start_from_adapter(adapted, section)
     trainable, total = count_parameters(adapted)
     _log.info(

@@ -205,7 +205,7 @@ def open_replay(run: RecordedRun, config: Config, base: Path | None) -> Iterator
             trainer = build_trainer(runtime, config, rewards_answers=False)
             assert trainer.journal is not None  # one process is the main one
             if base is not None and base.is_dir():
-                load_model(without_adapter(trainer.model), base)
+                load_model(without_adapter(trainer.model), base, may_round=True)
             loader, *_ = trainer.prepare_dataloaders()
             if isinstance(loader, RolloutLoader):
                 loader.recorded = run.folder

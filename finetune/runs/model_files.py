@@ -56,10 +56,10 @@ def encode_model(model: torch.nn.Module, base: Path | None = None) -> dict[str, 
     }
 
 
-def load_model(model: torch.nn.Module, folder: Path) -> int:
+def load_model(model: torch.nn.Module, folder: Path, *, may_round: bool = False) -> int:
     """Load all weights of a checkpoint into a model of the same architecture, or into this rank's shards of it.
 
-    The model keeps the types of its weights. Returns the number of tensors.
+    With `may_round`, the model's types may be narrower than those of the checkpoint. Returns the number of tensors.
 
     Raises:
         CheckpointError: a tensor is missing, unknown, of another shape, or did not arrive in the model.
@@ -88,7 +88,11 @@ def load_model(model: torch.nn.Module, folder: Path) -> int:
     # Read back: a library that drops or renames a key on the way must not go unnoticed.
     arrived = read_model(model)
     shards = {name: (shard_like(tensor, arrived[name]), local_shard(arrived[name])) for name, tensor in saved.items()}
-    not_loaded = [name for name, (there, here) in shards.items() if not torch.equal(here.cpu(), there.to(here.dtype))]
+    not_loaded = [
+        name
+        for name, (there, here) in shards.items()
+        if not torch.equal(here.cpu().to(there.dtype), there.to(here.dtype).to(there.dtype) if may_round else there)
+    ]
     if not_loaded:
         raise CheckpointError(
             f"{file}: {len(not_loaded)} tensors did not arrive in the model, the first is {not_loaded[0]}."

@@ -116,7 +116,7 @@ class Hooks:
         if self.metrics:
             from finetune.inference.answers import METRICS
 
-            own = {*OF_EVERY_VALIDATION, *METRICS, FORGOTTEN, "model"}
+            own = {*OF_EVERY_VALIDATION, *METRICS, FORGOTTEN, "model", "perplexity"}
             if reserved := sorted(name for name in self.metrics if name.partition("/")[0] in own):
                 raise ConfigError(f"metrics has {reserved[0]}, a name that finetune uses itself. Choose another name.")
         for callback in self.callbacks:
@@ -265,7 +265,10 @@ def _fingerprint(code: Any) -> str:
     functions = ""
     while isinstance(code, partial):
         values |= {"args": code.args, **code.keywords}
-        functions += "".join(_fingerprint(value) for value in (*code.args, *code.keywords.values()) if callable(value))
+        given = (
+            value for value in (*code.args, *code.keywords.values()) if callable(value) and " at 0x" in repr(value)
+        )
+        functions += "".join(map(_fingerprint, given))
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
     try:

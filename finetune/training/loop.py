@@ -72,7 +72,7 @@ def run_loop(state: TrainerState, cadence: Cadence, run: TrainingRun, rules: Sto
                         break
         except NoRowsError as error:
             if state.step > first_step and not state.is_due:
-                run.save(state)
+                state = _saved(state, run)
             if not error.is_preempted:
                 raise
             end = "preempted"
@@ -142,12 +142,18 @@ def _after_step(
     is_due = is_stopped or state.is_due or cadence.saves_after(state.step) or "save" in requests
     state = replace(state, is_stopped=is_stopped, is_due=is_due or end not in (None, "preempted"))
     if state.is_due or end is not None:
-        run.save(state)
-        if "stop" in requests and not (is_stopped or is_last):  # `on_save` asks for it
-            state = replace(state, is_stopped=True)
-            run.save(state)
-        requests.clear()
+        state = _saved(state, run, is_last=is_last)
     return state, end or ("stopped" if state.is_stopped else "complete" if is_last else None)
+
+
+def _saved(state: TrainerState, run: TrainingRun, *, is_last: bool = False) -> TrainerState:
+    """Commit a checkpoint, and a second time if `on_save` asks to stop. Return the state that is in it."""
+    run.save(state)
+    if "stop" in run.callbacks.requests and not (state.is_stopped or is_last):
+        state = replace(state, is_stopped=True)
+        run.save(state)
+    run.callbacks.requests.clear()
+    return state
 
 
 def early_stop(state: TrainerState, rules: StopRules) -> Reason | None:

@@ -225,9 +225,10 @@ def publish_best(
         best = None
     if state.best_step is not None and best is None:
         _log.warning(
-            "the best validation was at step %d, which has no checkpoint by checkpoint.save_every: "
+            "the best validation was at step %d, after which checkpoint.save_every saves no checkpoint: "
             "adapter/ holds the last step, %d",
-            *(state.best_step, state.step),
+            state.best_step,
+            state.step,
         )
     if problems:
         stays = not has_trained and not verify_published(folder.adapter)

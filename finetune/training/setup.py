@@ -210,7 +210,7 @@ def _open(
             journal = _open_journal(runtime, checked, model, tokenizer, hooks)
     if _saves_base(config) and config.resume == "auto":  # a resumed run keeps it, whatever its seed is now
         with runtime.collectives.failing_together("reading the base model"):
-            load_model(without_adapter(model), folder.base)
+            load_model(without_adapter(model), folder.base, may_round=True)
     return journal
 
 

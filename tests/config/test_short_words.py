@@ -164,6 +164,11 @@ def test_text_from_python_arrives_as_it_is(text):
         assert compose([f"output_dir={text}"], complete=False).output_dir == text
 
 
+@pytest.mark.parametrize("text", ["it\x92s", "a\x85b", "a\x7f", "a\u2028b"])
+def test_lists_from_python_keep_characters_that_yaml_refuses_or_folds(text):
+    assert compose(overrides_of({"lora.new_tokens": [text]}), complete=False).lora.new_tokens == [text]
+
+
 def test_the_home_of_a_user_who_is_not_there_is_a_path_like_any_other(monkeypatch):
     assert "model=~no-such-user/a.yaml: the file does not exist" in problem_of("model=~no-such-user/a.yaml")
     assert "there is no configs/~no-such-user/a.yaml" in problem_of("run=~no-such-user/a")

@@ -127,6 +127,13 @@ def test_few_rows_that_differ_show_nothing():
     other = [0.5] * 40
     verdict = judge_rows("token_f1", [0.9, 0.8, *other[2:]], other)
     assert (verdict.result, verdict.low, verdict.num_better) == ("no difference", None, 2)
+    verdict = judge_rows("token_f1", [0.9, *other[1:]], other)
+    assert (verdict.result, verdict.low, verdict.num_better) == ("no difference", None, 1)
+
+
+def test_fewer_rows_than_were_judged_are_never_named_as_enough():
+    verdict = judge_rows("exact_match", [1.0] * 5, [0.0] * 5)
+    assert str(verdict).startswith("no difference that 5 rows could show: +1.0000")
 
 
 def test_losses_that_change_by_the_same_rate_show_a_difference():

@@ -165,15 +165,18 @@ def test_conversations_with_a_tool_come_from_the_server(server, rows, tmp_path, 
 
     monkeypatch.setattr(VllmServer, "_sample", spy)
     run, tool = tmp_path / "run", f"rollout.tools={tmp_path / 'tools_of_a_run.py'}:stock"
-    more = (f"lora.start_from={tmp_path / 'taught'}", "optim.learning_rate=2e-4", "training.max_steps=2")
+    more = (f"lora.start_from={tmp_path / 'taught'}", "optim.learning_rate=2e-4", "training.max_steps=3")
     more += ("rollout.max_completion_length=96", "rollout.max_turns=3")
     train_from_overrides(words(server, rows, run, *more, *alike, tool))
     steps, count = curve(run), 0
-    assert len(steps) == 2
-    for step in steps:
+    assert len(steps) == 3
+    learnt = [step for step in steps if step["equal_groups"] < 1]  # which of them are is up to the CPU's rounding
+    assert learnt
+    for step in learnt:
         assert step["server_difference"] < ROUNDING
         assert [step["drawn_ratio"], step["ratio"]] == pytest.approx([1, 1], abs=ROUNDING)
         assert len(step["drawn_ratio_by_turn"]) > 1
+    for step in steps:
         assert step["calls"] > step["failed_calls"] * step["calls"]
         groups = rollout(run, step["step"])["groups"]
         for ids, answer in ((group["prompt"], answer) for group in groups for answer in group["answers"]):

@@ -56,6 +56,20 @@ def test_the_weights_are_those_of_the_adapter_and_it_is_said_what_was_read(input
     assert all(p.requires_grad for name, p in started.named_parameters() if "lora_" in name)
 
 
+def test_layers_that_were_trained_whole_keep_their_fp32_on_a_base_in_16_bits(inputs, tmp_path):
+    keys = {"r": 4, "alpha": 6.0, "modules_to_save": ["norm"]}
+    trained = add_lora(base_of(inputs), LoraSection(**keys))
+    whole = [name for name, _ in trained.named_parameters() if "norm.modules_to_save" in name]
+    with torch.no_grad():
+        for name in whole:
+            trained.get_parameter(name).normal_()
+    trained.save_pretrained(tmp_path)
+    started = start(base_of(inputs).bfloat16(), tmp_path, **keys)
+    assert whole
+    for name in whole:
+        assert torch.equal(started.get_parameter(name), trained.get_parameter(name)), name
+
+
 def test_a_run_goes_on_from_the_adapter_of_another(first, second):
     """Its first step sees the rows that the first step of the other saw, and finds them learnt."""
     first_losses, second_losses = ([step["loss"] for step in curve(run)] for run in (first[0], second[0]))

@@ -21,6 +21,7 @@ from finetune.data.values import quote
 from finetune.errors import ConfigError, DataError
 from finetune.inference.answers import exact_match, json_equal, json_valid, token_f1
 from finetune.limits import DeadlineExceededError, call_within
+from finetune.signals import Terminated
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config, RewardSection
@@ -225,6 +226,8 @@ class Rewards:
             )
         except DeadlineExceededError:
             raise DataError(self._late(name, answers)) from None
+        except Terminated:
+            raise
         except (Exception, SystemExit) as error:  # it is the user's own code, which may call sys.exit
             raise DataError(f"the reward function {name} failed on {first}: {error!r}. Correct it.") from error
 

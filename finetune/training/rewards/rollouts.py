@@ -21,6 +21,7 @@ from finetune.data.encoded import EncodedExample
 from finetune.data.templates import stop_ids
 from finetune.engine.microbatch import EMPTY_MICROBATCH
 from finetune.engine.prefixes import RowGroup, assign_to_ranks
+from finetune.errors import CheckpointError
 from finetune.inference.decoding import Decoding, Sampling, sample_answers
 from finetune.model.base import evaluation_mode, longrope_boundary
 from finetune.runs.folder import RunFolder
@@ -284,6 +285,10 @@ class RolloutLoader:
                 folder = self.recorded or self._setup.journal.folder
                 record = read_rollout(folder, step)
                 if problem := self._problem_of(record["groups"], rows):
+                    if self.recorded is not None:
+                        raise CheckpointError(
+                            f"{folder.rollout(step)} {problem}, so this step cannot be computed again."
+                        )
                     raise unusable_rollout(folder, step, f"{problem}, so go on without this change or with new answers")
         record = self._runtime.collectives.broadcast_from_main(record)
         answers = [answer for group in record["groups"] for answer in group["answers"]]
@@ -301,7 +306,10 @@ class RolloutLoader:
     def _problem_of(self, groups: Sequence[Mapping[str, Any]], rows: list[int]) -> str:
         """Return why recorded answers are not those that a step with these rows learns from; empty if they are."""
         names, size = self._rewards.names, self._config.rollout.num_generations
-        if [group["prompt"] for group in groups] != [self._prompts.prompts[row] for row in rows]:
+        prompts = [self._prompts.prompts[row] for row in rows]
+        # The made-up answers of a benchmark belong to any prompts.
+        of_rows = [group.get("prompt", prompt) for group, prompt in zip(groups, prompts, strict=False)]
+        if len(groups) != len(rows) or of_rows != prompts:
             return "has answers to other prompts than this configuration asks for"
         if any(len(group["answers"]) != size for group in groups):
             return f"does not have {size} answers to each prompt, as rollout.num_generations says"
