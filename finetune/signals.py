@@ -6,7 +6,6 @@ During set-up, before the first step, the first one ends a run in one process at
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import signal
 import sys
@@ -55,8 +54,7 @@ class _StopRequest:
     """Whether a live view confirms Ctrl-C."""
     received: signal.Signals | None = None
     at = 0.0
-    raised_at = -math.inf
-    """When `raise_at_once` raised last."""
+    raised_at = -_ONE_REQUEST_SECONDS
 
 
 @contextmanager
@@ -83,7 +81,7 @@ def stop_signals_go_to(
     """Within the block, handle the signals that the program does not handle itself. In the main thread only."""
     before = {number: signal.getsignal(number) for number in signals}
     defaults = (signal.SIG_DFL, signal.default_int_handler, raise_at_once)
-    _StopRequest.raised_at = -math.inf
+    _StopRequest.raised_at = -_ONE_REQUEST_SECONDS
     handled = [number for number in signals if before[number] in defaults] if _is_main_thread() else []
     for number in handled:
         signal.signal(number, handler)
@@ -158,10 +156,7 @@ def end_with_parent(number: signal.Signals) -> None:
 
 
 def raise_at_once(number: int, frame: FrameType | None) -> None:
-    """End the command at a signal, and let it remove its temporary files. A handler for `stop_signals_go_to`.
-
-    The rest of one request does not interrupt this: `timeout`, for example, sends SIGTERM twice.
-    """
+    """End the command, and let it remove its temporary files. A second signal of one request changes nothing."""
     now = time.monotonic()
     if number == signal.SIGINT or now - _StopRequest.raised_at > _ONE_REQUEST_SECONDS:
         _StopRequest.raised_at = now

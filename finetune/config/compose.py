@@ -58,8 +58,6 @@ DEFAULT_TASK = "finetune_lora"
 _KEPT_ON_RESUME = ("data.split_rule", "data.validation")
 """Keys whose default has changed. A resumed run uses the value that it recorded, unless the user sets another."""
 
-_UNLIKE_YAML = re.compile("[\x7f-\x9f\u2028\u2029]")
-"""Characters that JSON allows in texts, and that YAML refuses or reads as white space."""
 _CURRENT_WITH_OLDER_VALUES = ("data.mixture", "parallel.master_port")
 """Current keys of which some values have an older spelling."""
 
@@ -189,7 +187,7 @@ def overrides_of(values: Mapping[str, object] | Sequence[str]) -> list[str]:
             is_as_read = isinstance(plain, str) and (plain == plain.strip("\"' \t\n") or not takes_text(key))
             if not is_as_read:
                 text = json.dumps(plain, ensure_ascii=False)
-                plain = _UNLIKE_YAML.sub(lambda match: rf"\u{ord(match[0]):04x}", text)
+                plain = text if text.isprintable() else json.dumps(plain)  # YAML refuses some signs that JSON allows
             overrides.append(f"{key}={plain}")
         except TypeError:
             plain_value = " Give value.tolist()." if hasattr(value, "tolist") else ""  # of numpy or torch

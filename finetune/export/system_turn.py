@@ -12,7 +12,7 @@ from finetune.config.schema import as_list
 from finetune.data.values import quote
 from finetune.errors import ConfigError
 from finetune.export.model_card import hub_id
-from finetune.inference.prompts import usual_opening
+from finetune.inference.opening import usual_opening
 
 if TYPE_CHECKING:
     from finetune.config.schema import Config

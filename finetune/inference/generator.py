@@ -118,7 +118,7 @@ class Generator:
         from finetune.data.examples import Opening
         from finetune.data.turns import Dialogue
         from finetune.data.values import quote
-        from finetune.inference.prompts import usual_opening
+        from finetune.inference.opening import usual_opening
 
         config, system, tools = self._run.config, self._settings.system, self._settings.tools
         usual = Opening()

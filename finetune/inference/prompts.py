@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config.config_files import resolve_shipped
-from finetune.config.schema import name_files
 from finetune.data.chat_template import WITHOUT_TEMPLATE, describe_key
-from finetune.data.examples import Opening, read_opening
-from finetune.data.formats import FORMATS, FORMATS_OF, Example, Reads, detect_format, parse_row
+from finetune.data.formats import FORMATS, FORMATS_OF, Example, detect_format, parse_row
 from finetune.data.readers import SUFFIXES, FileRows, RawRow, parse_line, suffix_of
 from finetune.data.rows import RowProblems
 from finetune.data.templates import AnswerTokens
 from finetune.data.turns import Dialogue, Turn, text_turn
-from finetune.data.values import BadRowError, parse_text, quote
+from finetune.data.values import BadRowError, parse_text
 from finetune.errors import DataError
 from finetune.inference.answers import answer_text
 
 if TYPE_CHECKING:
-    from finetune.config.schema import DataSection
+    pass
 
 _log = logging.getLogger(__name__)
 
@@ -118,25 +116,6 @@ def read_rows(
     if not prompts:
         raise DataError(f"{source} has no rows: there is nothing to answer.")
     return prompts
-
-
-def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapping[str, Any] | None = None) -> Opening:
-    """Return the system turn and the tools of a conversation that has none: those that the run recorded, or read them.
-
-    The log has the system turn, and where it comes from.
-    """
-    try:
-        is_recorded = recorded is not None and recorded.keys() == set(Opening._fields)
-        usual = Opening(**recorded) if recorded is not None and is_recorded else read_opening(section, reads)
-    except DataError as error:
-        _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
-        return Opening()
-    if usual.system is not None:
-        # The file may be another one than the run had.
-        where = "" if is_recorded or section.path is None else f" in {name_files(section.path)}"
-        count = f"{usual.num_with_system} of the first {usual.num_rows} training rows{where}"
-        _log.info("system turn, as in %s: %s", count, quote(usual.system))
-    return usual
 
 
 def encode_prompt(tokens: AnswerTokens, prompt: Prompt) -> list[int]:

@@ -76,6 +76,8 @@ def load_model(model: torch.nn.Module, folder: Path, *, may_round: bool = False)
     read_model = _adapter_tensors if is_adapter else _full_tensors
     expected = read_model(model)
     refuse_other_tensors(file, saved=_shapes(saved), expected=_shapes(expected))
+    if may_round:
+        saved = {name: tensor.to(expected[name].dtype) for name, tensor in saved.items()}
     if is_adapter:
         from peft import set_peft_model_state_dict
 
@@ -88,11 +90,7 @@ def load_model(model: torch.nn.Module, folder: Path, *, may_round: bool = False)
     # Read back: a library that drops or renames a key on the way must not go unnoticed.
     arrived = read_model(model)
     shards = {name: (shard_like(tensor, arrived[name]), local_shard(arrived[name])) for name, tensor in saved.items()}
-    not_loaded = [
-        name
-        for name, (there, here) in shards.items()
-        if not torch.equal(here.cpu().to(there.dtype), there.to(here.dtype).to(there.dtype) if may_round else there)
-    ]
+    not_loaded = [name for name, (there, here) in shards.items() if not torch.equal(here.cpu().to(there.dtype), there)]
     if not_loaded:
         raise CheckpointError(
             f"{file}: {len(not_loaded)} tensors did not arrive in the model, the first is {not_loaded[0]}."

@@ -265,10 +265,8 @@ def _fingerprint(code: Any) -> str:
     functions = ""
     while isinstance(code, partial):
         values |= {"args": code.args, **code.keywords}
-        given = (
-            value for value in (*code.args, *code.keywords.values()) if callable(value) and " at 0x" in repr(value)
-        )
-        functions += "".join(map(_fingerprint, given))
+        given = filter(callable, (*code.args, *code.keywords.values()))
+        functions += "".join(_fingerprint(value) for value in given if " at 0x" in repr(value))
         code = code.func
     named = code if hasattr(code, "__qualname__") else type(code)
     try:

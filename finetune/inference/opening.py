@@ -1,0 +1,37 @@
+"""The system turn and the tools that the training rows usually open with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.schema import name_files
+from finetune.data.examples import Opening, read_opening
+from finetune.data.formats import Reads
+from finetune.data.values import quote
+from finetune.errors import DataError
+
+if TYPE_CHECKING:
+    from finetune.config.schema import DataSection
+
+_log = logging.getLogger(__name__)
+
+
+def usual_opening(section: DataSection, reads: Reads = "answers", recorded: Mapping[str, Any] | None = None) -> Opening:
+    """Return the system turn and the tools of a conversation that has none: those that the run recorded, or read them.
+
+    The log has the system turn, and where it comes from.
+    """
+    try:
+        is_recorded = recorded is not None and recorded.keys() == set(Opening._fields)
+        usual = Opening(**recorded) if recorded is not None and is_recorded else read_opening(section, reads)
+    except DataError as error:
+        _log.warning("the training rows cannot be read, so no system turn is used (give one with --system): %s", error)
+        return Opening()
+    if usual.system is not None:
+        # The file may be another one than the run had.
+        where = "" if is_recorded or section.path is None else f" in {name_files(section.path)}"
+        count = f"{usual.num_with_system} of the first {usual.num_rows} training rows{where}"
+        _log.info("system turn, as in %s: %s", count, quote(usual.system))
+    return usual
