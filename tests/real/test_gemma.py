@@ -68,7 +68,9 @@ def overrides(gemma: Path, folder: Path, name: str, *words: str) -> list[str]:
     return [
         *("task=finetune_lora", f"model.path={gemma}"),
         *(f"data.path={folder / 'rows'}", f"data.cache_dir={folder / 'cache'}", "testing.num_samples=0"),
-        *(f"training.max_steps={NUM_STEPS}", "optim.learning_rate=1e-3", f"output_dir={folder / name}", *words),
+        # A larger epsilon, so that a weight whose gradient is near zero does not move by the rounding of its gradient.
+        *(f"training.max_steps={NUM_STEPS}", "optim.learning_rate=1e-3", "optim.args={eps: 0.00001}"),
+        *(f"output_dir={folder / name}", *words),
     ]
 
 
