@@ -27,7 +27,7 @@ _FREQUENT = {
 }
 """The keys that most runs set."""
 _NEEDED = {"finetune_grpo": " reward.functions=exact_match", "finetune_new_tokens": " \"lora.new_tokens=['<order>']\""}
-"""For each task whose command needs more than a model and rows, an example of it."""
+"""An example of what the command of a task needs beside a model and rows."""
 _MOST_FOUND = 10
 """How many keys and pages a search shows."""
 

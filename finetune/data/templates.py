@@ -30,7 +30,7 @@ TrainOn = Literal["all", "last"]
 
 _QUESTION, _ANSWER = text_turn("user", "probe-1"), text_turn("assistant", "probe-2")
 _PROBES = (dialogue_of([_QUESTION, _ANSWER]), dialogue_of([_QUESTION, _ANSWER, text_turn("user", "probe-3")]))
-"""Conversations whose answer is the last turn, and an earlier one."""
+"""A conversation that ends with its answer, and one in which a turn follows the answer."""
 _THINK = ("<think>", "</think>")
 """What reasoning stands between if it is a part of the answer's text."""
 _END_OF_THINKING = re.compile(r"\s*</think>\s*")

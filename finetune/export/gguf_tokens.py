@@ -103,7 +103,7 @@ def find_rules(tokenizer: Any) -> Reading:
 
 
 def refuse_other_tokenizer(tokenizer: Any) -> None:
-    """Refuse a tokenizer that does not join pieces by BPE, the only way whose ids are computed here.
+    """Refuse a tokenizer that is not BPE. The ids of llama.cpp are computed here for BPE only.
 
     Raises:
         ModelError: names the kind of the tokenizer, and what to do.
