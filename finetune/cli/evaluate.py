@@ -175,7 +175,8 @@ def evaluate_command(
     run = find_run(run_folder, changes, base=base, checkpoint=checkpoint, is_alone=harness is not None)
     if harness is not None:
         results = _measure_by_harness(run, harness, harness_tasks)
-        record = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
+        measured = {"run": str(run.folder.path), "weights": run.weights_name, "harness": results}
+        record = _with_finite_numbers(measured)
         print_json(record, indent=None) if as_json else _show_harness(results)
         if output is not None:
             _write("--output", output, record)

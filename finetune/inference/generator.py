@@ -136,9 +136,10 @@ class Generator:
         return Opening(usual.system if system is None else system or None, tools or "")
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Encode a prompt as token ids. The command line's system turn and tools replace those of the prompt.
+        """Encode a prompt as token ids. A system turn and tools from the command line replace those of the prompt.
 
-        If the command line gives none, a prompt of a single turn gets the usual ones of the training rows."""
+        Without them, a prompt of a single turn gets those that the training rows usually have.
+        """
         from finetune.inference.prompts import with_system_turn
 
         system, tools = self._settings.system, self._settings.tools

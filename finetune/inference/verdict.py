@@ -2,7 +2,7 @@
 
 Two tests, each with an interval that leaves out 0 exactly where p <= 0.05:
 
-- Rows that all change by the same amount, if at all, as values of 0 or 1 do: the exact sign test (exact McNemar test)
+- Values of 0 and 1, or at least two rows that differ, all by the same amount: the exact sign test (exact McNemar test)
   on the rows that differ. The interval is this amount times the product of two Clopper-Pearson intervals: for the
   share of rows that differ, and for the share of better rows among them.
 - All other values: the symmetric bootstrap-t over rows (Hall, "On symmetric bootstrap confidence intervals", J. R.
