@@ -236,7 +236,7 @@ def preview_data(
             *_judge_template(splits, tokenizer),
             *_judge_fit(splits, context, _rows_of_embedding(config, model, tokenizer), tokenizer),
             *_judge_duplicates(summaries),
-            *([] if are_prompts else _judge_targets(summaries)),
+            *(_judge_prompts(config, splits) if are_prompts else _judge_targets(summaries)),
             *_mention_rows_on_top(config, encoded, tokenizer),
         ],
         raw_digests=[digest for of_split in splits.values() for digest in of_split.sides[0].raw_digests()],
@@ -454,6 +454,18 @@ def _judge_targets(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:
         for counts in split.files:
             if text := row_checks.learns_nothing_or_everything(counts):
                 yield warning("Data", f"{name}: {on_one_line(text)}", "set another template (data.chat_template)")
+
+
+def _judge_prompts(config: Config, splits: dict[SplitName, Rows]) -> Iterator[Finding]:
+    """Find rows that a run refuses because their prompt is not whole."""
+    from finetune.training.rewards.prompt_rows import cut_prompts, validation_sample
+
+    for name, rows in splits.items():
+        if name == "test" or not isinstance(rows, EncodedExamples):
+            continue
+        if text := cut_prompts(rows if name == "train" else validation_sample(config, rows)):
+            what, fix = what_and_fix(text, page="docs/tasks/rewards.md")
+            yield problem("Data", f"{name}: {on_one_line(what)}", fix)
 
 
 def _judge_duplicates(splits: dict[SplitName, SplitSummary]) -> Iterator[Finding]:

@@ -303,6 +303,18 @@ def test_a_conversation_with_tools_is_made_up_after_each_prompt(base: Path, tmp_
     assert len(record["made_up"]["token_ids"]) == len(record["made_up"]["loss"])
 
 
+def test_a_prompt_that_a_run_would_refuse_as_cut_is_a_problem(base: Path, tmp_path: Path) -> None:
+    rows = [json.dumps({"prompt": f"{n} + 1?", "completion": f"{n + 1}"}) for n in range(2)]
+    rows.append(json.dumps({"prompt": "Which?", "completion": "the third " * 20}))
+    words = run_over(tmp_path, base, train=rows, validation=rows[:1])
+    words += ["task=finetune_grpo", "reward.functions=exact_match", "data.on_overlap=warn", "data.max_length=64"]
+    words += ["data.on_truncated_answer=warn"]
+    [found] = [each for each in preview(words).findings if each.level == "problem"]
+    assert "train: data.max_length cuts the prompt or the expected answer of 1 row" in found.what
+    assert "data.on_long_row=drop" in found.fix
+    assert not [each for each in preview([*words, "data.on_long_row=drop"]).findings if each.level == "problem"]
+
+
 def test_the_rows_of_a_split_are_written_for_another_trainer(words, tmp_path, monkeypatch):
     monkeypatch.setattr("finetune.diagnose.preview.ROWS_OF_A_BLOCK", 3)  # the split has four rows
     config = load_config([*words, *TOLERANT])

@@ -12,10 +12,9 @@ import torch
 
 from finetune.data.batches import EvaluationLoader
 from finetune.data.encode import encode_examples
-from finetune.data.encoded import EncodedExamples, EncodedSplits
+from finetune.data.encoded import EncodedSplits
 from finetune.data.examples import load_examples
 from finetune.data.preferences import refuse_each_turn
-from finetune.data.splits import shuffled
 from finetune.distributed.gradients import LossFunction
 from finetune.engine.loss import Choices, cross_entropy_per_target
 from finetune.errors import DataError
@@ -29,7 +28,13 @@ from finetune.training.reporting.run_warnings import RunWarnings
 from finetune.training.rewards.conversations import SingleAnswers, ToolUse
 from finetune.training.rewards.functions import Rewards
 from finetune.training.rewards.groups import advantages_of, group_loss_of, has_turns, summed_group_loss
-from finetune.training.rewards.prompt_rows import ConversationRows, PromptRows, check_expected, read_rows_by_source
+from finetune.training.rewards.prompt_rows import (
+    ConversationRows,
+    PromptRows,
+    check_expected,
+    read_rows_by_source,
+    validation_sample,
+)
 from finetune.training.rewards.rollouts import RolloutLoader, mean_rewards, reward_on_main, stops_of
 from finetune.training.rewards.tools import Environment, offered_tools, with_tools
 from finetune.training.rewards.warnings import RewardWarnings
@@ -94,7 +99,7 @@ class RewardedAnswers(Objective):
         rows = read_rows_by_source(self.config.data) if self.rewards.need_columns or has_environment else None
         answered = {"train": splits.train}
         if splits.validation is not None:
-            answered["validation"] = _sample(self.config, splits.validation)
+            answered["validation"] = validation_sample(self.config, splits.validation)
         for name, examples in answered.items():
             self._prompts[name] = rows_of(examples, tokenizer, rows)
             check_expected(self.config, self.rewards, self._prompts[name])
@@ -180,8 +185,3 @@ def with_testable_rows(splits: EncodedSplits) -> EncodedSplits:
         return splits
     _log.info("test is off: its rows have no expected answer")
     return replace(splits, test=None)
-
-
-def _sample(config: Config, rows: EncodedExamples) -> EncodedExamples:
-    """Return the rows that validations answer, the same in every validation."""
-    return rows.select(sorted(shuffled(len(rows), config.data.split_seed)[: config.validation.num_samples]))

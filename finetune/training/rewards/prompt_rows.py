@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from finetune.data.encoded import EncodedExamples
 from finetune.data.examples import load_examples
 from finetune.data.formats import Example, as_messages
+from finetune.data.splits import shuffled
 from finetune.data.turns import Turn, text_turn
 from finetune.errors import DataError
 from finetune.inference.evaluation import Dialogues
@@ -24,6 +25,23 @@ if TYPE_CHECKING:
 
 _NOT_COLUMNS = frozenset({"prompt", "completion", "messages", "conversations", "expected"})
 """Columns that reward functions get in another form."""
+
+
+def cut_prompts(examples: EncodedExamples) -> str | None:
+    """Say which rows are refused because `data.max_length` cuts their last question or expected answer."""
+    cut = (examples.has_answer.logical_not() | examples.is_truncated).nonzero()[:, 0].tolist()
+    if not cut:
+        return None
+    return (
+        f"data.max_length cuts the prompt or the expected answer of {counted(len(cut), 'row')}; the first is "
+        f"{examples.source(cut[0])} ({int(examples.full_lengths[cut[0]]):,} tokens). Raise data.max_length, or "
+        "leave such rows out: data.on_long_row=drop."
+    )
+
+
+def validation_sample(config: Config, rows: EncodedExamples) -> EncodedExamples:
+    """Return the rows that validations answer, the same in every validation."""
+    return rows.select(sorted(shuffled(len(rows), config.data.split_seed)[: config.validation.num_samples]))
 
 
 class PromptRows:
@@ -43,13 +61,8 @@ class PromptRows:
     def __init__(
         self, examples: EncodedExamples, tokenizer: PreTrainedTokenizerBase, rows: Mapping[str, Example] | None
     ) -> None:
-        cut = (examples.has_answer.logical_not() | examples.is_truncated).nonzero()[:, 0].tolist()
-        if cut:
-            raise DataError(
-                f"data.max_length cuts the prompt or the expected answer of {counted(len(cut), 'row')}; the first is "
-                f"{examples.source(cut[0])} ({int(examples.full_lengths[cut[0]]):,} tokens). Raise data.max_length, or "
-                "leave such rows out: data.on_long_row=drop."
-            )
+        if cut := cut_prompts(examples):
+            raise DataError(cut)
         dialogues = Dialogues(examples, tokenizer)
         self.prompts, self.expected, self.sources = dialogues.prompts, dialogues.expected, dialogues.sources
         self._reader, self._tokenizer, self._rows = dialogues.reader, tokenizer, rows
