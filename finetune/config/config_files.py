@@ -13,7 +13,6 @@ from glob import iglob
 from pathlib import Path
 from typing import Literal
 
-from finetune.config.keys import did_you_mean
 from finetune.errors import ConfigError
 
 SHIPPED_PREFIX = "shipped:"
@@ -139,6 +138,8 @@ def find_file(group: str, name: str, place: str, problems: list[str]) -> Path | 
         return files[ours]
     if group == RUN_FILES and (saved := local_path(name) / SAVED_CONFIG).is_file():
         return saved
+    from finetune.config.key_advice import did_you_mean
+
     folder = "configs" if group == RUN_FILES else f"configs/{group}"
     here = [entry.name for entry in Path().glob("*")] if group in PATH_INSTEAD else []
     hint = PATH_INSTEAD.get(group, "")

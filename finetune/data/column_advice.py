@@ -17,7 +17,7 @@ from finetune.data.columns import (
     show_names,
 )
 from finetune.data.formats import OF_PROMPT, Reads, detect_format, find_unread, parse_row
-from finetune.data.objective_formats import FORMATS_OF
+from finetune.data.preference_formats import FORMATS_OF
 from finetune.data.readers import RawRow, RowSource
 from finetune.data.values import BadRowError
 

@@ -11,12 +11,12 @@ from functools import partial
 from glob import glob
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from finetune.config.config_files import is_address, is_list_or_glob, local_path, resolve_shipped
 from finetune.config.schema import AUTO_VALIDATION, NO_ROWS, DataSection, as_list, name_files
 from finetune.data.formats import Example, Reads
-from finetune.data.readers import SUFFIXES, DatasetRows, FileRows, JoinedRows, RowFile, RowSource, stem_of, suffix_of
+from finetune.data.readers import SUFFIXES, FileRows, JoinedRows, RowSource, stem_of, suffix_of
 from finetune.data.rows import Examples
 from finetune.data.splits import SPLIT_NAMES, files_of_splits, in_order
 from finetune.errors import ConfigError, DataError
@@ -170,10 +170,11 @@ def check_local_rows(section: DataSection, reads: Reads | None = None) -> None:
         if any(map(is_hub_id, as_list(source.path))):
             continue
         for rows in _find_sources(source).sources.values():
-            if rows is not None and not isinstance(rows, DatasetRows):
-                rows.check()
+            if rows is None:
+                continue
+            rows.check()
             first = rows.parts[0] if isinstance(rows, JoinedRows) else rows
-            if reads is not None and rows and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
+            if reads is not None and isinstance(first, FileRows) and suffix_of(first.path) != ".parquet":
                 _as_examples(rows, source, reads).check_format()
 
 
@@ -386,7 +387,10 @@ def _find_splits(section: DataSection) -> _Splits | None:
         source = _rows_at("path", section.path, section)
         return _Splits(_ONE_FILE, section.path, ["train"], lambda _: source)
     if is_saved:
-        return _saved_datasets(path, section.path)
+        from finetune.data.hub import saved_splits
+
+        saved = saved_splits(path, section.path)
+        return _Splits("a datasets directory", section.path, list(saved), saved.__getitem__)
     if path.is_dir():
         return _local_folder(section, path, section.path)
     if not is_hub_id(section.path):
@@ -398,7 +402,7 @@ def _find_splits(section: DataSection) -> _Splits | None:
 def _rows_at(key: str, files: str | list[str], section: DataSection) -> RowSource:
     """Return the rows of a file, of the files of a list, or of those that a glob matches, or raise a DataError."""
     names = [name for path in as_list(files) for name in ([path] if _is_file(path) else _matching(path) or [path])]
-    sources: list[RowFile] = []
+    sources: list[RowSource] = []
     for name in names:
         path = local_path(resolve_shipped(name))
         if is_address(name):
@@ -452,7 +456,7 @@ def _local_folder(section: DataSection, folder: Path, label: str) -> _Splits:
     return _split_folder(label, names, open_file)
 
 
-def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowFile]) -> _Splits:
+def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], RowSource]) -> _Splits:
     files: dict[str, str] = {}
     for name in in_order(names):
         split = stem_of(PurePath(name))
@@ -473,25 +477,6 @@ def _split_folder(label: str, names: Sequence[str], open_file: Callable[[str], R
     not_read = set(files.values()).difference(*of_splits.values())
     splits = list(dict.fromkeys([*files, *of_splits]))
     return _Splits(_PARTS if has_no_splits else "a folder", label, splits, open_split, not_read=in_order(not_read))
-
-
-def _saved_datasets(folder: Path, label: str) -> _Splits:
-    import datasets
-
-    from finetune.data.tables import quiet_datasets
-
-    try:
-        with quiet_datasets():
-            loaded = datasets.load_from_disk(str(folder))
-    except Exception as error:  # pyarrow and datasets raise many types for a damaged folder
-        raise DataError(f"{label} cannot be read as a datasets directory: {type(error).__name__}: {error}") from error
-    splits: dict[str, Any] = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
-    return _Splits(
-        "a datasets directory",
-        label,
-        list(splits),
-        lambda name: DatasetRows(splits[name], f"{label.rstrip('/')}/{name}"),
-    )
 
 
 def _dataset(form: str, section: DataSection, path: str) -> _Splits:

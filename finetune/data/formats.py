@@ -2,8 +2,8 @@
 
 Columns and roles have their usual names: `messages` with role and content, and `prompt` with `completion` (TRL's
 dataset formats); `conversations` with from and value (ShareGPT, as FastChat and LLaMA-Factory read it); `instruction`,
-`input`, `output` (Stanford Alpaca). All objectives read prompts and answers alike; `objective_formats.py` has what the
-others read beside them.
+`input`, `output` (Stanford Alpaca). All objectives read prompts and answers alike; `preference_formats.py` has pairs of
+answers and labelled answers.
 """
 
 from __future__ import annotations
@@ -238,6 +238,42 @@ def _split_system(turns: tuple[Turn, ...]) -> tuple[tuple[Turn, ...], tuple[Turn
     return turns[:count], turns[count:]
 
 
+def _parse_prompts(cells: Cells) -> Example:
+    """Read a prompt with or without an expected answer. Without one, the answer is empty."""
+    known = next((known for known in FORMATS.values() if all(name in cells for name in known.needs)), None)
+    if known is not None and known.name in ("prompt_completion", "instruction"):
+        return until_last_answer(known.parse(cells))
+    column = known.name if known is not None and known.name != "text" else "prompt"
+    if column not in cells:
+        raise BadRowError(f"no column prompt or messages; it has {show_names(cells.row)}")
+    if column == "prompt":
+        prompt = read_prompt(cells, column)
+        if isinstance(prompt, str):
+            return Example("prompt_completion", prompt=refuse_blank(prompt, cells.name("prompt")), is_of_texts=True)
+        dialogue = prompt
+    else:
+        dialogue = with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells)
+    if dialogue.turns[-1]["role"] != "assistant":
+        turns = (*dialogue.turns, text_turn("assistant", ""))
+        is_of_texts = column == "prompt" and isinstance(cells["prompt"], str)
+        return Example(
+            "messages", messages=turns, learnt=(len(dialogue.turns),), tools=dialogue.tools, is_of_texts=is_of_texts
+        )
+    if column != "prompt":
+        return until_last_answer(as_conversation(dialogue))
+    raise BadRowError(
+        f"{cells.name('prompt')} ends with a turn of the assistant, so there is nothing to answer; expected that turn "
+        "in a column completion, or all turns in a column messages"
+    )
+
+
+def until_last_answer(example: Example) -> Example:
+    """Leave out turns after the last answer that counts, which is the expected one; the prompt ends before it."""
+    if example.row_type != "messages":
+        return example
+    return example._replace(messages=example.messages[: example.learnt[-1] + 1])
+
+
 def as_messages(example: Example) -> Example:
     """Return a row of prompt and completion as turns."""
     if example.row_type != "prompt_completion":
@@ -282,6 +318,11 @@ OF_PROMPT = ("input", "system", "history", "tools")
 """Columns that belong to a prompt in another column."""
 
 
+def _has_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
+    del renamed
+    return bool(cells.keys() & {"prompt", "messages", "conversations"} or cells.keys() >= {"instruction", "output"})
+
+
 FORMATS = {
     known.name: known
     for known in (
@@ -295,6 +336,14 @@ FORMATS = {
     )
 }
 """The formats of supervised training by name, in the order in which they are tried."""
+PROMPTS = Format(
+    "prompts",
+    (),
+    tuple(dict.fromkeys(name for known in FORMATS.values() for name in known.columns)),
+    _parse_prompts,
+    _has_prompt,
+)
+"""The format of rows whose answers are generated."""
 
 
 def find_unread(

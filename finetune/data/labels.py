@@ -7,7 +7,7 @@ from itertools import chain
 
 from finetune.data.column_advice import ReadRows, advise_on_labels
 from finetune.data.columns import LABEL_WORDS
-from finetune.data.objective_formats import LABELS
+from finetune.data.preference_formats import LABELS
 from finetune.data.readers import RawRow
 from finetune.errors import DataError
 

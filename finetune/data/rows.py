@@ -227,7 +227,7 @@ def _detect(raw: Iterator[RawRow], examples: Examples) -> tuple[Format, list[Raw
 def _formats_of(reads: Reads) -> Mapping[str, Format]:
     if reads == "answers":
         return FORMATS
-    from finetune.data.objective_formats import FORMATS_OF
+    from finetune.data.preference_formats import FORMATS_OF
 
     return FORMATS_OF[reads]
 

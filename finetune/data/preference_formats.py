@@ -1,4 +1,4 @@
-"""The formats of rows for the objectives beside supervised training: pairs, labelled answers, and prompts."""
+"""The formats of rows for preferences: pairs of answers to one prompt, and answers that a label calls good or bad."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ from collections.abc import Mapping
 from functools import partial
 from itertools import takewhile
 
-from finetune.data.columns import BAD_LABELS, Cells, holds_something, may_be_prompt, show_names
+from finetune.data.columns import BAD_LABELS, Cells, holds_something, may_be_prompt
 from finetune.data.formats import (
     BESIDE_TURNS,
     FORMATS,
     OF_PROMPT,
+    PROMPTS,
     Example,
     Format,
     Reads,
-    as_conversation,
     join_answer,
     read_answer,
     read_prompt,
     read_question,
     turns_after,
+    until_last_answer,
     with_system,
 )
-from finetune.data.turns import Dialogue, dialogue_of, is_transcript, parse_tools, parse_turns, text_turn
-from finetune.data.values import BadRowError, quote, refuse_blank
+from finetune.data.turns import Dialogue, dialogue_of, is_transcript, parse_tools, parse_turns
+from finetune.data.values import BadRowError, quote
 
 _SIDES = ("chosen", "rejected")
 _BEFORE_SPACE = re.compile(r"(?=\s)")
@@ -136,44 +137,8 @@ def _parse_labelled(known: Format, cells: Cells) -> Example:
         raise BadRowError(f"{name} is {quote(label)}; expected true for a good answer or false for a bad one")
     example = known.parse(cells)
     if known.name in ("messages", "conversations") or cells.has("history"):
-        example = _until_last_answer(example)._replace(learnt=example.learnt[-1:])
+        example = until_last_answer(example)._replace(learnt=example.learnt[-1:])
     return example._replace(is_good=LABELS[word] is not (name in BAD_LABELS))
-
-
-def _parse_prompts(cells: Cells) -> Example:
-    """Read a prompt with or without an expected answer. Without one, the answer is empty."""
-    known = next((known for known in FORMATS.values() if all(name in cells for name in known.needs)), None)
-    if known is not None and known.name in ("prompt_completion", "instruction"):
-        return _until_last_answer(known.parse(cells))
-    column = known.name if known is not None and known.name != "text" else "prompt"
-    if column not in cells:
-        raise BadRowError(f"no column prompt or messages; it has {show_names(cells.row)}")
-    if column == "prompt":
-        prompt = read_prompt(cells, column)
-        if isinstance(prompt, str):
-            return Example("prompt_completion", prompt=refuse_blank(prompt, cells.name("prompt")), is_of_texts=True)
-        dialogue = prompt
-    else:
-        dialogue = with_system(parse_turns(cells[column], cells.name(column), cells.get("tools")), cells)
-    if dialogue.turns[-1]["role"] != "assistant":
-        turns = (*dialogue.turns, text_turn("assistant", ""))
-        is_of_texts = column == "prompt" and isinstance(cells["prompt"], str)
-        return Example(
-            "messages", messages=turns, learnt=(len(dialogue.turns),), tools=dialogue.tools, is_of_texts=is_of_texts
-        )
-    if column != "prompt":
-        return _until_last_answer(as_conversation(dialogue))
-    raise BadRowError(
-        f"{cells.name('prompt')} ends with a turn of the assistant, so there is nothing to answer; expected that turn "
-        "in a column completion, or all turns in a column messages"
-    )
-
-
-def _until_last_answer(example: Example) -> Example:
-    """Leave out turns after the last answer that counts, which is the expected one; the prompt ends before it."""
-    if example.row_type != "messages":
-        return example
-    return example._replace(messages=example.messages[: example.learnt[-1] + 1])
 
 
 def _begins_with_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
@@ -186,11 +151,6 @@ def _begins_with_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
     others = cells.row.keys() - {cells.name(side) for side in _SIDES}
     texts = (name for name in others if isinstance(cells.row[name], str) and holds_something(cells.row[name]))
     return not any(map(may_be_prompt, texts))
-
-
-def _has_prompt(cells: Cells, renamed: Mapping[str, str]) -> bool:
-    del renamed
-    return bool(cells.keys() & {"prompt", "messages", "conversations"} or cells.keys() >= {"instruction", "output"})
 
 
 def _pairs(side: str) -> dict[str, Format]:
@@ -217,14 +177,6 @@ FORMATS_OF: Mapping[Reads, Mapping[str, Format]] = {
         for known in FORMATS.values()
         if known.name != "text"
     },
-    "prompts": {
-        "prompts": Format(
-            "prompts",
-            (),
-            tuple(dict.fromkeys(name for known in FORMATS.values() for name in known.columns)),
-            _parse_prompts,
-            _has_prompt,
-        )
-    },
+    "prompts": {PROMPTS.name: PROMPTS},
 }
 """The formats that each objective reads."""
