@@ -10,7 +10,6 @@ import logging
 import shlex
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -22,8 +21,6 @@ from finetune.errors import ConfigError
 from finetune.logs import warn_once
 from finetune.terminal import without_passwords
 
-_TRACKER_PACKAGES = {"mlflow": "mlflow-skinny sqlalchemy alembic"}
-"""The packages of a tracker whose name is not enough: with constraints.txt, the full mlflow installs as 1.x only."""
 _TEXTS_WITH_ADDRESSES = ("model.chat_template", "reward.pattern", "rollout.tool_schemas")
 """Keys that take a text in which an address is not used to log in anywhere."""
 _log = logging.getLogger(__name__)
@@ -156,27 +153,6 @@ def _name_problem(value: object) -> str:
 def _value(chosen: Settings, dotted: str) -> object:
     setting = find_setting(chosen, dotted)
     return setting.value if setting else None
-
-
-def refuse_missing_trackers(config: Config) -> None:
-    """Refuse a run whose trackers are not installed, before anything slow begins. Only the main process needs them.
-
-    Raises:
-        ConfigError: names the trackers and the command that installs them.
-    """
-    missing = [name for name in dict.fromkeys(config.training.report_to) if not is_tracker_installed(name)]
-    if missing:
-        packages = " ".join(_TRACKER_PACKAGES.get(name, name) for name in missing)
-        raise ConfigError(
-            f"training.report_to ({config.origin('training.report_to')}) names {', '.join(missing)}, which is not "
-            f"installed. Run pip install {packages}, or drop it; metrics.jsonl has every figure anyway."
-        )
-
-
-def is_tracker_installed(name: str) -> bool:
-    """Return whether a tracker is installed. A plain folder of its name, which wandb creates, does not count."""
-    spec = find_spec(name)
-    return spec is not None and spec.origin is not None
 
 
 def refuse_code_of_files(config: Config, needed_by: Collection[str], *, trusted: str = "") -> Config:

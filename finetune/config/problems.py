@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune.config.config_files import GROUPS, MADE_FOR, list_model_families, other_models
+from finetune.config.config_files import GROUPS
 from finetune.config.key_advice import did_you_mean_key, expected
 from finetune.config.keys import fields, section_class, takes
+from finetune.config.listing import MADE_FOR, list_model_families, other_models
 from finetune.config.schema import Config
 from finetune.config.yaml_reader import Setting, Settings, find_setting
 from finetune.terminal import without_passwords
